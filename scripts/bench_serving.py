@@ -63,7 +63,7 @@ class Served:
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
-        options = vllm_options(given.methods[0], given.budget)
+        options = vllm_options("full", None)  # frees no prompts: arms share the engine
         from vllm import LLM, SamplingParams
 
         self.how = SamplingParams(max_tokens=1 + given.steps, temperature=0, ignore_eos=True)

@@ -7,7 +7,7 @@ Nothing here needs vLLM: the memory is written as its CPU attention does, and th
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from kvbench.attention import reference
 from kvbench.backends.vllm import plan as plans
 from kvbench.backends.vllm.paged import Memory, attend_blocks
 from kvbench.backends.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
-from kvbench.backends.vllm.requests import Requests, Scheduled
+from kvbench.backends.vllm.requests import RequestEngine, Requests, Scheduled
+from kvbench.backends.vllm.side import Side, rows_kept
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore
@@ -147,7 +148,7 @@ class Alone:
         if end > prompt:
             behind = max(computed, prompt)
             self.engine.start_turn(tokens[None, behind:])
-            self._attend(parts, behind - start, end - start)
+            self.turned = self._attend(parts, behind - start, end - start)
         return None
 
     def _attend(self, parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
@@ -158,10 +159,11 @@ class Alone:
 class Checked(Requests):
     """Requests, each held in every pass against itself alone: what it selects, and the output."""
 
-    decoded, sparse = 0, 0  # steps, and layers of steps in which some token was not attended
+    # steps, layers of steps in which some token was not attended, and passes of several tokens after a freed prompt
+    decoded, sparse, turned = 0, 0, 0
 
-    def __init__(self, plan: Plan, shape: Shape, **settings: Any) -> None:
-        super().__init__(plan, shape, **settings)
+    def __init__(self, plan: Plan, shape: Shape, side: Side | None = None, **settings: Any) -> None:
+        super().__init__(plan, shape, side, **settings)
         self.alone: dict[str, Alone] = {}
         self.watched: dict[int, list[Attended]] = {}
 
@@ -178,7 +180,7 @@ class Checked(Requests):
 
     def _read_before(self, scheduled: Scheduled) -> None:
         """What another request has computed of this one's prompt."""
-        found = [memory.first(scheduled.blocks, scheduled.computed) for memory in self.memory.values()]
+        found = [memory.first(scheduled.blocks[0], scheduled.computed) for memory in self.memory.values()]
         key, value = (torch.cat([layer[which] for layer in found]) for which in (0, 1))
         query = key.repeat_interleave(self._shape.group, dim=1)
         self.alone[scheduled.request].read(scheduled.token_ids[: scheduled.computed], 0, [query, key, value])
@@ -193,7 +195,7 @@ class Checked(Requests):
         engines = self._passing
         super().end_pass(logits)
         for row, (scheduled, engine) in enumerate(zip(self.rows, engines, strict=True)):
-            tokens = slice(*self.attended[0][1][row : row + 2])
+            tokens, prompt = slice(*self.attended[0][1][row : row + 2]), scheduled.prompt_length
             parts = [
                 torch.stack([new[which][tokens].transpose(0, 1) for new, _, _, _ in self.attended])
                 for which in range(3)
@@ -202,7 +204,11 @@ class Checked(Requests):
             expected = alone.read(scheduled.token_ids, scheduled.computed, parts)
             left = [row in others for _, _, _, others in self.attended]
             if expected is None:
-                assert all(left), "what is read at once, vLLM attends"
+                ours_too = engine.shape.sparse_layers if engine.seat and scheduled.computed >= prompt else ()
+                assert [layer for layer, other in enumerate(left) if not other] == [*ours_too], "vLLM attends the rest"
+                for layer in ours_too:
+                    torch.testing.assert_close(self.attended[layer][2][tokens][0], alone.turned[layer])
+                self.turned += bool(ours_too)
                 continue
             self.decoded += 1
             assert len(ours) == len(alone.seen) and ours[-1].lengths == (len(scheduled.token_ids),)
@@ -212,19 +218,32 @@ class Checked(Requests):
                 if one is not None and other is not None:
                     assert one.sets(0) == other.sets(0), f"layer {layer} of {scheduled.request}"
                     self.sparse += any(len(ids) < len(scheduled.token_ids) for ids in one.sets(0))
-                assert left[layer] == (one is None or (one.in_place and engine.stores[layer].complete))
+                whole = one is not None and one.in_place and engine.stores[layer].complete
+                assert left[layer] == (one is None or (whole and not engine.seat))
                 if not left[layer]:
                     close = CLOSE if out.dtype == torch.float32 else 2e-2
                     torch.testing.assert_close(out[tokens][0], expected[layer], atol=close, rtol=close)
 
 
+def side_of(plan: Plan, shape: Shape, settings: dict[str, Any], seats: int) -> Side:
+    """A memory beside the blocks, for prompts of any length."""
+    longest = RequestEngine({}, replace(shape, lengths=(10_000,)), plan.build(), plan.sizes(), **settings)
+    rows = rows_kept(longest.method, longest.shape)
+    assert rows is not None
+    return Side(seats, rows, shape.head_dim, shape.dtype, len(shape.sparse_layers))
+
+
 @dataclass
 class Serving:
-    """A paged memory and a schedule: requests have blocks while they run, in no order, and tokens computed so far."""
+    """A paged memory and a schedule: requests have blocks while they run, in no order, and tokens computed so far.
+
+    Where it frees prompts, whole blocks of them are for others once they are read.
+    """
 
     plan: Plan
     isa: str
     fixed: list[Stream]
+    frees: bool = False
     computed: dict[int, int] = field(default_factory=dict)
     longest: dict[int, int] = field(default_factory=dict)  # tokens that a request has had, preempted ones included
 
@@ -232,7 +251,10 @@ class Serving:
         layers, _, kv_heads, _, head_dim = self.fixed[0].keys.shape
         self.caches = torch.full((layers, 24, kv_heads, SIZE, 2 * head_dim), torch.nan)
         self.free, self.blocks = list(range(24)), dict[int, list[int]]()
-        self.requests = Checked(self.plan, shape_of(self.fixed[0]), **settings_of(self.plan, self.fixed[0]))
+        self.gone = dict.fromkeys(range(len(self.fixed)), 0)  # first blocks of each that it has no more
+        shape, settings = shape_of(self.fixed[0]), settings_of(self.plan, self.fixed[0])
+        self.side = side_of(self.plan, shape, settings, len(self.fixed)) if self.frees else None
+        self.requests = Checked(self.plan, shape, self.side, **settings)
         self.requests.memory.update({layer: Memory(cache, self.isa) for layer, cache in enumerate(self.caches)})
 
     def leave(self, request: int, how: str) -> None:
@@ -240,7 +262,8 @@ class Serving:
         own = self.blocks.pop(request, [])
         kept = self.computed.get(request, 0) // SIZE if how == "resume" else 0
         self.blocks[request], self.computed[request] = own[:kept], kept * SIZE
-        self.free += own[kept:]
+        self.free += own[max(kept, self.gone[request]) :]
+        self.gone[request] = 0
         if how == "end":
             self.longest.pop(request, None)
             self.requests.forget([str(request)])
@@ -257,11 +280,12 @@ class Serving:
             fixed, computed = self.fixed[request], self.computed.get(request, 0)
             end = computed + count
             own = self.blocks.setdefault(request, [])
+            self._free_prompt(request, own)
             while len(own) * SIZE < end:
                 own.append(self.free.pop(len(self.free) // 2))
             self._write(fixed, own, computed, end)
-            table = torch.tensor([*own, 0])
-            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table))
+            table = torch.tensor([*own, *[0] * (24 - len(own))])
+            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table[None]))
             starts.append(starts[-1] + count)
             for part, of in zip(parts, (fixed.queries, fixed.keys, fixed.values), strict=True):
                 part.append(of[:, 0, :, computed:end].transpose(1, 2))
@@ -272,6 +296,13 @@ class Serving:
         for layer in range(len(query)):
             self.requests.attend(layer, query[layer], key[layer], value[layer], starts, torch.empty_like(query[layer]))
         self.requests.end_pass()
+
+    def _free_prompt(self, request: int, own: list[int]) -> None:
+        whole = self.fixed[request].lengths[0] // SIZE
+        if self.side and self.computed.get(request, 0) >= self.fixed[request].lengths[0] and not self.gone[request]:
+            self.gone[request] = whole
+            self.free += own[:whole]
+            self.caches[1:, own[:whole]] = torch.nan
 
     def _write(self, fixed: Stream, blocks: list[int], start: int, end: int) -> None:
         for layer, cache in enumerate(self.caches):
@@ -305,6 +336,48 @@ def test_requests_that_come_and_go_attend_what_each_attends_alone(method: str) -
             if counts:
                 serving.step(counts)
         assert serving.requests.decoded > 5 and (serving.requests.sparse > 5 or method == "full")
+
+
+FREED = (
+    "streaming_llm",
+    "adakv_snapkv",
+    "pyramidkv",
+    "snapkv",
+    "think",
+    "keydiff",
+    "keydiff_blocks",
+    "knorm",
+    "random",
+)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("method", [FREED[0], FREED[1], *slow(*FREED[2:])])
+def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: str, counted: bool) -> None:
+    fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 33)]
+    options = {"block": 16} if method == "keydiff_blocks" else {}
+    plan = Plan(method, 48, dense_layers=(0,), generated="counted" if counted else "free", options=options)
+    for seed in range(3):
+        rng, serving = random.Random(seed), Serving(plan, "vec", fixed, frees=True)
+        for count in [60] + [1] * 25:
+            serving.step({1: count})
+        serving.leave(1, "preempt")
+        for count in (50, 16, 12):  # after the last of its prompt, what it generated is read in two passes
+            serving.step({1: count})
+        for _ in range(16):
+            counts: dict[int, int] = {}
+            for request in range(3):
+                doing = rng.choice(["run"] * 16 + ["wait", "preempt", "end"])
+                if doing == "run":
+                    counts[request] = min(rng.choice([16, 50, 200]), serving.to_read(request)) or 1
+                elif doing != "wait":
+                    serving.leave(request, doing)
+            if counts:
+                serving.step(counts)
+        assert serving.requests.turned and serving.requests.decoded > 5 and serving.requests.sparse > 5
+        assert not any("visibility_only" in audit for audit in serving.requests.audits().values())
+        serving.requests.forget(["0", "1", "2"])
+        assert serving.side is not None and sorted(serving.side.free) == [0, 1, 2], "every seat is free again"
 
 
 @pytest.mark.parametrize("token", [10, 62])

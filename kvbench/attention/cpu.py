@@ -85,14 +85,14 @@ def attend(
 # -- how rows are held -------------------------------------------------------------------------------------------------
 
 
-def _addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
+def addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
     """Of keys, values and parameters; 0 of what there is none of."""
     assert all(part is None or part.is_contiguous() for part in parts), "a kernel finds a row by its number alone"
     return tuple(0 if part is None else part.data_ptr() for part in parts)
 
 
 @cache
-def _stored(codecs: Codecs) -> tuple[Any, ...]:
+def stored_as(codecs: Codecs) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
     kinds = [STORED[codec.dtype] if codec.row is None else codec.row.held for codec in codecs]
     codes = [0 if codec.row is None else codec.head_dim * codec.row.bits // 8 for codec in codecs]
@@ -115,7 +115,7 @@ def _stretch(span: Span) -> Part:
     """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each, in one way held."""
     first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    given = used, first + begin, begin, _addresses(*span.pool, span.parameters), _stored(span.codecs)
+    given = used, first + begin, begin, addresses(*span.pool, span.parameters), stored_as(span.codecs)
     return Part(kernels.attend_resident, 0, given, _rotations(span.codecs))
 
 
@@ -200,12 +200,12 @@ def _attend_parts(
     for tier in tiers:
         stored, rotations = tier.stored, tier.rotations
         if own is not None:
-            stored, rotations = _stored(Codecs(Native(own.shape[3], dtype), tier.codecs.value)), (None, rotations[1])
+            stored, rotations = stored_as(Codecs(Native(own.shape[3], dtype), tier.codecs.value)), (None, rotations[1])
         given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
         parts.append(Part(kernels.attend_lists, each, given, rotations))
     extras = more[0].shape[2] if more else 0
     if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
-        entries = *_addresses(*more), extras, count
+        entries = *addresses(*more), extras, count
         parts[-1] = Part(kernels.attend_lists, each + 1, (*given[:5], entries, stored))
     elif extras:
         parts.append(extra_part(index, bias, heads, *more))
@@ -219,9 +219,9 @@ def extra_part(
     rows = len(index) * heads
     numbers, codecs = np.zeros(rows, np.int64), Codecs.native(key.shape[3], key.dtype)
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
-    entries = *_addresses(key, value), key.shape[2], index.shape[2]
+    entries = *addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
-    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, _stored(codecs)))
+    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, stored_as(codecs)))
 
 
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:
@@ -244,7 +244,7 @@ def _tiers(store: LayerStore) -> list[Lists]:
         return [_list(span.codecs, _near(device, span), NO_HOST) for span in spans]
     slots = host.capacity
     ids = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
-    far = *_addresses(host.key, host.value), slots, *ids
+    far = *addresses(host.key, host.value), slots, *ids
     if spans[0].codecs == host.codecs or not device.total:
         return [_list(host.codecs, _near(device, spans[0]), (*far, True))]
     passed = _near(device, spans[0]._replace(end=torch.zeros_like(device.used)))
@@ -256,7 +256,7 @@ def _tiers(store: LayerStore) -> list[Lists]:
 
 def _list(codecs: Codecs, device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
     native = all(isinstance(codec, Native) for codec in codecs)
-    return Lists(codecs, native, device, host, _stored(codecs), _rotations(codecs))
+    return Lists(codecs, native, device, host, stored_as(codecs), _rotations(codecs))
 
 
 def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
@@ -265,7 +265,7 @@ def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
     tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
     each = span.first, device.used, span.begin, span.end
     first, used, begin, end = (numbers.reshape(-1).numpy() for numbers in each)
-    return *_addresses(*span.pool, span.parameters), first, tokens, used, begin, end
+    return *addresses(*span.pool, span.parameters), first, tokens, used, begin, end
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------

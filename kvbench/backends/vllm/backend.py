@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
@@ -57,20 +58,20 @@ class Pass:
         self._begun = True
         self.starts = metadata.query_start_loc.tolist()
         batch, known = self._runner.input_batch, self._runner.requests
-        tables = metadata.block_table.to(torch.int64)
+        tables, self.requests.groups = _tables()
         rows = []
         for row, name in enumerate(batch.req_ids[: len(self.starts) - 1]):
             computed = int(batch.num_computed_tokens_cpu[row])
             end = computed + self.starts[row + 1] - self.starts[row]
             ids = torch.from_numpy(batch.token_ids_cpu[row, :end]).long()
-            rows.append(Scheduled(name, known[name].num_prompt_tokens, ids, computed, tables[row]))
+            rows.append(Scheduled(name, known[name].num_prompt_tokens, ids, computed, tables[:, row]))
         self.requests.start_pass(rows)
 
     def part(
         self, rows: Sequence[int], metadata: CPUAttentionMetadata, impl: Attention, isa: str, dtype: torch.dtype
     ) -> tuple[torch.Tensor, CPUAttentionMetadata]:
         """The tokens of some requests, by index in the pass, and what vLLM's attention is given for them."""
-        key = tuple(rows)
+        key = id(metadata), *rows
         if key not in self._parts:
             tokens = torch.cat([torch.arange(self.starts[row], self.starts[row + 1]) for row in rows])
             counts = torch.tensor([self.starts[row + 1] - self.starts[row] for row in rows])
@@ -106,6 +107,17 @@ class Pass:
                 ),
             )
         return self._parts[key]
+
+
+def _tables() -> tuple[torch.Tensor, list[int]]:
+    """Which blocks the requests of a pass have, [groups, B, blocks], and the group of each layer."""
+    found, groups, tables = dict[int, int](), dict[int, int](), list[torch.Tensor]()
+    for name, metadata in get_forward_context().attn_metadata.items():
+        if id(metadata) not in found:
+            found[id(metadata)] = len(tables)
+            tables.append(metadata.block_table)
+        groups[extract_layer_index(name)] = found[id(metadata)]
+    return torch.stack(tables).to(torch.int64), [groups[layer] for layer in sorted(groups)]
 
 
 class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Keys and values where vLLM's CPU attention keeps them: blocks of tokens, of all requests, in a packed order.
 
-Nothing is copied but what is read. A token that a method drops is no longer attended, and keeps its place: vLLM frees
-the blocks of a request as a whole.
+Nothing is copied but what is read, and in an engine that frees prompts what a method keeps of them: see `side.py`.
+In another a token that is dropped is no longer attended, and keeps its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbench.config import ConfigError
 from kvbench.kernels.attend import LIST_PIECE, pieces_of
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import DeviceTier, Located
-from kvbench.memory.slots import Pool, with_free_slots
+from kvbench.memory.slots import GROWTH, Pool, with_free_slots
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
@@ -80,21 +80,33 @@ class Memory:
 
 
 class Table:
-    """Which blocks a request has, in their order; vLLM names them anew at every step."""
+    """Which blocks a request has, in their order; vLLM names them anew at every step.
 
-    def __init__(self) -> None:
-        self.blocks = torch.empty(0, dtype=torch.int64)
+    Args:
+        groups: of each layer, the row of `blocks` that is its own; none: all layers have the first.
+
+    Attributes:
+        blocks: [groups, blocks] int64.
+    """
+
+    def __init__(self, groups: Sequence[int] = ()) -> None:
+        self.blocks, self._groups = torch.empty(1, 0, dtype=torch.int64), groups
+
+    def of(self, layer: int) -> torch.Tensor:
+        """Those of a layer, [blocks]."""
+        return self.blocks[self._groups[layer] if self._groups else 0]
 
 
 @dataclass(frozen=True, eq=False)
-class _InBlocks(Located):
-    """Tokens located in a request's blocks: slots are token ids."""
+class InBlocks(Located):
+    """Tokens located in a request's blocks, by their ids."""
 
     tier: PagedTier
+    ids: torch.Tensor
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Located.held`."""
-        return self.tier.memory.rows(self.tier.table.blocks, self.slots)
+        return self.tier.rows(self.ids)
 
 
 class PagedTier(DeviceTier):
@@ -105,10 +117,11 @@ class PagedTier(DeviceTier):
     Args:
         memory: of the layer.
         table: of the request.
+        layer: its true index.
     """
 
-    def __init__(self, memory: Memory, table: Table) -> None:
-        self.memory, self.table = memory, table
+    def __init__(self, memory: Memory, table: Table, layer: int) -> None:
+        self.memory, self._tables, self._layer = memory, table, layer
         heads = 1, memory.kv_heads
         self.codecs = Codecs.native(memory.head_dim, memory.whole.dtype)
         # Sizes are read of it, and bytes; its rows are not those of tokens
@@ -119,14 +132,23 @@ class PagedTier(DeviceTier):
         self.reserved, self._grows = 0, True
 
     @property
+    def table(self) -> torch.Tensor:
+        """The request's blocks in this layer, [blocks] int64."""
+        return self._tables.of(self._layer)
+
+    @property
     def key(self) -> torch.Tensor:
         """Keys of all tokens seen, [1, Hkv, n, D], copied."""
-        return self.memory.first(self.table.blocks, self.longest)[0]
+        return self.memory.first(self.table, self.longest)[0]
 
     @property
     def value(self) -> torch.Tensor:
         """Values, as `key`."""
-        return self.memory.first(self.table.blocks, self.longest)[1]
+        return self.memory.first(self.table, self.longest)[1]
+
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of token ids [1, Hkv, M], copied; see `Memory.rows`."""
+        return self.memory.rows(self.table, ids)
 
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]) -> None:
         """vLLM has written it."""
@@ -134,7 +156,8 @@ class PagedTier(DeviceTier):
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """vLLM has written the next token, whose id is `lengths[0]`; it is attended from now on."""
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids, self.longest + 1)
+            if self.longest >= self.ids.shape[2]:
+                self.ids = with_free_slots(self.ids, self.longest + GROWTH)
             self.ids.scatter_(2, self.used[..., None], lengths[0])
         self.numbers, self.longest, self.total = self.numbers + 1, self.longest + 1, self.total + self.numbers.size
 
@@ -147,19 +170,23 @@ class PagedTier(DeviceTier):
         """Attend these tokens and no others; see `DeviceTier.keep`. Nothing is freed."""
         self.ids, self.used = ids, used
 
+    def end_prompt(self, length: int) -> None:
+        """The prompt, of so many tokens, is over, and what the method does with it; blocks are vLLM's, and stay."""
+
+    def held_bytes(self, length: int) -> int:
+        """Bytes of the blocks of so many tokens."""
+        return -(-length // self.memory.size) * self.memory.block_bytes
+
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see `DeviceTier.resident`."""
-        if self.ids is None:
-            return (*self.memory.first(self.table.blocks, self.longest), None)
         ids = self.token_ids()
-        mask = None if self.uniform else ids >= 0
-        return (*self.memory.rows(self.table.blocks, ids), mask)
+        return *self.rows(ids), None if self.uniform else ids >= 0
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [1, Hkv, M] (-1 = none) lie; see `DeviceTier.locate`."""
         self.refuse_absent(index)
         index, present = self.upload(index)
-        return _InBlocks(self.pool, index, present, self.codecs, self)
+        return InBlocks(self.pool, index, present, self.codecs, self, index)
 
     def refuse_absent(self, index: torch.Tensor) -> None:
         """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never seen.
@@ -178,15 +205,14 @@ class PagedStore(LayerStore):
     """Keys and values of one request in one layer, in vLLM's memory.
 
     Args:
-        memory: of the layer.
-        table: of the request.
+        tier: of the layer.
         settings: as of `LayerStore`.
     """
 
-    def __init__(self, memory: Memory, table: Table, **settings: Any) -> None:
-        whole = memory.whole
+    def __init__(self, tier: PagedTier, **settings: Any) -> None:
+        memory, whole = tier.memory, tier.memory.whole
         super().__init__(1, memory.kv_heads, memory.head_dim, 0, whole.dtype, whole.device, grows=True, **settings)
-        self.device = PagedTier(memory, table)
+        self.device: PagedTier = tier
 
     def blocks_with(self, selection: Selection | None) -> tuple[tuple[Any, ...], Selection]:
         """The request's blocks, as `kernels.gather` takes them, and what is attended of them.
@@ -195,18 +221,19 @@ class PagedStore(LayerStore):
             LookupError: a token that is selected is not attended any more, or was never seen.
         """
         tier = self.device
-        assert isinstance(tier, PagedTier)
         if selection is None:
             selection = Selection(tier.token_ids())
         else:
             tier.refuse_absent(selection.index)
-        return tier.memory.blocks(tier.table.blocks[None]), selection
+        return tier.memory.blocks(tier.table[None]), selection
+
+    def encode(self) -> None:
+        """The prompt is over, and the method's eviction of it."""
+        self.device.end_prompt(max(self.lengths))
 
     def allocated_bytes(self) -> int:
-        """Bytes of the request's blocks, those of dropped tokens among them."""
-        tier = self.device
-        assert isinstance(tier, PagedTier)
-        return -(-max(self.lengths) // tier.memory.size) * tier.memory.block_bytes
+        """Bytes of the request's blocks that are not freed, those of dropped tokens among them, and of its copies."""
+        return self.device.held_bytes(max(self.lengths))
 
 
 def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:

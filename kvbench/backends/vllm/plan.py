@@ -55,6 +55,11 @@ class Plan:
         method: Method = build(method_config(self.method, **(self.options or {})))
         return method
 
+    @property
+    def frees(self) -> bool:
+        """Whether the method drops tokens, to a number that is known before a prompt is."""
+        return self.build().evicts != "never" and isinstance(self.budget, int)
+
     def sizes(self) -> Budget:
         """The budget of every request."""
         harness = method_config(self.method, **(self.options or {})).harness
@@ -74,7 +79,8 @@ def vllm_options(
 
         llm = LLM(folder, **vllm_options("quest", 256, page_size=16))
 
-    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads.
+    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads. A method that
+    drops tokens to a number known before frees prompts, for which `enable_prefix_caching=False` is asked of `LLM`.
 
     Args:
         method, budget, accounting, dense_layers, seed, options: as of `kvbench.KVCache`.

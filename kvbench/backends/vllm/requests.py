@@ -5,7 +5,8 @@ is there; from then on a forward pass of a single token is a decode step. A pree
 first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
 everything (see `kvbench.engine.turn`).
 
-A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold.
+A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold. In
+an engine that frees prompts what a method keeps of them is a copy, too: see `side.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from kvbench.attention import cpu
-from kvbench.backends.vllm.paged import Memory, PagedStore, Table, attend_blocks
+from kvbench.attention.torch import turn
+from kvbench.backends.vllm.paged import Memory, PagedStore, PagedTier, Table, attend_blocks
 from kvbench.backends.vllm.plan import Plan
+from kvbench.backends.vllm.side import Seat, Side, SideTier, Whole, attend_some, attend_whole
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore, Sealed
@@ -37,7 +40,7 @@ class Scheduled:
         prompt_length: tokens of its prompt; those that it has generated are not among them.
         token_ids: [n] all its tokens up to the end of this pass.
         computed: of them, those of earlier passes, or of another request that began alike.
-        blocks: [blocks] int64, where its keys and values lie.
+        blocks: [groups, blocks] int64, where its keys and values lie; see `Table`.
     """
 
     request: str
@@ -48,16 +51,19 @@ class Scheduled:
 
 
 class _Executor:
-    """Attends what is selected, and leaves the rest to vLLM's own attention; see `kvbench.attention.executor`.
+    """Attends what is selected, and leaves the rest to others; see `kvbench.attention.executor`.
 
     Attributes:
         whole: all tokens were asked for, which vLLM shall attend.
+        held: where the prompt is freed, all that was asked for, to be attended with other requests' at once.
     """
 
     name, note, in_place = "vllm", None, True
 
+    held: Whole | None
+
     def __init__(self) -> None:
-        self.whole = False
+        self.whole, self.held = False, None
 
     def __call__(
         self,
@@ -67,8 +73,14 @@ class _Executor:
         scaling: float,
         probabilities: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """One decode step's attention in one layer; without meaning where it is left to vLLM."""
-        self.whole = selection is None and store.complete
+        """One decode step's attention in one layer; without meaning where it is left to others."""
+        tier = store.device
+        if isinstance(tier, SideTier):
+            self.whole, self.held = False, Whole.of(tier) if selection is None else None
+            if self.held:
+                return query, None
+            return attend_some(query, tier, selection or Selection(tier.token_ids()), scaling), None
+        self.whole, self.held = selection is None and store.complete, None
         if self.whole:
             return query, None
         if store.host is not None:
@@ -90,6 +102,8 @@ class RequestEngine(Engine):
 
     Args:
         memory: of each layer, as soon as vLLM has shown it.
+        groups: of layers, see `Table`.
+        seat: for what is kept of a prompt that vLLM frees; None: it frees none.
         arguments, settings: as of `Engine`.
 
     Attributes:
@@ -99,8 +113,15 @@ class RequestEngine(Engine):
 
     finite, instead = True, ""
 
-    def __init__(self, memory: Mapping[int, Memory], *arguments: Any, **settings: Any) -> None:
-        self._memory, self._table = memory, Table()
+    def __init__(
+        self,
+        memory: Mapping[int, Memory],
+        *arguments: Any,
+        groups: Sequence[int] = (),
+        seat: Seat | None = None,
+        **settings: Any,
+    ) -> None:
+        self._memory, self._table, self.seat = memory, Table(groups), seat
         super().__init__(*arguments, attention="torch", **settings)
         self._own = self.executor = _Executor()  # type: ignore[assignment]
         cpu.compile_kernels(self.shape.dtype)
@@ -109,7 +130,10 @@ class RequestEngine(Engine):
         if self._copied(layer):
             return super()._store(layer, shared)
         if layer not in self.stores:
-            self.stores[layer] = PagedStore(self._memory[layer], self._table, spans=self.spans)
+            place = self._memory[layer], self._table, layer
+            seat = self.seat if layer in self._sparse else None
+            tier = PagedTier(*place) if seat is None else SideTier(*place, seat)
+            self.stores[layer] = PagedStore(tier, spans=self.spans)
         return self.stores[layer]
 
     def _copied(self, layer: int) -> bool:
@@ -128,6 +152,7 @@ class RequestEngine(Engine):
             return
         self._table.blocks = scheduled.blocks
         prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
+        self._freed = self.prefilled and self.seat is not None
         self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
         self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]  # not taken in yet
         self._decodes = self.prefilled and len(self._behind) == 1
@@ -140,8 +165,16 @@ class RequestEngine(Engine):
                 self.start_chunk(ids[:, self.seen : scheduled.computed])
             self.start_chunk(ids[:, scheduled.computed : end])
 
+    @property
+    def held(self) -> Whole | None:
+        """Of the layer that was last asked for, all that it attends, where it has not done so itself."""
+        return self._own.held if self._decodes else None
+
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Attention of one layer, all [1, H, q, D]; None: vLLM shall attend all tokens."""
+        """Attention of one layer, all [1, H, q, D]; None: vLLM shall attend all tokens.
+
+        What comes out has no meaning where `held` is left to attend.
+        """
         try:
             return self._attended(layer, query, key, value) if self.finite else None
         except FloatingPointError:  # of this request: the others of the pass go on
@@ -150,17 +183,28 @@ class RequestEngine(Engine):
 
     def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
-            out = self.attend(layer, query, key, value)
-            return None if self._own.whole else out
+            attended = self.attend(layer, query, key, value)
+            return None if self._own.whole else attended
+        freed = self._freed and layer in self._sparse
+        out = self._turned(layer, query, key, value) if freed else None
         if not self.prefilled:
             if self._passed.start < self._passed.stop and self._copied(layer):
-                before = self._memory[layer].first(self._table.blocks, self._passed.stop)
+                before = self._memory[layer].first(self._table.of(layer), self._passed.stop)
                 held_key, held_value = (part[:, :, self._passed] for part in before)
                 self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
         if layer == self._last:
             self._take_in()
-        return None
+        return out
+
+    def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of tokens that are read at once when the prompt is freed already, over what is left of it."""
+        store = self.stores[layer]
+        past, past_value, mask = store.remaining()
+        if self._positions is not None:
+            past = self._positions.of_turn(past, store)
+        weights = self.method.turn_weights(layer)
+        return turn(query, key, value, (past, past_value, mask), self.shape.scaling, None, weights)
 
     def _take_in(self) -> None:
         """Learn of tokens after the prompt that vLLM has read at once: a decode step each, without its attention."""
@@ -172,7 +216,7 @@ class RequestEngine(Engine):
             self.method.step(token[None], at, torch.ones(1, dtype=torch.bool))
             for layer, store in self.stores.items():
                 here = at.expand(1, self.shape.kv_heads, 1)
-                key, value = self._memory[layer].rows(self._table.blocks, here)
+                key, value = self._memory[layer].rows(self._table.of(layer), here)
                 store.append(key, value)
                 if layer in self._sparse:
                     self.method.append(layer, key, value)
@@ -184,6 +228,12 @@ class RequestEngine(Engine):
         if self._decodes:
             self.settle()
 
+    def release(self) -> None:
+        """See `Engine.release`."""
+        super().release()
+        if self.seat is not None:
+            self.seat.leave()
+
     def report(self, row: int | None = None) -> dict[str, Any]:
         """The audit so far.
 
@@ -193,7 +243,7 @@ class RequestEngine(Engine):
         """
         more = {
             "broken": self.audit.broken(row),
-            "visibility_only": not all(store.complete for store in self.stores.values()),
+            "visibility_only": self.seat is None and not all(store.complete for store in self.stores.values()),
             "not_finite": not self.finite,
             "full_attention": self.instead,
         }
@@ -206,15 +256,19 @@ class Requests:
     Args:
         plan: what runs.
         shape: the model's, of no request: without lengths.
+        side: for what is kept of prompts, where vLLM frees them.
         settings: of every `Engine`: rotary, pieces.
 
     Attributes:
         memory: of each layer; who knows it puts it here before the layer's first attention.
+        groups: of layers, see `Table`; likewise, before the first pass.
         reports: audits of requests that have ended, by id.
     """
 
-    def __init__(self, plan: Plan, shape: Shape, **settings: Any) -> None:
+    def __init__(self, plan: Plan, shape: Shape, side: Side | None = None, **settings: Any) -> None:
         self.memory: dict[int, Memory] = {}
+        self.groups: Sequence[int] = ()
+        self._side = side
         self.reports: dict[str, dict[str, Any]] = {}
         self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
         self._engines: dict[str, RequestEngine] = {}
@@ -224,8 +278,10 @@ class Requests:
         """These have ended, or lost their memory."""
         for request in requests:
             engine = self._engines.pop(request, None)
-            if engine is not None and (engine.prefilled or not engine.finite):
-                self.reports[request] = engine.report()
+            if engine is not None:
+                if engine.prefilled or not engine.finite:
+                    self.reports[request] = engine.report()
+                engine.release()
         while len(self.reports) > REPORTS:
             del self.reports[next(iter(self.reports))]
 
@@ -246,9 +302,12 @@ class Requests:
         known = self._engines.get(scheduled.request)
         if known is not None and (known.seen == scheduled.computed or not known.finite):
             return known
+        if known is not None:
+            known.release()
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
-        settings = {"seed": plan.seed, "audit_every": plan.audit_every, **self._settings}
+        settings = {"seed": plan.seed, "audit_every": plan.audit_every, "groups": self.groups, **self._settings}
+        settings["seat"] = None if self._side is None else self._side.take()
         try:
             engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
         except ConfigError as error:
@@ -268,20 +327,25 @@ class Requests:
             query: [T, Hq, D], post-RoPE.
             key, value: [T, Hkv, D], in the layer's memory already.
             starts: [B + 1], where the tokens of each request begin.
-            out: [T, Hq, D], written for the requests that have attended a selection.
+            out: [T, Hq, D], written for the requests that have attended.
 
         Returns:
             The others, which vLLM shall attend: all tokens, causally.
         """
-        others = []
+        others, rows, held = [], [], []
         for row, engine in enumerate(self._passing):
             tokens = slice(starts[row], starts[row + 1])
             new = (part[tokens].transpose(0, 1)[None] for part in (query, key, value))
             attended = engine.attend_new(layer, *new)
             if attended is None:
                 others.append(row)
+            elif engine.held is not None:
+                rows.append(starts[row])
+                held.append(engine.held)
             else:
                 out[tokens] = attended[0].transpose(0, 1)
+        if held:
+            out[rows] = attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]
         return others
 
     def end_pass(self, logits: Tensor | None = None) -> None:

@@ -1,0 +1,286 @@
+"""What methods keep of prompts whose blocks vLLM frees: rows in a memory beside it, of a size that is known before.
+
+A request has a seat there while it runs, with room for what its method keeps in all sparse layers and KV heads
+together, however these share it out. Tokens that are generated lie in vLLM's blocks, as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvbench.attention.cpu import (
+    NO_BIAS,
+    NO_EXTRA,
+    NO_HOST,
+    STORED,
+    Part,
+    addresses,
+    bias_of,
+    extra_part,
+    run,
+    stored_as,
+)
+from kvbench.backends.vllm import kernels
+from kvbench.backends.vllm.paged import Memory, PagedTier, Table
+from kvbench.kernels import attend
+from kvbench.memory.device import Located, Slotted
+from kvbench.memory.slots import Pool
+from kvbench.method import Method, Selection, Shape
+
+LENGTHS = 512  # of prompts, the longest ones, of which one is kept more than any other: some methods keep whole blocks
+
+
+def rows_kept(method: Method, shape: Shape) -> int | None:
+    """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads; None: no less than it has.
+
+    Args:
+        method: that has begun with this shape.
+        shape: of one row, the longest prompt.
+    """
+    longest, layers = shape.lengths[0], shape.sparse_layers
+    if method.evicts == "never" or not layers:
+        return None
+    lengths = range(max(1, longest - LENGTHS), longest + 1)
+    most = [method.mean_rule(length, 0) for length in lengths]
+    if most[0] is None:
+        most = [max(method.rule(layer, length, 0) or longest for layer in layers) for length in lengths]
+    kept = max(one for one in most if one is not None)
+    return None if kept >= longest else math.ceil(kept * len(layers)) * shape.kv_heads
+
+
+class Side:
+    """Rows of keys and values, in seats of equal size.
+
+    Args:
+        seats: requests that run at once.
+        rows, layers: see below.
+        head_dim, dtype: of keys and values.
+
+    Attributes:
+        pool: all seats.
+        rows: of a seat.
+        layers: sparse ones of the model, which share a seat.
+        free: seats that nobody has.
+    """
+
+    def __init__(self, seats: int, rows: int, head_dim: int, dtype: torch.dtype, layers: int) -> None:
+        self.pool = Pool(*(torch.zeros(seats * rows, head_dim, dtype=dtype) for _ in range(2)))
+        self.rows, self.layers, self.free = rows, layers, list(range(seats))
+
+    @staticmethod
+    def nbytes(seats: int, rows: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of a memory of this size."""
+        return 2 * seats * rows * head_dim * dtype.itemsize
+
+    def take(self) -> Seat:
+        """A seat that is free."""
+        return Seat(self, self.free.pop())
+
+    def give(self, number: int) -> None:
+        """Nobody reads this one any more."""
+        self.free.append(number)
+
+
+class Seat:
+    """A request's part of the memory.
+
+    Args:
+        side: the memory.
+        number: of the seat.
+    """
+
+    def __init__(self, side: Side, number: int) -> None:
+        self.side, self._number, self._taken = side, number, 0
+
+    @property
+    def share(self) -> int:
+        """Bytes of it, for each sparse layer."""
+        side = self.side
+        return side.nbytes(1, side.rows, side.pool.key.shape[1], side.pool.key.dtype) // side.layers
+
+    def room(self, rows: int) -> int:
+        """The first of so many rows that nobody has yet.
+
+        Raises:
+            RuntimeError: the method keeps more than its rule says.
+        """
+        first, self._taken = self._taken, self._taken + rows
+        if self._taken > self.side.rows:
+            raise RuntimeError(f"a method keeps {self._taken} rows of a prompt, and its rule says {self.side.rows}")
+        return self._number * self.side.rows + first
+
+    def leave(self) -> None:
+        """The request has ended, or is preempted."""
+        self.side.give(self._number)
+
+
+class _Kept(Slotted):
+    """The rows of one request in one layer, without holes.
+
+    Args:
+        seat: of the request.
+        ids: [1, Hkv, M] ascending, `NO_TOKEN` after.
+        used: [1, Hkv], of each list.
+        key, value: [1, Hkv, M, D].
+    """
+
+    def __init__(
+        self, seat: Seat, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self.pool, self.ids, self.used = seat.side.pool, ids, used
+        begin, there = seat.room(self.total), torch.arange(ids.shape[2]) < used[..., None]
+        self.first = begin + used.cumsum(1) - used
+        for part, rows in zip(self.pool, (key, value), strict=True):
+            part[begin : begin + self.total] = rows[there]
+
+    @property
+    def lists(self) -> NDArray[np.int64]:
+        """Ids in the slots of each KV head, [Hkv, M]."""
+        assert self.ids is not None
+        return self.ids[0].numpy()
+
+    def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in slots [1, Hkv, M] of their head, [1, Hkv, M, D] each."""
+        return self.pool.at(slots + self.first[..., None])
+
+
+class SideTier(PagedTier):
+    """As `PagedTier`; once the prompt is over, its tokens are read where they were copied to, and in no block.
+
+    Args:
+        memory, table, layer: as of `PagedTier`.
+        seat: of the request.
+
+    Attributes:
+        kept: the copies; None: the prompt is not over.
+        prompt: tokens of it, once it is.
+        cut: of what was copied some is attended no more.
+    """
+
+    kept: _Kept | None = None
+    prompt, cut = 0, False
+
+    def __init__(self, memory: Memory, table: Table, layer: int, seat: Seat) -> None:
+        super().__init__(memory, table, layer)
+        self._seat = seat
+
+    def keep(
+        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+    ) -> None:
+        """See `PagedTier.keep`; what is first kept, of the prompt, is copied."""
+        self.cut = self.kept is not None
+        super().keep(ids, used, key, value, room)
+        if self.kept is None:
+            self._copy(ids, key, value)
+
+    def _copy(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.kept = _Kept(self._seat, ids.contiguous(), self.used, key, value)
+        self.pool = self.kept.pool  # in which a method may write: see `kvbench.memory.view.StoreView.write`
+
+    def end_prompt(self, length: int) -> None:
+        """See `PagedTier.end_prompt`; where all of it was kept, all is copied."""
+        if self.kept is None:
+            ids = self.token_ids()
+            self._copy(ids, *self.rows(ids))
+        self.prompt = length
+
+    def held_bytes(self, length: int) -> int:
+        """See `PagedTier.held_bytes`; without the prompt's whole blocks, and with the room for copies of it."""
+        blocks = super().held_bytes(length) - super().held_bytes(self.prompt - self.prompt % self.memory.size)
+        return blocks + self._seat.share
+
+    def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PagedTier.rows`."""
+        if self.kept is None:
+            return super().rows(ids)
+        slots, found = self.kept.find(ids)
+        here, there = self.kept.at(slots), super().rows(ids.masked_fill(found, -1))
+        ours = (found | (ids < 0))[..., None]
+        key, value = (torch.where(ours, *pair) for pair in zip(here, there, strict=True))
+        return key, value
+
+    def locate(self, index: torch.Tensor) -> Located:
+        """See `PagedTier.locate`; of copies, slots are those of `pool`."""
+        located = super().locate(index)
+        if self.kept is None:
+            return located
+        return replace(located, slots=self.kept.find(index)[0] + self.kept.first[..., None])
+
+
+class Whole(NamedTuple):
+    """All that a request holds in one layer, between two changes of it: its copies, and what came since.
+
+    Attributes:
+        tier: where it is; uncut.
+        kept: the copies.
+        since: tokens that came after the prompt.
+    """
+
+    tier: SideTier
+    kept: _Kept
+    since: int
+
+    @classmethod
+    def of(cls, tier: SideTier) -> Whole | None:
+        """What a request holds; None: not all that was copied."""
+        if tier.kept is None or tier.cut:
+            return None
+        return cls(tier, tier.kept, tier.longest - tier.kept.longest)
+
+
+def attend_whole(query: torch.Tensor, rows: Sequence[Whole], scaling: float) -> torch.Tensor:
+    """Attention of requests, [B, Hq, 1, D], each to all that it holds in one layer."""
+    tiers, kept, since = zip(*rows, strict=True)
+    used, first = (np.concatenate([part.reshape(-1).numpy() for part in parts]) for parts in _numbers(kept))
+    count, pool, stored = max(since), kept[0].pool, stored_as(tiers[0].codecs)
+    step, came = np.arange(count), np.array(since)[:, None]
+    index = np.where(step < came, step + np.array([tier.prompt for tier in tiers])[:, None], -1)[:, None]
+    blocks = tiers[0].memory.blocks(torch.stack([tier.table for tier in tiers]))
+    copies = used, first, np.zeros_like(used), addresses(*pool, None), stored
+    parts = [
+        Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), copies),
+        Part(
+            kernels.attend_blocks,
+            attend.pieces_of(count, attend.LIST_PIECE),
+            (index, NO_BIAS, blocks, 0, STORED[query.dtype]),
+        ),
+    ]
+    return run(query, scaling, len(used), parts, 0)[0]
+
+
+def _numbers(kept: Sequence[_Kept]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [own.used for own in kept], [own.first for own in kept]
+
+
+def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scaling: float) -> torch.Tensor:
+    """Attention of one request, [1, Hq, 1, D], to a selection of what it holds in one layer.
+
+    Raises:
+        LookupError: a token that is selected is not attended any more, or was never seen.
+    """
+    tier.refuse_absent(selection.index)
+    assert tier.kept is not None
+    kept, heads, index = tier.kept, tier.memory.kv_heads, selection.index.contiguous()
+    lists, pieces = max(index.shape[1], heads), attend.pieces_of(index.shape[2], attend.LIST_PIECE)
+    bias, old = bias_of(selection, 1, lists), index < tier.prompt
+    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
+    address, count = (0, 0) if own is None else (own.data_ptr(), own.shape[2])
+    used, first = kept.used.view(-1).numpy(), kept.first.view(-1).numpy()
+    near = *addresses(*kept.pool, None), first, kept.lists, used, np.zeros_like(used), used
+    copied, since = (index.masked_fill(mask, -1).numpy() for mask in (~old, old))
+    stored, blocks = stored_as(tier.codecs), tier.memory.blocks(tier.table[None])
+    parts = [
+        Part(attend.attend_lists, pieces, (copied, bias, near, NO_HOST, (address, count, True), NO_EXTRA, stored)),
+        Part(kernels.attend_blocks, pieces, (since, bias, blocks, address, STORED[query.dtype])),
+    ]
+    if (extra := selection.extra) is not None:
+        key, value = extra.key.contiguous(), extra.value.contiguous()
+        parts.append(extra_part(index, bias, heads, key, value))
+    return run(query, scaling, lists, parts, 0)[0]

@@ -1,0 +1,204 @@
+"""Prompts whose blocks vLLM frees: its own manager of blocks alone, and an engine with a small model."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from kvbench.backends.vllm.blocks import freed
+from kvbench.backends.vllm.plan import vllm_options
+from kvbench.config import ASSETS, ConfigError
+
+SIZE, BLOCKS, SPARSE = 16, 60, 2  # tokens of a block, blocks, and groups of layers whose prompts are freed
+LONGEST = 160
+
+
+class Blocks:
+    """vLLM's manager with one group of dense layers and some whose prompts are freed, as its scheduler asks it."""
+
+    def __init__(self) -> None:
+        dense = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        groups = [
+            KVCacheGroupSpec(["0"], dense),
+            *(KVCacheGroupSpec([str(1 + n)], freed(dense)) for n in range(SPARSE)),
+        ]
+        config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = KVCacheManager(config, LONGEST, SIZE, SIZE, enable_caching=False)
+        self.running: dict[str, Request] = {}
+        self.empty = self.manager.block_pool.get_num_free_blocks()
+
+    @property
+    def used(self) -> int:
+        """Blocks that some request has."""
+        return self.empty - self.manager.block_pool.get_num_free_blocks()
+
+    def run(self, name: str, prompt: int, tokens: int) -> bool:
+        """Compute so many more tokens of a request; False: there is no room, and nothing was done."""
+        if name not in self.running:
+            how = SamplingParams(max_tokens=LONGEST)
+            self.running[name] = Request(name, [1] * prompt, how, None)
+        request = self.running[name]
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        tokens = min(tokens, left) if left > 0 else min(1, LONGEST - request.num_computed_tokens)
+        if not tokens:
+            return True
+        if self.manager.allocate_slots(request, tokens) is None:
+            return False
+        request.num_computed_tokens += tokens
+        return True
+
+    def leave(self, name: str) -> None:
+        """The request has ended, was cancelled or is preempted."""
+        if (request := self.running.pop(name, None)) is not None:
+            self.manager.free(request)
+
+    def most(self) -> int:
+        """Blocks that all requests may have: whole ones in dense layers, and in others what came after the prompt."""
+        total = 0
+        for request in self.running.values():
+            computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
+            whole = -(-computed // SIZE)
+            total += whole + SPARSE * (whole if computed <= prompt else whole - prompt // SIZE)
+        return total
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 90), st.integers(1, 64), st.booleans()), max_size=60))
+def test_blocks_in_use_are_those_of_dense_layers_and_of_what_came_after_the_prompts(
+    doings: list[tuple[int, int, int, bool]],
+) -> None:
+    blocks = Blocks()
+    for name, prompt, tokens, goes in doings:
+        if (goes and tokens > 48) or not blocks.run(str(name), prompt, tokens):
+            blocks.leave(str(name))
+        assert blocks.used == blocks.most()
+    for name in list(blocks.running):
+        blocks.leave(name)
+    assert blocks.used == 0, "none is lost"
+
+
+def test_two_thousand_short_requests_leave_no_block_behind() -> None:
+    blocks, rng = Blocks(), random.Random(0)
+    for number in range(2000):
+        name, prompt = str(number % 6), rng.randint(1, 60)
+        for tokens in (prompt // 2 + 1, prompt, 1, 1, 1)[: rng.randint(1, 5)]:
+            while not blocks.run(name, prompt, tokens):
+                blocks.leave(rng.choice([other for other in blocks.running if other != name]))
+        blocks.leave(name)
+    for name in list(blocks.running):
+        blocks.leave(name)
+    assert blocks.used == 0
+
+
+STEPS = 12
+LENGTHS = (500, 130, 33, 257, 64)
+
+
+class Freeing:
+    """A vLLM in this process that frees prompts, and how many blocks it had in use after each step."""
+
+    def __init__(self, method: str, **more: Any) -> None:
+        self.llm = LLM(
+            str(ASSETS / "tiny"),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=32,
+            **{"max_num_batched_tokens": 256, "max_num_seqs": 16, "max_model_len": 1024, "enable_prefix_caching": False}
+            | more,
+            **vllm_options(method, 64, dense_layers=(0,)),
+        )
+        self.manager = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self.used: list[int] = []
+
+    def tokens(self, prompts: list[list[int]], cancelled: int = -1) -> list[list[int]]:
+        """What follows each prompt, all at once."""
+        engine, pool, found = self.llm.llm_engine, self.manager.block_pool, dict[str, list[int]]()
+        how = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)
+        for row, prompt in enumerate(prompts):
+            engine.add_request(str(row), {"prompt_token_ids": prompt}, how)
+        empty, self.used = pool.get_num_free_blocks(), []
+        while engine.has_unfinished_requests():
+            for one in engine.step():
+                found[one.request_id] = list(one.outputs[0].token_ids)
+                if int(one.request_id) == cancelled:
+                    engine.abort_request([one.request_id])
+            self.used.append(empty - pool.get_num_free_blocks())
+        assert pool.get_num_free_blocks() == empty, "no block is lost"
+        return [found[str(row)] for row in range(len(prompts))]
+
+    def audits(self) -> list[dict[str, Any]]:
+        """Of all requests."""
+        return list(self.llm.collective_rpc("kvbench_reports")[0].values())
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [random.Random(length).choices(range(300, 4000), k=length) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def freeing() -> Iterator[Freeing]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    served = Freeing("snapkv")
+    yield served
+    served.llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def test_after_a_prompt_its_blocks_are_free_but_in_dense_layers(freeing: Freeing) -> None:
+    freeing.tokens(prompts(500))
+    groups = len(freeing.manager.kv_cache_config.kv_cache_groups)
+    assert groups > 1 and max(freeing.used) == groups * 16, "500 tokens take 16 blocks of 32 in each group"
+    assert freeing.used[-2] == 16 + (groups - 1), "and then 16 in the dense one, and one where the text goes on"
+    [audit] = freeing.audits()
+    assert "visibility_only" not in audit and audit["attended_mean"] <= 64 + STEPS
+
+
+def test_a_request_is_answered_among_others_as_alone(freeing: Freeing) -> None:
+    asked = prompts(*LENGTHS, *range(90, 101))
+    together = freeing.tokens(asked)
+    assert together[:5] == [freeing.tokens([prompt])[0] for prompt in asked[:5]]
+    assert freeing.tokens(asked, cancelled=1)[2:5] == together[2:5]
+
+
+def test_one_engine_frees_for_one_kind_of_method(freeing: Freeing) -> None:
+    def run(method: str, budget: int = 64) -> None:
+        freeing.llm.collective_rpc("kvbench_run", args=({"method": method, "budget": budget, "dense_layers": [0]},))
+
+    expected = freeing.tokens(prompts(300))
+    for method, budget in (("quest", 64), ("snapkv", 65)):
+        with pytest.raises(ConfigError, match="this engine frees what snapkv drops"):
+            run(method, budget)
+    with pytest.raises(ConfigError, match="method=null"):
+        freeing.llm.collective_rpc("kvbench_run", args=(None,))
+    run("knorm")
+    assert freeing.tokens(prompts(300)) and "visibility_only" not in freeing.audits()[0]
+    run("snapkv")
+    assert freeing.tokens(prompts(300)) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"enable_prefix_caching": True}, "enable_prefix_caching=True: snapkv"),
+        ({"max_num_seqs": 2**15, "max_num_batched_tokens": 2**15}, "max_num_seqs=32768: what is kept"),
+    ],
+)
+def test_what_cannot_be_freed_or_held_is_refused_before_the_engine_starts(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Freeing("snapkv", **more)
