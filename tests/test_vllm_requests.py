@@ -380,6 +380,14 @@ def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: s
         assert serving.side is not None and sorted(serving.side.free) == [0, 1, 2], "every seat is free again"
 
 
+def test_what_would_write_into_blocks_that_are_not_its_own_is_refused() -> None:
+    """ThinK writes keys anew; an engine that frees nothing has no memory of the request's for them."""
+    fixed = [stream(100, steps=4, head_dim=32)]
+    serving = Serving(Plan("think", 48, dense_layers=(0,)), "vec", fixed)
+    with pytest.raises(ConfigError, match="backend=hf"):
+        serving.step({0: 100})
+
+
 @pytest.mark.parametrize("token", [10, 62])
 def test_a_request_whose_keys_are_no_numbers_is_told_of_and_takes_no_other_with_it(token: int) -> None:
     """In its prompt, or in a decode step; vLLM attends for it from then on."""

@@ -182,7 +182,10 @@ class DeviceTier(Slotted):
         capacity: slots of the KV head that has most.
         even: all KV heads have as many.
         reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
+        writable: rows of tokens that are here may be written anew.
     """
+
+    writable = True
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
         self.codecs = Codecs.native(key.shape[3], key.dtype)

@@ -87,6 +87,8 @@ class StoreView(View):
             LookupError: a token that is not on the device.
         """
         device, there = self._stores[layer].device, ids >= 0
+        if not device.writable:
+            raise ValueError("the method writes keys or values anew, and this memory is the engine's; backend=hf can")
         if device.ids is None or device.pool.value.dtype != device.codecs.value.dtype:
             raise ValueError("write is for tokens that keep has left on the device, before end_prefill has coded them")
         slots = device.locate(ids).slots[there]

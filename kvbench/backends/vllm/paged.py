@@ -120,6 +120,8 @@ class PagedTier(DeviceTier):
         layer: its true index.
     """
 
+    writable = False
+
     def __init__(self, memory: Memory, table: Table, layer: int) -> None:
         self.memory, self._tables, self._layer = memory, table, layer
         heads = 1, memory.kv_heads

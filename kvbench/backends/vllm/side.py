@@ -164,6 +164,7 @@ class SideTier(PagedTier):
         cut: of what was copied some is attended no more.
     """
 
+    writable = True
     kept: _Kept | None = None
     prompt, cut = 0, False
 
