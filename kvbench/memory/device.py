@@ -89,7 +89,10 @@ class Slotted:
         longest: slots filled by the KV head that has filled most.
         total: slots filled by all.
         uniform: all KV heads of all rows have filled as many slots.
+        writable: rows of tokens that are here may be written anew.
     """
+
+    writable = True
 
     first: torch.Tensor
     ids: torch.Tensor | None
@@ -182,10 +185,7 @@ class DeviceTier(Slotted):
         capacity: slots of the KV head that has most.
         even: all KV heads have as many.
         reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
-        writable: rows of tokens that are here may be written anew.
     """
-
-    writable = True
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
         self.codecs = Codecs.native(key.shape[3], key.dtype)
