@@ -54,7 +54,7 @@ def against_full(known: dict[str, dict[str, Any]], run: str) -> float:
     full = next(
         other
         for other in known.values()
-        if other["arm"].name == "full"
+        if other["arm"].name.partition("-")[0] == "full"
         and other["arm"].parent == own["arm"].parent
         and other["recall"] is None
         and (other["seed"], other["steps"]) == (own["seed"], own["steps"])
