@@ -7,6 +7,7 @@ Nothing here needs vLLM: the memory is written as its CPU attention does, and th
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -273,6 +274,19 @@ class Serving:
         known = max(self.fixed[request].lengths[0], self.longest.get(request, 0))
         return known - self.computed.get(request, 0)
 
+    def come_and_go(self, rng: random.Random, doings: Sequence[str]) -> None:
+        """Three requests run, wait, are preempted and end for a while, as is drawn."""
+        for _ in range(16):
+            counts: dict[int, int] = {}
+            for request in range(3):
+                doing = rng.choice(doings)
+                if doing == "run":
+                    counts[request] = min(rng.choice([16, 50, 200]), self.to_read(request)) or 1
+                elif doing != "wait":
+                    self.leave(request, doing)
+            if counts:
+                self.step(counts)
+
     def step(self, counts: dict[int, int]) -> None:
         """One forward pass of so many tokens of each request."""
         rows, starts, parts = [], [0], ([], [], [])
@@ -325,16 +339,7 @@ def test_requests_that_come_and_go_attend_what_each_attends_alone(method: str) -
             serving.step({1: count})
         if resume:
             serving.leave(1, "resume")  # its whole prompt is in the cache, and a part of what it generated
-        for _ in range(16):
-            counts: dict[int, int] = {}
-            for request in range(3):
-                doing = rng.choice(["run"] * 12 + ["wait", "preempt", "end", *resume])
-                if doing == "run":
-                    counts[request] = min(rng.choice([16, 50, 200]), serving.to_read(request)) or 1
-                elif doing != "wait":
-                    serving.leave(request, doing)
-            if counts:
-                serving.step(counts)
+        serving.come_and_go(rng, ["run"] * 12 + ["wait", "preempt", "end", *resume])
         assert serving.requests.decoded > 5 and (serving.requests.sparse > 5 or method == "full")
 
 
@@ -364,16 +369,7 @@ def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: s
         serving.leave(1, "preempt")
         for count in (50, 16, 12):  # after the last of its prompt, what it generated is read in two passes
             serving.step({1: count})
-        for _ in range(16):
-            counts: dict[int, int] = {}
-            for request in range(3):
-                doing = rng.choice(["run"] * 16 + ["wait", "preempt", "end"])
-                if doing == "run":
-                    counts[request] = min(rng.choice([16, 50, 200]), serving.to_read(request)) or 1
-                elif doing != "wait":
-                    serving.leave(request, doing)
-            if counts:
-                serving.step(counts)
+        serving.come_and_go(rng, ["run"] * 16 + ["wait", "preempt", "end"])
         assert serving.requests.turned and serving.requests.decoded > 5 and serving.requests.sparse > 5
         assert not any("visibility_only" in audit for audit in serving.requests.audits().values())
         serving.requests.forget(["0", "1", "2"])
