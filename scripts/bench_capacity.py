@@ -12,7 +12,7 @@ that it fits, indexes included; it decodes over synthetic keys and reads no prom
 Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
 is there is not run again; a result has all that is there, whichever command put it there.
 
-Prints one JSON object as its last line. `cells`, one for each engine, model, N and M, have `arms` with, over rounds:
+Prints one JSON object as its last line. `cells`, one for each engine, model, N and M, have settings and `arms` with, over rounds:
   at_once_mean, at_once_peak     requests of a forward pass: mean over time, and most
   decode_at_once                 of the passes that read no prompt, the mean over time
   tokens_per_s                   generated tokens over the time of all, prompts included
@@ -62,6 +62,7 @@ BLOCK = 128  # tokens of a block, vLLM's default on a CPU
 WARM = 4  # steps that are not counted
 RATES = {"tokens_per_s": "tokens_per_s_ratio", "decode_tokens_per_s": "decode_ratio"}
 CELL = ("engine", "model", "tokens", "memory")
+SETTINGS = ("dtype", "budget", "answer", "requests", "clients", "lengths", "chunk")
 
 # Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of tokens of 19,366
 # prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
@@ -484,67 +485,73 @@ def run(part: Part, folder: Path) -> None:
 
 
 def merged(kept: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Cells with their arms, and where arms cross, of all parts."""
-    cells: dict[tuple[Any, ...], dict[str, dict[int, Any]]] = {}
+    """Cells with their arms and settings, and where arms cross, of all parts."""
+    parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in kept:
-        part, key = one["part"], tuple(one["part"][name] for name in CELL)
-        cells.setdefault(key, {}).setdefault(part["method"], {})[part["round"]] = one["found"]
-    names = ("engine", "model", "tokens", "memory_mib")
-    found = [{**dict(zip(names, key, strict=True)), "arms": arms_of(cells[key])} for key in sorted(cells)]
-    return {"cells": found, "crossings": list(crossings(found))}
-
-
-def arms_of(rounds: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
-    """Each arm's medians over rounds, and its ratios to full attention's of the same round."""
-    full, found = rounds.get(FULL, {}), {}
-    for method, own in sorted(rounds.items(), key=lambda arm: arm[0] != FULL):
-        first = next(iter(own.values()))
-        about = {
-            name: statistics.median(one[name] for one in own.values())
-            for name, value in first.items()
-            if not isinstance(value, dict)
+        parts.setdefault(tuple(one["part"][name] for name in CELL), []).append(one)
+    cells = [
+        {
+            **dict(zip(("engine", "model", "tokens", "memory_mib"), key, strict=True)),
+            "settings": {name: own[0]["part"].get(name) for name in SETTINGS},
+            "arms": arms_of(own),
         }
-        about |= {"rounds": len(own), "memory_bytes": first["memory_bytes"]}
+        for key, own in sorted(parts.items())
+    ]
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for cell in cells:
+        groups.setdefault((cell["engine"], cell["model"], cell["tokens"]), []).append(cell)
+    crossed = [
+        {**dict(zip(("engine", "model", "tokens"), key, strict=True)), **one}
+        for key, own in groups.items()
+        for one in crossings({cell["memory_mib"]: cell["arms"] for cell in own})
+    ]
+    return {"cells": cells, "crossings": crossed}
+
+
+def arms_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each arm's medians over rounds, and its ratios to full attention's of the same round."""
+    rounds: dict[str, dict[int, Any]] = {}
+    for one in parts:
+        rounds.setdefault(one["part"]["method"], {})[one["part"]["round"]] = one["found"]
+    full, found = rounds.get(FULL, {}), dict[str, Any]()
+    for method, own in sorted(rounds.items(), key=lambda arm: arm[0] != FULL):
+        turns = list(own.values())
+        names = [name for name in turns[0] if name != "memory_bytes" and all(name in turn for turn in turns)]
+        about = {name: statistics.median(turn[name] for turn in turns) for name in names}
+        about |= {"rounds": len(turns), "memory_bytes": turns[0]["memory_bytes"]}
         for rate, ratio in RATES.items():
-            pairs = [(own[at][rate], full[at][rate]) for at in own.keys() & full.keys() if rate in first]
-            if method != FULL and pairs:
-                about[ratio] = statistics.median(ours / theirs for ours, theirs in pairs)
+            both = [(own[turn], full[turn]) for turn in own.keys() & full.keys()]
+            ratios = [ours[rate] / theirs[rate] for ours, theirs in both if rate in ours and rate in theirs]
+            if method != FULL and ratios:
+                about[ratio] = statistics.median(ratios)
         found[method] = about
     return found
 
 
-def crossings(cells: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Where full attention becomes as fast as a method, over memory."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for cell in cells:
-        groups.setdefault((cell["engine"], cell["model"], cell["tokens"]), []).append(cell)
-    for key, own in groups.items():
-        for method in {method for cell in own for method in cell["arms"]} - {FULL}:
-            for rate in RATES:
-                both = {
-                    cell["memory_mib"]: [cell["arms"][name] for name in (FULL, method)]
-                    for cell in own
-                    if all(rate in cell["arms"].get(name, {}) for name in (FULL, method))
-                }
-                if both:
-                    times = [{mib: 1 / arms[at][rate] for mib, arms in both.items()} for at in (0, 1)]
-                    memory = crossing(*times)
-                    held = {mib: arms[0].get("decode_at_once", arms[0]["at_once_mean"]) for mib, arms in both.items()}
-                    there = (
-                        None
-                        if memory is None
-                        else float(np.interp(memory, sorted(held), [held[m] for m in sorted(held)]))
-                    )
-                    names = zip(("engine", "model", "tokens"), key, strict=True)
-                    yield {**dict(names), "method": method, "by": rate, "memory_mib": memory, "at_once": there}
+def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """By method and rate, the MiB from which on full attention is as fast, and how many of its requests fit there.
+
+    Args:
+        arms: by MiB and method.
+    """
+    for method in sorted({method for own in arms.values() for method in own} - {FULL}):
+        for rate in RATES:
+            both = {
+                mib: (own[FULL], own[method])
+                for mib, own in sorted(arms.items())
+                if rate in own.get(FULL, {}) and rate in own.get(method, {})
+            }
+            if both:
+                full, other = ({mib: 1 / pair[at][rate] for mib, pair in both.items()} for at in (0, 1))
+                memory = crossing(full, other)
+                rows = [pair[0].get("decode_at_once", pair[0]["at_once_mean"]) for pair in both.values()]
+                at_once = None if memory is None else float(np.interp(memory, list(both), rows))
+                yield {"method": method, "by": rate, "memory_mib": memory, "at_once": at_once}
 
 
 def parts_of(given: argparse.Namespace) -> Iterator[Part]:
     """All that was asked for: of each memory rounds, of a round the arms in turns."""
-    common = {
-        name: getattr(given, name)
-        for name in ("engine", "model", "dtype", "budget", "answer", "requests", "clients", "lengths", "chunk")
-    }
+    common = {name: getattr(given, name) for name in ("engine", "model", *SETTINGS)}
     for tokens in given.tokens:
         for memory in given.memory:
             for turn in range(given.rounds):
@@ -585,9 +592,7 @@ def main() -> None:
     except (ConfigError, ValueError) as error:
         sys.exit(f"bench_capacity: {error}")
     kept = [json.loads(path.read_text()) for path in sorted(given.parts.glob("*.json"))]
-    print_result(
-        {**merged(kept), "threads": torch.get_num_threads(), "settings": {**vars(given), "parts": str(given.parts)}}
-    )
+    print_result({**merged(kept), "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":
