@@ -12,7 +12,8 @@ that it fits, indexes included; it decodes over synthetic keys and reads no prom
 Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
 is there is not run again; a result has all that is there, whichever command put it there.
 
-Prints one JSON object as its last line. `cells`, one for each engine, model, N and M, have settings and `arms` with, over rounds:
+Prints one JSON object as its last line. `cells`, one for each engine, model, N, answer and M, have their settings, and
+`arms` with medians over rounds:
   at_once_mean, at_once_peak     requests of a forward pass: mean over time, and most
   decode_at_once                 of the passes that read no prompt, the mean over time
   tokens_per_s                   generated tokens over the time of all, prompts included
@@ -61,8 +62,8 @@ MIB = 2**20
 BLOCK = 128  # tokens of a block, vLLM's default on a CPU
 WARM = 4  # steps that are not counted
 RATES = {"tokens_per_s": "tokens_per_s_ratio", "decode_tokens_per_s": "decode_ratio"}
-CELL = ("engine", "model", "tokens", "memory")
-SETTINGS = ("dtype", "budget", "answer", "requests", "clients", "lengths", "chunk")
+GROUP = ("engine", "model", "tokens", "answer", "lengths")  # between whose memories arms may cross
+SETTINGS = ("dtype", "budget", "requests", "clients", "chunk")
 
 # Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of tokens of 19,366
 # prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
@@ -123,7 +124,7 @@ class Part:
     @property
     def name(self) -> str:
         """Of its file."""
-        return "-".join(str(getattr(self, key)) for key in (*CELL, "method", "round"))
+        return "-".join(str(getattr(self, key)) for key in (*GROUP, "memory", "method", "round"))
 
     @property
     def longest(self) -> int:
@@ -342,8 +343,9 @@ def seats_of(part: Part, plan: Any) -> int:
     if rows is None:
         return part.clients
     seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
+    none = part.held(BLOCK, 0)  # vLLM leaves a block empty
     reading, left = part.held(part.longest, part.longest), part.held(part.longest, part.tokens % BLOCK + part.answer)
-    return max(1, min(part.clients, 1 + (MIB * part.memory - seat - reading) // (seat + left)))
+    return max(1, min(part.clients, 1 + (MIB * part.memory - none - seat - reading) // (seat + left)))
 
 
 def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[Step]:
@@ -486,25 +488,18 @@ def run(part: Part, folder: Path) -> None:
 
 def merged(kept: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Cells with their arms and settings, and where arms cross, of all parts."""
-    parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    parts: dict[tuple[Any, ...], dict[int, list[Any]]] = {}
     for one in kept:
-        parts.setdefault(tuple(one["part"][name] for name in CELL), []).append(one)
-    cells = [
-        {
-            **dict(zip(("engine", "model", "tokens", "memory_mib"), key, strict=True)),
-            "settings": {name: own[0]["part"].get(name) for name in SETTINGS},
-            "arms": arms_of(own),
-        }
-        for key, own in sorted(parts.items())
-    ]
-    groups: dict[tuple[Any, ...], list[Any]] = {}
-    for cell in cells:
-        groups.setdefault((cell["engine"], cell["model"], cell["tokens"]), []).append(cell)
-    crossed = [
-        {**dict(zip(("engine", "model", "tokens"), key, strict=True)), **one}
-        for key, own in groups.items()
-        for one in crossings({cell["memory_mib"]: cell["arms"] for cell in own})
-    ]
+        key = tuple(one["part"][name] for name in GROUP)
+        parts.setdefault(key, {}).setdefault(one["part"]["memory"], []).append(one)
+    cells, crossed = [], []
+    for key, memories in sorted(parts.items()):
+        about = dict(zip(GROUP, key, strict=True))
+        arms = {memory: arms_of(own) for memory, own in sorted(memories.items())}
+        for memory, own in arms.items():
+            settings = {name: memories[memory][0]["part"].get(name) for name in SETTINGS}
+            cells.append({**about, "memory_mib": memory, "settings": settings, "arms": own})
+        crossed += [{**about, **one} for one in crossings(arms)]
     return {"cells": cells, "crossings": crossed}
 
 
@@ -551,7 +546,7 @@ def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 def parts_of(given: argparse.Namespace) -> Iterator[Part]:
     """All that was asked for: of each memory rounds, of a round the arms in turns."""
-    common = {name: getattr(given, name) for name in ("engine", "model", *SETTINGS)}
+    common = {name: getattr(given, name) for name in (*GROUP, *SETTINGS) if name != "tokens"}
     for tokens in given.tokens:
         for memory in given.memory:
             for turn in range(given.rounds):

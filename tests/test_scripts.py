@@ -29,6 +29,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.backends.vllm.plan import Plan
 from kvbench.config import ASSETS, ConfigError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -186,7 +187,7 @@ def test_a_served_method_s_numbers_are_over_those_of_vllm(monkeypatch: pytest.Mo
 # -- requests at once in equal memory ----------------------------------------------------------------------------------
 
 PART = bench_capacity.Part(
-    "vllm", "tiny", 512, 8, "snapkv", 0, "float32", 64, answer=16, requests=40, clients=4, lengths="equal", chunk=256
+    "vllm", "tiny", 512, 8, "snapkv", 0, "float32", 64, answer=16, requests=40, clients=9, lengths="equal", chunk=256
 )  # fmt: skip
 
 
@@ -246,9 +247,20 @@ def test_rates_of_passes_without_prompts_stand_apart() -> None:
     assert found["decode_share"] == 0.25
 
 
-def test_a_memory_that_holds_no_request_is_refused_and_what_methods_free_makes_seats() -> None:
+@pytest.mark.parametrize("method", ["snapkv", "streaming_llm"])
+def test_seats_are_as_many_as_fit_while_one_prompt_is_read(method: str) -> None:
+    """Of the small model, all of whose layers are sparse: 640 tokens while one is read, 128 and what is kept after."""
     row = 2 * 6 * 2 * 64 * 4  # bytes of a token in 6 layers of 2 heads, float32
     assert PART.held(PART.longest, PART.longest) == 640 * row, "in whole blocks of 128"
+    plan = Plan(method, PART.budget, dense_layers=())
+    seats = bench_capacity.seats_of(PART, plan)
+    fits = [640 * row + (seats + more) * 64 * row + (seats + more - 1) * 128 * row <= 8 * 2**20 for more in (0, 1)]
+    assert seats == PART.clients or fits == [True, False]
+    assert bench_capacity.seats_of(dataclasses.replace(PART, memory=5), plan) == 1
+    assert bench_capacity.seats_of(PART, Plan("quest", PART.budget)) == PART.clients, "which frees nothing"
+
+
+def test_a_memory_that_holds_no_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="--memory 3: one request of tiny with 528 tokens takes 4 MiB"):
         dataclasses.replace(PART, memory=3).check()
     PART.check()
@@ -256,7 +268,7 @@ def test_a_memory_that_holds_no_request_is_refused_and_what_methods_free_makes_s
 
 def test_ratios_are_of_the_same_round_and_arms_cross_between_two_memories() -> None:
     def kept(memory: int, method: str, turn: int, rate: float) -> dict[str, Any]:
-        part = {"engine": "vllm", "model": "tiny", "tokens": 512, "memory": memory, "method": method, "round": turn}
+        part = {**dataclasses.asdict(PART), "memory": memory, "method": method, "round": turn}
         found = {"tokens_per_s": rate, "decode_tokens_per_s": 1.0, "at_once_mean": memory / 2, "memory_bytes": {}}
         return {"part": part, "found": found}
 
@@ -285,8 +297,8 @@ def test_more_fits_of_what_is_freed_and_what_was_measured_is_not_run_again(
     for arm in (full, snapkv):
         assert arm["memory_bytes"]["all"] <= 8 * 2**20
     assert snapkv["decode_ratio"] == pytest.approx(snapkv["decode_tokens_per_s"] / full["decode_tokens_per_s"], 1e-3)
-    with pytest.raises(SystemExit, match="--answer 5: .* was run with 4"):
-        ran("bench_capacity", [*words, "--answer", "5"], monkeypatch, capsys)
+    with pytest.raises(SystemExit, match="--budget 65: .* was run with 64"):
+        ran("bench_capacity", [*words, "--budget", "65"], monkeypatch, capsys)
 
 
 # -- ParisKV -----------------------------------------------------------------------------------------------------------

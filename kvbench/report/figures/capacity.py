@@ -22,7 +22,9 @@ WHAT = "\n".join(
         "upright: from this memory on full attention is as fast",
     )
 )
-Panel = tuple[str, str, int]  # engine, model, tokens of a request's prompt
+Panel = tuple[
+    str, str, int, int, str
+]  # engine, model, tokens of a prompt and of its answer, "equal" or as they are drawn
 Arms = dict[str, dict[int, Mapping[str, Any]]]  # by method and MiB
 
 
@@ -55,15 +57,16 @@ def capacity(files: Sequence[Path]) -> Figure:
     tall = height_for(max(map(len, panels.values())))
     figure, axes = tiled(len(panels), "tokens a second in equal memory for keys and values; up is better", tall + 0.6)
     for axis, (key, arms) in zip(axes.flat, panels.items(), strict=False):
-        engine, model, tokens = key
-        axis.set(title=f"{model}\n{tokens:,} tokens, {ENGINES.get(engine, engine)}", ylabel="tokens a second")
+        engine, model, tokens, answer, lengths = key
+        size = f"{'' if lengths == 'equal' else 'up to '}{tokens:,} + {answer:,} tokens"
+        axis.set(title=f"{model}\n{size}, {ENGINES.get(engine, engine)}", ylabel="tokens a second")
         axis.set_xlabel("memory for keys and values (MiB)")
         _draw(axis, arms, styles, {method: crossed.get((*key, method)) for method in arms}, tall)
     return legend(figure, axes, WHAT)
 
 
 def _panel(line: Mapping[str, Any]) -> Panel:
-    return str(line["engine"]), str(line["model"]), int(line["tokens"])
+    return str(line["engine"]), str(line["model"]), int(line["tokens"]), int(line["answer"]), str(line["lengths"])
 
 
 def _panels(cells: Sequence[Mapping[str, Any]]) -> dict[Panel, Arms]:
