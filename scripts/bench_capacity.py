@@ -7,7 +7,7 @@ loop, each its next request when its last one is answered, until all are; full a
     python scripts/bench_capacity.py --engine hf --tokens 4096 --memory 96 192 384 --parts FOLDER
 
 `--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks, and of a method's
-copies beside them (`kvbench/backends/vllm/README.md`). `--engine hf`: the batch of `KVCache` of which the audit says
+copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many seats as requests of the mean size fit. `--engine hf`: the batch of `KVCache` of which the audit says
 that it fits, indexes included; it decodes over synthetic keys and reads no prompts, so that it says nothing of them.
 Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
 is there is not run again; a result has all that is there, whichever command put it there.
@@ -167,7 +167,7 @@ class Part:
         Raises:
             ConfigError: names it.
         """
-        needed = self.held(self.longest, self.longest)
+        needed = self.held(self.longest, self.longest) + self.held(BLOCK, BLOCK)  # vLLM leaves a block empty
         if needed > MIB * self.memory:
             raise ConfigError(
                 f"--memory {self.memory}: one request of {self.model} with {self.longest} tokens takes "
@@ -193,6 +193,11 @@ class Request:
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + self.answer
 
     def came(self, tokens: int, now: float) -> None:
         """So many more tokens are there."""
@@ -250,22 +255,24 @@ class Served:
 
     Args:
         part: the arm.
+        requests: all to come.
 
     Attributes:
         seats: requests that it may run at once.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, requests: Sequence[Request]) -> None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # which would stand above the memory given
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         from kvbench.backends.vllm.plan import RUNNER, Plan, vllm_options
 
-        self._full, self.seats, options = part.method == FULL, part.clients, dict[str, Any]()
+        self._full, plan, options = part.method == FULL, None, dict[str, Any]()
         os.environ[RUNNER] = "0"  # of both arms
         if not self._full:
             layers = {"dense_layers": part.conf["dense_layers"]}
             options = vllm_options(part.method, part.budget, **layers)
-            self.seats = seats_of(part, Plan(part.method, part.budget, **layers))
+            plan = Plan(part.method, part.budget, **layers)
+        self.seats = seats_of(part, requests, plan)
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -326,26 +333,33 @@ class Served:
         return int(self._empty)
 
 
-def seats_of(part: Part, plan: Any) -> int:
-    """Requests that a method runs at once in the memory: one reads its prompt, and the others have freed theirs.
+def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
+    """Requests that shall run at once: of the mean size as many as fit, so that hardly one is preempted.
+
+    While the longest prompt is read, the others have freed theirs.
 
     Args:
-        plan: the method and its budget.
+        requests: all to come.
+        plan: the method and its budget; None: full attention.
     """
     from kvbench.backends.vllm.requests import RequestEngine
     from kvbench.backends.vllm.side import Side, rows_kept
 
-    if not plan.frees:
-        return part.clients
-    shape = part.shape
-    turns = {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}  # sizes alone matter
-    rows = rows_kept(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
+    shape, room, rows = part.shape, MIB * part.memory, None
+    if plan is not None and plan.frees:
+        turns = {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}  # not called
+        rows = rows_kept(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
+    whole = statistics.mean(part.held(one.size, one.size) for one in requests)
     if rows is None:
-        return part.clients
+        return _between(1, (room - part.held(BLOCK, BLOCK)) // whole, part.clients)
     seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
-    none = part.held(BLOCK, 0)  # vLLM leaves a block empty
-    reading, left = part.held(part.longest, part.longest), part.held(part.longest, part.tokens % BLOCK + part.answer)
-    return max(1, min(part.clients, 1 + (MIB * part.memory - none - seat - reading) // (seat + left)))
+    after = statistics.mean(part.held(one.size, len(one.prompt) % BLOCK + one.answer) for one in requests)
+    reading = part.held(part.longest, part.longest) + (part.held(BLOCK, 0) or part.held(BLOCK, BLOCK))
+    return _between(1, 1 + (room - reading - seat) // (after + seat), part.clients)
+
+
+def _between(low: int, value: float, high: int) -> int:
+    return max(low, min(high, int(value)))
 
 
 def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[Step]:
@@ -365,9 +379,9 @@ def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[
 
 def serve(part: Part) -> dict[str, Any]:
     """One arm's numbers in vLLM."""
-    served = Served(part)
-    closed_loop(served, [Request([1000] * min(300, part.tokens), WARM)], 1)  # of which nothing is counted
     requests = requests_of(part)
+    served = Served(part, requests)
+    closed_loop(served, [Request([1000] * min(300, part.tokens), WARM)], 1)  # of which nothing is counted
     steps = closed_loop(served, requests, part.clients)
     return {
         **over_time(steps),

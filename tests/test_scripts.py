@@ -250,19 +250,28 @@ def test_rates_of_passes_without_prompts_stand_apart() -> None:
 @pytest.mark.parametrize("method", ["snapkv", "streaming_llm"])
 def test_seats_are_as_many_as_fit_while_one_prompt_is_read(method: str) -> None:
     """Of the small model, all of whose layers are sparse: 640 tokens while one is read, 128 and what is kept after."""
-    row = 2 * 6 * 2 * 64 * 4  # bytes of a token in 6 layers of 2 heads, float32
-    assert PART.held(PART.longest, PART.longest) == 640 * row, "in whole blocks of 128"
+    row, requests = 2 * 6 * 2 * 64 * 4, bench_capacity.requests_of(PART)  # a token of 6 layers with 2 heads, float32
     plan = Plan(method, PART.budget, dense_layers=())
-    seats = bench_capacity.seats_of(PART, plan)
-    fits = [640 * row + (seats + more) * 64 * row + (seats + more - 1) * 128 * row <= 8 * 2**20 for more in (0, 1)]
-    assert seats == PART.clients or fits == [True, False]
-    assert bench_capacity.seats_of(dataclasses.replace(PART, memory=5), plan) == 1
-    assert bench_capacity.seats_of(PART, Plan("quest", PART.budget)) == PART.clients, "which frees nothing"
+
+    def seats(memory: int, plan: Plan | None) -> int:
+        return bench_capacity.seats_of(dataclasses.replace(PART, memory=memory), requests, plan)
+
+    for memory in (6, 8, 9, 10):
+        freed, full = seats(memory, plan), seats(memory, None)
+        rows = memory * 2**20 / row - 128  # a block is empty
+        assert full * 640 <= rows < (full + 1) * 640
+        assert freed == seats_by_hand(rows) > full
+    assert seats(5, plan) == seats(5, None) == 1 and seats(100, plan) == PART.clients
+    assert seats(8, Plan("quest", PART.budget)) == seats(8, None), "which frees nothing"
+
+
+def seats_by_hand(rows: float) -> int:
+    return max(count for count in range(1, PART.clients + 1) if 640 + count * 64 + (count - 1) * 128 <= rows)
 
 
 def test_a_memory_that_holds_no_request_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--memory 3: one request of tiny with 528 tokens takes 4 MiB"):
-        dataclasses.replace(PART, memory=3).check()
+    with pytest.raises(ConfigError, match="--memory 4: one request of tiny with 528 tokens takes 5 MiB"):
+        dataclasses.replace(PART, memory=4).check()
     PART.check()
 
 
