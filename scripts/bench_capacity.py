@@ -7,8 +7,9 @@ loop, each its next request when its last one is answered, until all are; full a
     python scripts/bench_capacity.py --engine hf --tokens 4096 --memory 96 192 384 --parts FOLDER
 
 `--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks, and of a method's
-copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many seats as requests of the mean size fit. `--engine hf`: the batch of `KVCache` of which the audit says
-that it fits, indexes included; it decodes over synthetic keys and reads no prompts, so that it says nothing of them.
+copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many seats as requests of the mean size fit.
+`--engine hf`: the batch of `KVCache` of which the audit says that it fits, indexes included; it decodes over synthetic
+keys and reads no prompts, so that it says nothing of them.
 Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
 is there is not run again; a result has all that is there, whichever command put it there.
 
@@ -68,27 +69,8 @@ SETTINGS = ("dtype", "budget", "requests", "clients", "chunk")
 # Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of tokens of 19,366
 # prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
 PROMPTS = (
-    120,
-    200,
-    235,
-    379,
-    393,
-    400,
-    407,
-    428,
-    922,
-    1005,
-    1034,
-    1058,
-    1083,
-    1112,
-    1153,
-    1277,
-    1434,
-    2310,
-    4075,
-    4092,
-)
+    120, 200, 235, 379, 393, 400, 407, 428, 922, 1005, 1034, 1058, 1083, 1112, 1153, 1277, 1434, 2310, 4075, 4092
+)  # fmt: skip
 ANSWERS = (28, 48, 60, 72, 82, 88, 93, 99, 108, 120, 139, 162, 195, 373, 391, 396, 406, 416, 430, 522)
 
 
@@ -162,11 +144,13 @@ class Part:
         return row * sum(count * tokens for count, tokens in zip(layers, blocks, strict=True))
 
     def check(self) -> None:
-        """Refuse a memory in which not even one request runs.
+        """Refuse a model that is not there, and a memory in which not even one request runs.
 
         Raises:
             ConfigError: names it.
         """
+        if not self.folder.is_dir():
+            raise ConfigError(f"--model {self.model}: not in {self.folder.parent}; kvbench fetch {self.model} first")
         needed = self.held(self.longest, self.longest) + self.held(BLOCK, BLOCK)  # vLLM leaves a block empty
         if needed > MIB * self.memory:
             raise ConfigError(
@@ -342,11 +326,12 @@ def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
         requests: all to come.
         plan: the method and its budget; None: full attention.
     """
-    from kvbench.backends.vllm.requests import RequestEngine
     from kvbench.backends.vllm.side import Side, rows_kept
 
     shape, room, rows = part.shape, MIB * part.memory, None
     if plan is not None and plan.frees:
+        from kvbench.backends.vllm.requests import RequestEngine
+
         turns = {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}  # not called
         rows = rows_kept(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
     whole = statistics.mean(part.held(one.size, one.size) for one in requests)
