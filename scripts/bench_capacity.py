@@ -250,7 +250,8 @@ class Served:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         from kvbench.backends.vllm.plan import RUNNER, Plan, vllm_options
 
-        self._full, plan, options = part.method == FULL, None, dict[str, Any]()
+        self._full, options = part.method == FULL, dict[str, Any]()
+        plan: Plan | None = None
         os.environ[RUNNER] = "0"  # of both arms
         if not self._full:
             layers = {"dense_layers": part.conf["dense_layers"]}
@@ -440,7 +441,8 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     from kvbench.measure.synthetic import SyntheticEngine
 
     budget = Budget(None if part.method == FULL else part.budget)
-    method, room = method_named(part.method), {"new_tokens": WARM + part.answer, "kind": SyntheticEngine}
+    method = method_named(part.method)
+    room: dict[str, Any] = {"new_tokens": WARM + part.answer, "kind": SyntheticEngine}
     engine: Any = engine_for(
         loaded.model, [part.tokens] * batch, method, budget, loaded.dense_layers, loaded.tokenizer, **room
     )
@@ -491,7 +493,7 @@ def merged(kept: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for one in kept:
         key = tuple(one["part"][name] for name in GROUP)
         parts.setdefault(key, {}).setdefault(one["part"]["memory"], []).append(one)
-    cells, crossed = [], []
+    cells, crossed = list[Any](), list[Any]()
     for key, memories in sorted(parts.items()):
         about = dict(zip(GROUP, key, strict=True))
         arms = {memory: arms_of(own) for memory, own in sorted(memories.items())}
