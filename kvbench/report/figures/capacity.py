@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,16 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.style import Style, styles_of
 from kvbench.report.figures.labels import SIZE, End, height_for, name_ends
-from kvbench.report.figures.panels import legend, line_look, log_y, mark_powers, tiled
+from kvbench.report.figures.panels import TO_AN_INCH, legend, line_look, log_y, mark_powers, tiled
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 ENGINES = {"vllm": "vLLM", "hf": "KVCache"}
 DECODING, ALL, AT_ONCE = "decode_tokens_per_s", "tokens_per_s", "decode_at_once"
-WHAT = "\n".join(
-    (
-        "numbers: requests at once; lines: passes that read no prompt; dotted: all passes, prompts included",
-        "upright: from this memory on full attention is as fast",
-    )
+WHAT = (
+    "numbers: requests at once; lines: passes that read no prompt; dotted: all passes, prompts included",
+    "upright: from this memory on full attention is as fast",
 )
-Panel = tuple[
-    str, str, int, int, str
-]  # engine, model, tokens of a prompt and of its answer, "equal" or as they are drawn
+Panel = tuple[str, str, int, int, str]  # engine, model, tokens of a prompt and of its answer, how lengths are drawn
 Arms = dict[str, dict[int, Mapping[str, Any]]]  # by method and MiB
 
 
@@ -62,7 +59,8 @@ def capacity(files: Sequence[Path]) -> Figure:
         axis.set(title=f"{model}\n{size}, {ENGINES.get(engine, engine)}", ylabel="tokens a second")
         axis.set_xlabel("memory for keys and values (MiB)")
         _draw(axis, arms, styles, {method: crossed.get((*key, method)) for method in arms}, tall)
-    return legend(figure, axes, WHAT)
+    letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
+    return legend(figure, axes, "\n".join(textwrap.fill(line, letters) for line in WHAT))
 
 
 def _panel(line: Mapping[str, Any]) -> Panel:
@@ -87,7 +85,9 @@ def _draw(axis: Any, arms: Arms, styles: Mapping[str, Style], crossed: Mapping[s
         rates = [points[mib][DECODING] for mib in memory]
         axis.plot(memory, rates, **line_look(style))
         whole = [mib for mib in memory if ALL in points[mib]]
-        axis.plot(whole, [points[mib][ALL] for mib in whole], color=style.colour, linestyle=":", linewidth=1)
+        axis.plot(
+            whole, [points[mib][ALL] for mib in whole], color=style.colour, linestyle=":", marker=".", linewidth=1
+        )
         for mib, rate in zip(memory, rates, strict=True):
             highest = rate == max(other[mib][DECODING] for other in arms.values() if mib in other)
             look = {"ha": "center", "va": "bottom" if highest else "top", "fontsize": SIZE, "color": style.colour}
