@@ -36,7 +36,7 @@ USAGE = "kvbench serve [key=value ...] [--host HOST] [--port PORT] [-- vLLM's ow
 # Keys of a run that a server has; all others are of tasks and results, or come with each request.
 KEYS = (
     *("model", "method", "budget", "seed", "dtype", "device", "kv", "attention"),
-    *("protocol.accounting", "protocol.dense_layers", "protocol.generated", "backend.tensor_parallel"),
+    *("backend", "protocol.accounting", "protocol.dense_layers", "protocol.generated"),
 )
 
 
@@ -115,8 +115,9 @@ def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
         ConfigError: a key that a server has not, or as of a run with backend=vllm.
     """
     bind_methods()
+    words = ["backend=vllm", *words]
     refuse_twice(words)
-    asked = asked_for(loader_of(), "config", ["backend=vllm", *words], multirun=False)
+    asked = asked_for(loader_of(), "config", words, multirun=False)
     for word in words:
         key = word.partition("=")[0]
         if not any(key == one or key.startswith(f"{one}.") for one in KEYS):
