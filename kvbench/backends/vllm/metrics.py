@@ -1,7 +1,7 @@
 """What `/metrics` of a server says of the method, beside vLLM's own numbers. vLLM's server takes it as a middleware.
 
 A scrape asks the worker, which answers between two steps. It does not wait long for that: while a long prompt is read
-the numbers are those of the scrape before.
+the numbers are older ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Metrics:
 
     def __init__(self, app: Any) -> None:
         self._app, self._numbers = app, Numbers()
-        self._asked: asyncio.Task[list[dict[str, float]]] | None = None
+        self._asked: asyncio.Task[None] | None = None
         REGISTRY.register(self._numbers)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -71,13 +71,14 @@ class Metrics:
         await self._app(scope, receive, send)
 
     async def _refresh(self, engine: Any) -> None:
-        asked = self._asked = self._asked or asyncio.create_task(engine.collective_rpc("kvbench_counts"))
-        await asyncio.wait({asked}, timeout=PATIENCE)
-        if asked.done():
-            self._asked = None
-            workers = asked.result()
-            found = {name: sum(worker[name] for worker in workers) for name in workers[0]}
-            self._numbers.found = found | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._ask(engine))
+        await asyncio.wait({self._asked}, timeout=PATIENCE)
+
+    async def _ask(self, engine: Any) -> None:
+        workers = await engine.collective_rpc("kvbench_counts")
+        found = {name: sum(worker[name] for worker in workers) for name in workers[0]}
+        self._numbers.found = found | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
 
 
 def _blocks(count: int) -> dict[str, float]:

@@ -69,6 +69,8 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
             args.kv_cache_memory_bytes = MEMORY
         validate_parsed_serve_args(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses this: {_reason(error)}") from error
     _refuse_to_start(config, plan)
