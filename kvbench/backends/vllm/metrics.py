@@ -48,8 +48,9 @@ class Numbers(Collector):
         if full := found.get("full_attention_entries"):
             found["attended_share"] = found["attended_entries"] / full
         for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-            for name in texts.keys() & found.keys():
-                yield kind(f"kvbench_{name}", texts[name], value=found[name])
+            for name, text in texts.items():
+                if name in found:
+                    yield kind(f"kvbench_{name}", text, value=found[name])
 
 
 class Metrics:

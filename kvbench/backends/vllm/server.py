@@ -101,8 +101,6 @@ def _refuse_to_start(config: Any, plan: Plan) -> None:
     """
     refuse_to_start(config, plan)
     given, free = config.cache_config.kv_cache_memory_bytes, free_memory(torch.device("cpu")).get("host")
-    if given is None:  # a share of the machine's memory, which vLLM finds out
-        return
     key = f"kv_cache_memory_bytes={given}"
     if free is not None and given > free:
         raise ConfigError(f"{key}: {free / GIB:.1f} GiB are free; expected fewer (-- --kv-cache-memory-bytes)")
