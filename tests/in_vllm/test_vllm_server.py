@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -22,11 +24,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 
-from prometheus_client import Metric
+from prometheus_client import REGISTRY, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from kvbench import KVCache
+from kvbench.backends.vllm import metrics
 from kvbench.backends.vllm.plan import Plan
 from kvbench.backends.vllm.server import SPACE, serve
 from kvbench.config import ASSETS, ConfigError
@@ -173,6 +176,38 @@ def test_a_request_that_nobody_waits_for_gives_back_what_it_held(server: Server)
     server.comes_to(lambda now: bool(now["side_used_bytes"]))
     answer.close()
     server.comes_to(lambda now: not now["blocks_used"] and not now["side_used_bytes"])
+
+
+def test_scrapes_in_a_long_step_wait_for_one_answer_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "PATIENCE", 0.01)
+    asked: list[asyncio.Future[list[dict[str, float]]]] = []
+
+    def rpc(name: str) -> asyncio.Future[list[dict[str, float]]]:
+        asked.append(asyncio.get_running_loop().create_future())
+        return asked[-1]
+
+    async def answers(*request: Any) -> None:
+        pass
+
+    counts = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=9))
+    engine = SimpleNamespace(collective_rpc=rpc, vllm_config=counts)
+    request = {"type": "http", "path": "/metrics", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
+    middleware = metrics.Metrics(answers)
+
+    async def scrapes() -> None:
+        for _ in range(3):
+            await middleware(request, None, None)
+        assert len(asked) == 1
+        asked[0].set_result([{"side_bytes": 5}, {"side_bytes": 6}])
+        await asyncio.sleep(0)
+        await middleware(request, None, None)
+        assert len(asked) == 2
+
+    try:
+        asyncio.run(scrapes())
+        assert REGISTRY.get_sample_value("kvbench_side_bytes") == 11, "of two workers"
+    finally:
+        REGISTRY.unregister(middleware.numbers)
 
 
 def test_every_number_is_of_a_kind_and_says_what_it_is(server: Server) -> None:

@@ -33,7 +33,7 @@ GAUGES = {
 
 
 class Numbers(Collector):
-    """The numbers of the last scrape, by Prometheus' names.
+    """Numbers of the worker, as Prometheus' client collects them.
 
     Attributes:
         found: by the names of `COUNTERS` and `GAUGES`; what is not known is absent.
@@ -58,12 +58,15 @@ class Metrics:
 
     Args:
         app: what answers.
+
+    Attributes:
+        numbers: of the last answer.
     """
 
     def __init__(self, app: Any) -> None:
-        self._app, self._numbers = app, Numbers()
+        self._app, self.numbers = app, Numbers()
         self._asked: asyncio.Task[None] | None = None
-        REGISTRY.register(self._numbers)
+        REGISTRY.register(self.numbers)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request; see ASGI."""
@@ -79,7 +82,7 @@ class Metrics:
     async def _ask(self, engine: Any) -> None:
         workers = await engine.collective_rpc("kvbench_counts")
         found = {name: sum(worker[name] for worker in workers) for name in workers[0]}
-        self._numbers.found = found | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
+        self.numbers.found = found | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
 
 
 def _blocks(count: int) -> dict[str, float]:
