@@ -376,6 +376,32 @@ def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: s
         assert serving.side is not None and sorted(serving.side.free) == [0, 1, 2], "every seat is free again"
 
 
+@pytest.mark.parametrize(("method", "frees"), [("full", False), ("quest", False), ("streaming_llm", True)])
+def test_what_a_server_counts_adds_up_over_requests_that_come_and_go(method: str, frees: bool) -> None:
+    fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 97)]
+    serving = Serving(Plan(method, 48, dense_layers=(0,)), "vec", fixed, frees=frees)
+    rng, before, entries = random.Random(0), serving.requests.counts(), 0
+    for step in range(30):
+        request = step % 3
+        if rng.random() < 0.1:
+            serving.leave(request, rng.choice(["preempt", "end"]))
+        read, known = serving.to_read(request), str(request) in serving.requests._engines
+        serving.step({request: max(1, read)})
+        if known and read <= 0:  # a decode step
+            entries += serving.computed[request]
+        now = serving.requests.counts()
+        assert all(now[name] >= before[name] for name in ("attended_entries", "full_attention_entries"))
+        assert ("side_bytes" in now) == frees and (not frees or 0 < now["side_used_bytes"] <= now["side_bytes"])
+        before = now
+    serving.requests.forget(["0", "1", "2"])
+    ended = serving.requests.counts()
+    lists = (len(fixed[0].keys) - 1) * fixed[0].keys.shape[2]
+    assert ended["full_attention_entries"] == before["full_attention_entries"] == entries * lists > 0
+    share = ended["attended_entries"] / ended["full_attention_entries"]
+    assert share == 1 if method == "full" else 0.2 < share < 0.9
+    assert ended.get("side_used_bytes", 0) == 0
+
+
 def test_what_would_write_into_blocks_that_are_not_its_own_is_refused() -> None:
     """ThinK writes keys anew; an engine that frees nothing has no memory of the request's for them."""
     fixed = [stream(100, steps=4, head_dim=32)]

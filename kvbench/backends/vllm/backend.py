@@ -1,4 +1,4 @@
-"""vLLM's CPU attention, but for what a method selects. With `worker.py` the only file that knows vLLM's classes."""
+"""vLLM's CPU attention, but for what a method selects. With `worker.py` all that knows how its engine runs a model."""
 
 from __future__ import annotations
 

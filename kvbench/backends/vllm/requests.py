@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,9 +110,10 @@ class RequestEngine(Engine):
     Attributes:
         finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
         instead: why full attention stands in for the engine's method; "" where it does not.
+        entries: keys that full attention would have attended in sparse layers, of all KV heads and decode steps.
     """
 
-    finite, instead = True, ""
+    finite, instead, entries = True, "", 0
 
     def __init__(
         self,
@@ -227,6 +229,17 @@ class RequestEngine(Engine):
         """Count the step that has ended."""
         if self._decodes:
             self.settle()
+            self.entries += self.lengths[0] * self._lists
+
+    @property
+    def attended(self) -> float:
+        """Of `entries` those that were attended; a step that the audit does not count is as the mean of the others."""
+        return self.audit.attended_mean * self.audit.steps * self._lists
+
+    @property
+    def _lists(self) -> int:
+        """KV heads of all sparse layers."""
+        return len(self._sparse) * self.shape.kv_heads
 
     def release(self) -> None:
         """See `Engine.release`."""
@@ -273,6 +286,8 @@ class Requests:
         self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
         self._engines: dict[str, RequestEngine] = {}
         self._passing: list[RequestEngine] = []
+        self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
+        self._attended = 0.0
 
     def forget(self, requests: Iterable[str]) -> None:
         """These have ended, or lost their memory."""
@@ -281,7 +296,7 @@ class Requests:
             if engine is not None:
                 if engine.prefilled or not engine.finite:
                     self.reports[request] = engine.report()
-                engine.release()
+                self._release(engine)
         while len(self.reports) > REPORTS:
             del self.reports[next(iter(self.reports))]
 
@@ -290,6 +305,23 @@ class Requests:
         known = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
         going = {request: engine.report() for request, engine in known.items()}
         return {**self.reports, **going}
+
+    def _release(self, engine: RequestEngine) -> None:
+        self._gone += engine.attended, engine.entries
+        engine.release()
+
+    def counts(self) -> dict[str, float]:
+        """Numbers of all requests together.
+
+        Returns:
+            `attended_entries` and `full_attention_entries`, see `RequestEngine.entries`, of all requests so far;
+            `side_used_bytes` and `side_bytes`, of the copies of freed prompts.
+        """
+        going = [(engine.attended, engine.entries) for engine in self._engines.values()]
+        attended, entries = np.sum([self._gone, *going], axis=0).tolist()
+        self._attended = max(self._attended, attended)  # the mean of the steps that are counted may fall
+        found = {"attended_entries": self._attended, "full_attention_entries": entries}
+        return found | ({} if self._side is None else self._side.counts())
 
     def start_pass(self, rows: Sequence[Scheduled]) -> None:
         """A forward pass of these requests begins."""
@@ -303,7 +335,7 @@ class Requests:
         if known is not None and (known.seen == scheduled.computed or not known.finite):
             return known
         if known is not None:
-            known.release()
+            self._release(known)
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
         settings = {"seed": plan.seed, "audit_every": plan.audit_every, "groups": self.groups, **self._settings}
