@@ -133,7 +133,7 @@ class Alone:
         self.engine = Engine(shape, method, plan.sizes(), attention="torch", seed=plan.seed, **settings)
 
     def read(self, tokens: torch.Tensor, computed: int, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        """Outputs [layers, Hq, D] of a decode step; None: of what is read at once.
+        """Outputs [layers, Hq, 1, D] of a decode step; None: of what is read at once, in `turned` of what is no prompt.
 
         Args:
             tokens: [n], up to the end of this pass.
@@ -154,7 +154,7 @@ class Alone:
 
     def _attend(self, parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
         here = [[part[layer, None, :, start:end] for part in parts] for layer in range(len(parts[0]))]
-        return torch.stack([self.engine.attend(layer, *new)[0, :, 0] for layer, new in enumerate(here)])
+        return torch.stack([self.engine.attend(layer, *new)[0] for layer, new in enumerate(here)])
 
 
 class Checked(Requests):
@@ -188,8 +188,9 @@ class Checked(Requests):
 
     def attend(self, layer: int, *arguments: Any) -> list[int]:
         others = super().attend(layer, *arguments)
-        query, key, value, starts, out = arguments
-        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out.clone(), others))
+        query, key, value, starts = arguments
+        self.finish(out := torch.full_like(query, torch.nan))
+        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out, others))
         return others
 
     def end_pass(self, logits: torch.Tensor | None = None) -> None:
@@ -205,10 +206,14 @@ class Checked(Requests):
             expected = alone.read(scheduled.token_ids, scheduled.computed, parts)
             left = [row in others for _, _, _, others in self.attended]
             if expected is None:
-                ours_too = engine.shape.sparse_layers if engine.seat and scheduled.computed >= prompt else ()
-                assert [layer for layer, other in enumerate(left) if not other] == [*ours_too], "vLLM attends the rest"
-                for layer in ours_too:
-                    torch.testing.assert_close(self.attended[layer][2][tokens][0], alone.turned[layer])
+                behind = len(scheduled.token_ids) - max(scheduled.computed, prompt)
+                ours_too = engine.shape.sparse_layers if engine.seat and behind > 0 else ()
+                for layer, (_, _, out, _) in enumerate(self.attended):
+                    own, rest = out[tokens].transpose(0, 1), tokens.stop - tokens.start
+                    if layer in ours_too:
+                        torch.testing.assert_close(own[:, -behind:], alone.turned[layer])
+                        rest -= behind
+                    assert left[layer] == (rest > 0) and own[:, :rest].isnan().all(), "vLLM attends the rest"
                 self.turned += bool(ours_too)
                 continue
             self.decoded += 1
@@ -223,7 +228,7 @@ class Checked(Requests):
                 assert left[layer] == (one is None or (whole and not engine.seat))
                 if not left[layer]:
                     close = CLOSE if out.dtype == torch.float32 else 2e-2
-                    torch.testing.assert_close(out[tokens][0], expected[layer], atol=close, rtol=close)
+                    torch.testing.assert_close(out[tokens].transpose(0, 1), expected[layer], atol=close, rtol=close)
 
 
 def side_of(plan: Plan, shape: Shape, settings: dict[str, Any], seats: int) -> Side:
@@ -308,7 +313,7 @@ class Serving:
         query, key, value = (torch.cat(part, dim=1) for part in parts)
         self.requests.start_pass(rows)
         for layer in range(len(query)):
-            self.requests.attend(layer, query[layer], key[layer], value[layer], starts, torch.empty_like(query[layer]))
+            self.requests.attend(layer, query[layer], key[layer], value[layer], starts)
         self.requests.end_pass()
 
     def _free_prompt(self, request: int, own: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ def test_two_thousand_short_requests_leave_no_block_behind() -> None:
     assert blocks.used == 0
 
 
-STEPS = 12
+STEPS, BUDGET = 12, 64
 LENGTHS = (500, 130, 33, 257, 64)
 
 
@@ -120,30 +120,56 @@ class Freeing:
             block_size=32,
             **{"max_num_batched_tokens": 256, "max_num_seqs": 16, "max_model_len": 1024, "enable_prefix_caching": False}
             | more,
-            **vllm_options(method, 64, dense_layers=(0,)),
+            **vllm_options(method, BUDGET, dense_layers=(0,)),
         )
-        self.manager = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        self.used: list[int] = []
+        self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.manager = self._scheduler.kv_cache_manager
+        self.used, self.preempted = list[int](), 0
+        schedule = self._scheduler.schedule
 
-    def tokens(self, prompts: list[list[int]], cancelled: int = -1) -> list[list[int]]:
-        """What follows each prompt, all at once."""
-        engine, pool, found = self.llm.llm_engine, self.manager.block_pool, dict[str, list[int]]()
-        how = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)
+        def counted(*given: Any, **named: Any) -> Any:
+            made = schedule(*given, **named)
+            self.preempted += len(made.preempted_req_ids or ())
+            return made
+
+        self._scheduler.schedule = counted
+
+    def tokens(
+        self, prompts: list[list[int]], steps: int = STEPS, cancelled: Mapping[int, int] | None = None
+    ) -> list[list[int]]:
+        """What follows each prompt, all at once; of those that are cancelled, after so many tokens.
+
+        Blocks and seats are all free afterwards.
+        """
+        engine, pool, found = self.llm.llm_engine, self.manager.block_pool, dict[int, list[int]]()
+        how = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
+        empty, self.used, self.preempted = pool.get_num_free_blocks(), [], 0
         for row, prompt in enumerate(prompts):
             engine.add_request(str(row), {"prompt_token_ids": prompt}, how)
-        empty, self.used = pool.get_num_free_blocks(), []
         while engine.has_unfinished_requests():
             for one in engine.step():
-                found[one.request_id] = list(one.outputs[0].token_ids)
-                if int(one.request_id) == cancelled:
+                row = int(one.request_id)
+                found[row] = list(one.outputs[0].token_ids)
+                if len(found[row]) == (cancelled or {}).get(row):
                     engine.abort_request([one.request_id])
             self.used.append(empty - pool.get_num_free_blocks())
+        engine.step()  # in which the worker hears of the last that have ended
         assert pool.get_num_free_blocks() == empty, "no block is lost"
-        return [found[str(row)] for row in range(len(prompts))]
+        assert self.llm.collective_rpc(_seats_taken) == [0], "no seat is lost"
+        return [found[row] for row in range(len(prompts))]
+
+    def run(self, method: str, budget: int = BUDGET) -> None:
+        """From now on this method runs."""
+        self.llm.collective_rpc("kvbench_run", args=({"method": method, "budget": budget, "dense_layers": [0]},))
 
     def audits(self) -> list[dict[str, Any]]:
         """Of all requests."""
         return list(self.llm.collective_rpc("kvbench_reports")[0].values())
+
+
+def _seats_taken(wrapper: Any) -> int:
+    worker = wrapper.worker
+    return int(worker.vllm_config.scheduler_config.max_num_seqs - len(worker._requests._side.free))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -152,9 +178,19 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def freeing() -> Iterator[Freeing]:
+    yield from _freeing()
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Freeing]:
+    """Room for few of the requests that may run at once."""
+    yield from _freeing(num_gpu_blocks_override=60, max_model_len=256, max_num_seqs=8)
+
+
+def _freeing(**more: Any) -> Iterator[Freeing]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    served = Freeing("snapkv")
+    served = Freeing("snapkv", **more)
     yield served
     served.llm.llm_engine.engine_core.shutdown()
     cleanup_dist_env_and_memory()
@@ -173,22 +209,42 @@ def test_a_request_is_answered_among_others_as_alone(freeing: Freeing) -> None:
     asked = prompts(*LENGTHS, *range(90, 101))
     together = freeing.tokens(asked)
     assert together[:5] == [freeing.tokens([prompt])[0] for prompt in asked[:5]]
-    assert freeing.tokens(asked, cancelled=1)[2:5] == together[2:5]
+    assert freeing.tokens(asked, cancelled={1: 1})[2:5] == together[2:5]
+
+
+@pytest.mark.parametrize("method", ["snapkv", "streaming_llm", "keydiff"])
+def test_requests_that_are_preempted_or_cancelled_leave_nothing_and_change_no_answer(
+    crowded: Freeing, method: str
+) -> None:
+    crowded.run(method)
+    asked = prompts(*range(60, 150, 9))
+    together = crowded.tokens(asked, steps=60)
+    assert crowded.preempted > 5
+    assert together == [crowded.tokens([prompt], steps=60)[0] for prompt in asked]
+    assert not crowded.preempted, "alone each has room"
+    found = crowded.tokens(asked, steps=60, cancelled={0: 3, 4: 40, 5: 1, 9: 20})
+    assert crowded.preempted and all(found[row] == together[row] for row in (1, 2, 3, 6, 7, 8))
+
+
+@pytest.mark.slow
+def test_two_thousand_short_requests_leave_no_block_and_no_seat_taken(crowded: Freeing) -> None:
+    rng = random.Random(0)
+    crowded.run("snapkv")
+    for _ in range(20):
+        asked = prompts(*(rng.randint(1, 90) for _ in range(100)))
+        crowded.tokens(asked, steps=3, cancelled={row: 1 for row in range(100) if rng.random() < 0.1})
 
 
 def test_one_engine_frees_for_one_kind_of_method(freeing: Freeing) -> None:
-    def run(method: str, budget: int = 64) -> None:
-        freeing.llm.collective_rpc("kvbench_run", args=({"method": method, "budget": budget, "dense_layers": [0]},))
-
     expected = freeing.tokens(prompts(300))
     for method, budget in (("quest", 64), ("snapkv", 65)):
         with pytest.raises(ConfigError, match="this engine frees what snapkv drops"):
-            run(method, budget)
+            freeing.run(method, budget)
     with pytest.raises(ConfigError, match="method=null"):
         freeing.llm.collective_rpc("kvbench_run", args=(None,))
-    run("knorm")
+    freeing.run("knorm")
     assert freeing.tokens(prompts(300)) and "visibility_only" not in freeing.audits()[0]
-    run("snapkv")
+    freeing.run("snapkv")
     assert freeing.tokens(prompts(300)) == expected
 
 
