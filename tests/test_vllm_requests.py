@@ -31,16 +31,15 @@ SIZE = 32  # tokens of a block
 
 
 def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key: Any, value: Any) -> None:
-    """Put one token's key and value [D] where vLLM's CPU attention puts them, number by number."""
+    """Put one token's key and value [D] where vLLM's CPU attention puts them."""
     size, head_dim = cache.shape[2], len(key)
-    flat = cache[block, head].view(-1)
-    for dim in range(head_dim):
-        if isa == "amx":
-            at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
-            of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
-        else:
-            at, of_value = dim * size + offset, offset * head_dim + dim
-        flat[at], flat[size * head_dim + of_value] = key[dim], value[dim]
+    flat, dim = cache[block, head].view(-1), torch.arange(head_dim)
+    if isa == "amx":
+        at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
+        of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
+    else:
+        at, of_value = dim * size + offset, offset * head_dim + dim
+    flat[at], flat[size * head_dim + of_value] = key, value
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -298,13 +297,9 @@ class Serving:
         for request, count in counts.items():
             fixed, computed = self.fixed[request], self.computed.get(request, 0)
             end = computed + count
-            own = self.blocks.setdefault(request, [])
-            self._free_prompt(request, own)
-            while len(own) * SIZE < end:
-                own.append(self.free.pop(len(self.free) // 2))
-            self._write(fixed, own, computed, end)
-            table = torch.tensor([*own, *[0] * (24 - len(own))])
-            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table[None]))
+            tables = self._tables(request, end)
+            self._write(fixed, tables, computed, end)
+            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, tables))
             starts.append(starts[-1] + count)
             for part, of in zip(parts, (fixed.queries, fixed.keys, fixed.values), strict=True):
                 part.append(of[:, 0, :, computed:end].transpose(1, 2))
@@ -316,6 +311,14 @@ class Serving:
             self.requests.attend(layer, query[layer], key[layer], value[layer], starts)
         self.requests.end_pass()
 
+    def _tables(self, request: int, end: int) -> torch.Tensor:
+        """A request's blocks for so many tokens, [groups, blocks]."""
+        own = self.blocks.setdefault(request, [])
+        self._free_prompt(request, own)
+        while len(own) * SIZE < end:
+            own.append(self.free.pop(len(self.free) // 2))
+        return torch.tensor([*own, *[0] * (24 - len(own))])[None]
+
     def _free_prompt(self, request: int, own: list[int]) -> None:
         whole = self.fixed[request].lengths[0] // SIZE
         if self.side and self.computed.get(request, 0) >= self.fixed[request].lengths[0] and not self.gone[request]:
@@ -323,8 +326,9 @@ class Serving:
             self.free += own[:whole]
             self.caches[1:, own[:whole]] = torch.nan
 
-    def _write(self, fixed: Stream, blocks: list[int], start: int, end: int) -> None:
+    def _write(self, fixed: Stream, tables: torch.Tensor, start: int, end: int) -> None:
         for layer, cache in enumerate(self.caches):
+            blocks = tables[min(layer, len(tables) - 1)].tolist()
             for token in range(start, end):
                 for head in range(cache.shape[1]):
                     at = blocks[token // SIZE], head, token % SIZE

@@ -126,8 +126,8 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
     for config in configs if len(configs) > 1 else ():
         if starts_alone(config):
             raise ConfigError(
-                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for it alone; expected a run "
-                "of its own"
+                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for this arm alone; "
+                "expected a run of its own"
             )
     first, *others = ({key: value for key, value in config.items() if key not in APART} for config in configs)
     for other in others:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from driver import slow, stream
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_vllm_requests import SIZE, Serving
 
 pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: make test-vllm")
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -21,11 +23,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from kvbench.backends.vllm.blocks import freed
-from kvbench.backends.vllm.plan import vllm_options
+from kvbench.backends.vllm.paged import Memory
+from kvbench.backends.vllm.plan import Plan, vllm_options
 from kvbench.config import ASSETS, ConfigError
 
-SIZE, BLOCKS, SPARSE = 16, 60, 2  # tokens of a block, blocks, and groups of layers whose prompts are freed
-LONGEST = 160
+BLOCKS, SPARSE = 30, 2  # in all, and groups of layers whose prompts are freed
+LONGEST = 200
 
 
 class Blocks:
@@ -40,6 +43,7 @@ class Blocks:
         config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self.manager = KVCacheManager(config, LONGEST, SIZE, SIZE, enable_caching=False)
         self.running: dict[str, Request] = {}
+        self.read: dict[str, int] = {}  # of each, tokens computed before its last pass
         self.empty = self.manager.block_pool.get_num_free_blocks()
 
     @property
@@ -49,16 +53,23 @@ class Blocks:
 
     def run(self, name: str, prompt: int, tokens: int) -> bool:
         """Compute so many more tokens of a request; False: there is no room, and nothing was done."""
+        request = self.request(name, prompt)
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        tokens = min(tokens, left) if left > 0 else min(1, LONGEST - request.num_computed_tokens)
+        return not tokens or self.compute(request, tokens)
+
+    def request(self, name: str, prompt: int) -> Request:
+        """One that runs, or begins to."""
         if name not in self.running:
             how = SamplingParams(max_tokens=LONGEST)
             self.running[name] = Request(name, [1] * prompt, how, None)
-        request = self.running[name]
-        left = request.num_prompt_tokens - request.num_computed_tokens
-        tokens = min(tokens, left) if left > 0 else min(1, LONGEST - request.num_computed_tokens)
-        if not tokens:
-            return True
+        return self.running[name]
+
+    def compute(self, request: Request, tokens: int) -> bool:
+        """Have blocks for so many more tokens, which are computed then; False: as of `run`."""
         if self.manager.allocate_slots(request, tokens) is None:
             return False
+        self.read[request.request_id] = request.num_computed_tokens
         request.num_computed_tokens += tokens
         return True
 
@@ -68,12 +79,12 @@ class Blocks:
             self.manager.free(request)
 
     def most(self) -> int:
-        """Blocks that all requests may have: whole ones in dense layers, and in others what came after the prompt."""
+        """Blocks that all requests may have: of all tokens in dense layers, in others without a prompt that is read."""
         total = 0
         for request in self.running.values():
-            computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
-            whole = -(-computed // SIZE)
-            total += whole + SPARSE * (whole if computed <= prompt else whole - prompt // SIZE)
+            prompt, whole = request.num_prompt_tokens, -(-request.num_computed_tokens // SIZE)
+            gone = prompt // SIZE if self.read[request.request_id] >= prompt else 0
+            total += whole + SPARSE * (whole - gone)
         return total
 
 
@@ -103,6 +114,73 @@ def test_two_thousand_short_requests_leave_no_block_behind() -> None:
     for name in list(blocks.running):
         blocks.leave(name)
     assert blocks.used == 0
+
+
+class Managed(Serving):
+    """Requests whose blocks are vLLM's manager's: one memory for all layers, each layer a group of its own."""
+
+    def __init__(self, method: str) -> None:
+        fixed = [stream(length, steps=60, layers=1 + SPARSE, head_dim=32, seed=length) for length in (97, 60, 130, 33)]
+        super().__init__(Plan(method, 48, dense_layers=(0,)), "vec", fixed, frees=True)
+        self.pool = Blocks()
+        whole = torch.full((BLOCKS, *self.caches.shape[2:]), torch.nan)
+        self.caches = whole.expand(1 + SPARSE, *whole.shape)
+        self.requests.memory.update({layer: Memory(whole, self.isa) for layer in range(1 + SPARSE)})
+        self.requests.groups = range(1 + SPARSE)
+
+    def leave(self, request: int, how: str) -> None:
+        """See `Serving.leave`."""
+        self.pool.leave(str(request))
+        self.requests.forget([str(request)])
+        self.computed[request] = 0
+        if how == "end":
+            self.longest.pop(request, None)
+
+    def step(self, counts: dict[int, int]) -> None:
+        """See `Serving.step`; who has no room is preempted."""
+        room = {}
+        for request, count in counts.items():
+            if self.pool.compute(self.pool.request(str(request), self.fixed[request].lengths[0]), count):
+                room[request] = count
+            else:
+                self.leave(request, "preempt")
+        if room:
+            super().step(room)
+
+    def _tables(self, request: int, end: int) -> torch.Tensor:
+        own = self.pool.manager.get_block_ids(str(request))
+        return torch.tensor([[*blocks, *[0] * (BLOCKS - len(blocks))] for blocks in own])
+
+    def check(self) -> None:
+        """Every request that runs has a seat and the blocks that it may have, and no other has any."""
+        assert self.side is not None and self.pool.used == self.pool.most()
+        free = set(self.side.free)
+        assert len(free) == len(self.side.free) == len(self.fixed) - len(self.pool.running)
+
+
+DOINGS = st.sampled_from([*["run"] * 6, "wait", "preempt", "end"])
+
+
+@pytest.mark.parametrize("method", ["snapkv", *slow("streaming_llm", "adakv_snapkv", "keydiff")])
+@settings(deadline=None, max_examples=10, suppress_health_check=list(HealthCheck))
+@given(passes=st.lists(st.tuples(st.sampled_from([16, 50, 200]), *[DOINGS] * 4), max_size=14))
+def test_whoever_comes_and_goes_attends_what_it_keeps_alone_and_gives_seat_and_blocks_back(
+    method: str, passes: list[tuple[int, str, str, str, str]]
+) -> None:
+    serving = Managed(method)
+    for tokens, *doings in passes:
+        counts = {}
+        for request, doing in enumerate(doings):
+            if doing == "run":
+                counts[request] = max(1, min(tokens, serving.to_read(request)))
+            elif doing != "wait":
+                serving.leave(request, doing)
+        serving.step(counts)
+        serving.check()
+    for request in range(len(serving.fixed)):
+        serving.leave(request, "end")
+    serving.check()
+    assert not serving.pool.used
 
 
 STEPS, BUDGET = 12, 64

@@ -3,7 +3,8 @@
 vLLM reads prompts, whole or in chunks, and writes all keys and values. A method is shown a prompt when its last chunk
 is there; from then on a forward pass of a single token is a decode step. A preempted request is read again from its
 first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
-everything (see `kvbench.engine.turn`).
+everything that is left (see `kvbench.engine.turn`). Where prompts are freed that is what the method keeps, as in the
+decode steps that are repeated, though vLLM holds the whole prompt in that pass.
 
 A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold. In
 an engine that frees prompts what a method keeps of them is a copy, too: see `side.py`.
@@ -320,9 +321,7 @@ class Requests:
         self._engines[scheduled.request] = engine
         return engine
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int]
-    ) -> list[int]:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> list[int]:
         """Attention of one layer in the pass that was started.
 
         Args:
