@@ -275,7 +275,7 @@ class Requests:
         self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
         self._engines: dict[str, RequestEngine] = {}
         self._passing: list[RequestEngine] = []
-        self._attended: list[tuple[slice | list[int], Tensor]] = []
+        self._outputs: list[tuple[slice | list[int], Tensor]] = []
 
     def forget(self, requests: Iterable[str]) -> None:
         """These have ended, or lost their memory."""
@@ -333,7 +333,7 @@ class Requests:
             The others, which vLLM shall attend: all tokens, causally. It may write over what requests have attended
             themselves, of all their tokens or the last ones: `finish` comes after.
         """
-        others, rows, held, self._attended = [], [], [], []
+        others, rows, held, self._outputs = [], [], [], []
         for row, engine in enumerate(self._passing):
             tokens = slice(starts[row], starts[row + 1])
             new = (part[tokens].transpose(0, 1)[None] for part in (query, key, value))
@@ -345,16 +345,16 @@ class Requests:
                 held.append(engine.held)
             else:
                 own = slice(tokens.stop - attended.shape[2], tokens.stop)
-                self._attended.append((own, attended[0].transpose(0, 1)))
+                self._outputs.append((own, attended[0].transpose(0, 1)))
                 if own != tokens:
                     others.append(row)
         if held:
-            self._attended.append((rows, attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]))
+            self._outputs.append((rows, attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]))
         return others
 
     def finish(self, out: Tensor) -> None:
         """Write what requests have attended themselves in the layer, [T, Hq, D]."""
-        for tokens, attended in self._attended:
+        for tokens, attended in self._outputs:
             out[tokens] = attended
 
     def end_pass(self, logits: Tensor | None = None) -> None:

@@ -21,7 +21,7 @@ from kvbench.models.support import text_config, window
 
 BESIDE = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
 BLOCK = 128  # tokens of a block of vLLM's memory, or a multiple of them
-KEPT = 2  # times the budget: the most that a method keeps of a prompt, with the blocks or windows that lie outside it
+KEPT = 2  # times the budget, and BESIDE tokens: room for what is kept of a prompt, blocks and windows outside C too
 
 _running: list[Any] = []  # the one engine of this process
 
@@ -167,7 +167,7 @@ def _beside(plan: Plan, tokens: int, layers: int) -> int:
     kept = plan.sizes().size
     fewer = min(len(plan.dense_layers), layers - len(plan.dense_layers))
     short = -layers % fewer if fewer > 0 else 0
-    return min(KEPT * int(kept or 0), tokens) + tokens * short // layers
+    return min(KEPT * int(kept or 0) + BESIDE, tokens) + tokens * short // layers
 
 
 def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
