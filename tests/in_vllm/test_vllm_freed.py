@@ -262,7 +262,7 @@ def freeing() -> Iterator[Freeing]:
 @pytest.fixture(scope="module")
 def crowded() -> Iterator[Freeing]:
     """Room for few of the requests that may run at once."""
-    yield from _freeing(num_gpu_blocks_override=60, max_model_len=256, max_num_seqs=8)
+    yield from _freeing(num_gpu_blocks_override=40, max_model_len=192, max_num_seqs=8)
 
 
 def _freeing(**more: Any) -> Iterator[Freeing]:
@@ -293,18 +293,18 @@ def test_a_request_is_answered_among_others_as_alone(freeing: Freeing) -> None:
     assert freeing.tokens(asked, cancelled={1: 1})[2:5] == together[2:5]
 
 
-@pytest.mark.parametrize("method", ["snapkv", "streaming_llm", "keydiff"])
+@pytest.mark.parametrize("method", ["snapkv", *slow("streaming_llm", "keydiff")])
 def test_requests_that_are_preempted_or_cancelled_leave_nothing_and_change_no_answer(
     crowded: Freeing, method: str
 ) -> None:
     crowded.run(method)
-    asked = prompts(*range(60, 150, 9))
-    together = crowded.tokens(asked, steps=60)
-    assert crowded.preempted > 5
-    assert together == [crowded.tokens([prompt], steps=60)[0] for prompt in asked]
+    asked = prompts(100, 75, 123, 60, 90, 112)
+    together = crowded.tokens(asked, steps=40)
+    assert crowded.preempted > 1
+    assert together == [crowded.tokens([prompt], steps=40)[0] for prompt in asked]
     assert not crowded.preempted, "alone each has room"
-    found = crowded.tokens(asked, steps=60, cancelled={0: 3, 4: 40, 5: 1, 9: 20})
-    assert crowded.preempted and all(found[row] == together[row] for row in (1, 2, 3, 6, 7, 8))
+    found = crowded.tokens(asked, steps=40, cancelled={0: 3, 4: 30})
+    assert all(found[row] == together[row] for row in (1, 2, 3, 5))
 
 
 @pytest.mark.slow
