@@ -198,7 +198,30 @@ def load(
     assert source.path is not None and source.gguf is None, "check has let a model through that vLLM cannot run"
     dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
     described = models.describe(source, source.path, try_out)
-    plan = plan_of_run(run, _dense_layers(run, source))
+    llm = _start(described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"])
+    try:
+        generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)
+    except OSError:
+        generation = None
+    return Served(
+        model=llm,
+        tokenizer=described.tokenizer,
+        name=source.name,
+        revision=described.revision,
+        window=window(described.config.to_dict()),
+        stop_ids=models.stop_ids_of(generation, described.config, described.tokenizer),
+        dense_layers=source.dense_layers,
+    )
+
+
+def _start(
+    described: models.Described, dtype: torch.dtype, prompts: Prompts, plan: Plan, backend: Mapping[str, Any]
+) -> Any:
+    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does; `backend` is that of the run.
+
+    Raises:
+        ConfigError: there is no vLLM, or it refuses what it is asked for.
+    """
     options = options_of(plan if plan.frees else Plan("full", None))
     most, memory = _memory(described.config.to_dict(), dtype, prompts, plan)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
@@ -214,7 +237,7 @@ def load(
             described.where_from,
             revision=described.settings.get("revision"),
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=run["backend"]["tensor_parallel"],
+            tensor_parallel_size=backend["tensor_parallel"],
             seed=0,
             generation_config="vllm",
             enforce_eager=True,
@@ -228,16 +251,4 @@ def load(
     except (ValueError, NotImplementedError) as error:  # a ConfigError of the worker's among them
         raise ConfigError(f"backend=vllm: {first_line(error)}") from error
     _running.append(llm)
-    try:
-        generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)
-    except OSError:
-        generation = None
-    return Served(
-        model=llm,
-        tokenizer=described.tokenizer,
-        name=source.name,
-        revision=described.revision,
-        window=window(described.config.to_dict()),
-        stop_ids=models.stop_ids_of(generation, described.config, described.tokenizer),
-        dense_layers=source.dense_layers,
-    )
+    return llm
