@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from kvbench.report.claims.claim import Criterion
 
 
@@ -53,6 +55,11 @@ class Missing(NamedTuple):
 def exactly(value: float, note: str = "") -> Finding:
     """A number without chance: counted, or printed."""
     return Finding(value, value, value, 1, note)
+
+
+def ranged(values: np.ndarray, note: str = "") -> Finding:
+    """The median of [n] numbers with the least and the largest: all must lie within the bounds."""
+    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
 
 
 def judge(criterion: Criterion, found: Finding | Missing) -> Verdict:
