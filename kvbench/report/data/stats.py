@@ -116,7 +116,8 @@ def difference(strata: Sequence[np.ndarray]) -> Estimate:
     every = np.concatenate(strata)
     if np.isin(every, (-100.0, 0.0, 100.0)).all():
         n = len(strata) ** 2 / sum(1 / len(values) for values in strata)
-        gained, lost = (n * sum(float((values == side).mean()) for values in strata) / len(strata) for side in (100, -100))
+        shares = [[float((values == side).mean()) for values in strata] for side in (100, -100)]
+        gained, lost = (n * sum(own) / len(strata) for own in shares)
         low, high = -100 * _most(lost, gained, n), 100 * _most(gained, lost, n)
         return Estimate(100 * (gained - lost) / n, low, high, len(every))
     if np.ptp(every) == 0:
