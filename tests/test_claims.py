@@ -187,7 +187,7 @@ def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path:
     assert isinstance(ratio, Finding) and ratio.value == pytest.approx(14 / 3)
     assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
     half = sampled.sampled(collect([tmp_path]), {**asked, "over": "method=snapkv budget=64"})
-    assert half == Finding(*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
+    assert half[:4] == (*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
 
 
 def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.claims.sampled import quarter_of
-from kvbench.report.claims.verdict import Finding, Missing, exactly, ranged
+from kvbench.report.claims.verdict import Finding, Interval, Missing, exactly, ranged
 from kvbench.report.data import papers as published
 from kvbench.report.data.stats import estimate, repeated
 from kvbench.runs.quantities import is_number
@@ -137,8 +137,10 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
             return Missing(f"{path} has no two {asked['slope']}; {anew}")
         values, note = np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}"
     if asked.get("interval") == "bootstrap":
-        return Finding(*estimate([values])[:4], note)
-    return Finding(*repeated(values)[:4], note) if asked.get("interval") == "mean" else ranged(values, note)
+        return Finding(*estimate([values])[:4], note, Interval.BOOTSTRAP)
+    if asked.get("interval") == "mean":
+        return Finding(*repeated(values)[:4], note, Interval.STUDENT)
+    return ranged(values, note)
 
 
 def _at(

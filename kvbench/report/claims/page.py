@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import kvbench
 from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
+from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
 from kvbench.report.data.frame import collect
@@ -55,7 +56,8 @@ class Judged(NamedTuple):
     def sentences(self) -> list[str]:
         """Of each criterion what was measured, or what is missing; superseded ones say so, with their verdict."""
         before = [f"superseded ({verdict.value}): {sentence(part, found)}" for part, found, verdict in self.superseded]
-        return [sentence(criterion, found) for criterion, found, _ in self.criteria] + before
+        now = [(sentence(part, found), lacks(part, found, self.runs)) for part, found, _ in self.criteria]
+        return ["; ".join(filter(None, words)) for words in now] + before
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
-from kvbench.report.claims.verdict import Finding, Missing, ranged
+from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import decoded_alike
 from kvbench.report.data.stats import difference, estimate, is_0_1, proportion, ratio, repeated
@@ -103,16 +103,19 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
         below = [np.array([ours[key].below for key in own]) for own in strata]
     if "interval" in asked:
         every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)  # of a ratio the samples' own
-        return (ranged(every) if asked["interval"] == "range" else Finding(*repeated(every)[:4]))._replace(note=mixed)
+        if asked["interval"] == "range":
+            return ranged(every, mixed)
+        return Finding(*repeated(every)[:4], mixed, Interval.STUDENT)
     if below:
-        return Finding(*ratio(values, below)[:4], mixed)
+        return Finding(*ratio(values, below)[:4], mixed, Interval.BOOTSTRAP)
     if asked["value"] == "score" and "less" in found:
-        return Finding(*difference(values)[:4], mixed)
+        return Finding(*difference(values)[:4], mixed, Interval.TANGO)
     # Scores that are all 100 have an interval, too.
     whole = asked["value"] == "score" and all(map(is_0_1, values))
     of = taken[arms["of"][0]]
     whole = whole and of.scored_as not in of.beside.graded
-    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed)
+    made = Interval.WILSON if whole else Interval.BOOTSTRAP
+    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed, made)
     if not both:
         return finding
     among = f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers"

@@ -29,6 +29,16 @@ class Verdict(Enum):
 DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)
 
 
+class Interval(Enum):
+    """How an interval was made: by resampling, by a score test of shares, by Student, or the least and the largest."""
+
+    BOOTSTRAP = "bootstrap"
+    WILSON = "Wilson"
+    TANGO = "Tango"
+    STUDENT = "Student"
+    RANGE = "range"
+
+
 class Finding(NamedTuple):
     """A number that was measured.
 
@@ -37,6 +47,7 @@ class Finding(NamedTuple):
         low, high: its interval; None where there are too few samples for one.
         n: samples.
         note: what it is of, in words.
+        interval: how the interval was made.
     """
 
     value: float
@@ -44,6 +55,7 @@ class Finding(NamedTuple):
     high: float | None
     n: int
     note: str = ""
+    interval: Interval = Interval.RANGE
 
 
 class Missing(NamedTuple):

@@ -7,6 +7,7 @@ from html import escape
 
 from kvbench.report.claims.claim import Criterion, beds
 from kvbench.report.claims.page import Judged, Part
+from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import arms_of, is_time, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
 from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
@@ -46,6 +47,7 @@ def _body(site: Site, one: Judged) -> str:
     lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
     sections = {
         "Measured": _findings(one, one.criteria),
+        "What would decide it": _lacking(one),
         "Runs": _runs(one),
         "Make it again": _commands(one),
         **{title: f"<p>{escape(words)}.</p>" for title, words in lacking.items() if words},
@@ -59,6 +61,15 @@ def _body(site: Site, one: Judged) -> str:
             *(f"<section><h2>{title}</h2>{body}</section>" for title, body in sections.items() if body),
         ]
     )
+
+
+def _lacking(one: Judged) -> str:
+    """Of each undecided criterion the samples that it asks for, where others do not decide the claim."""
+    if one.verdict is not Verdict.UNDECIDED:
+        return ""
+    words = {criterion.about: lacks(criterion, found, one.runs) for criterion, found, _ in one.criteria}
+    lines = (f"<li>{escape(about)}: {escape(said)}</li>" for about, said in words.items() if said)
+    return f"<ul>{''.join(lines)}</ul>"
 
 
 def _superseded(one: Judged) -> str:
