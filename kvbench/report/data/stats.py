@@ -24,6 +24,7 @@ SEED = 0
 # Student's t of that coverage for 1 to 10 degrees of freedom; from there a series in 1 / degrees is right to .2 %.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 FEWEST = 8  # samples: fewer rank no methods
+LEAST = 20  # points of full attention: on samples where it has fewer no method is ranked
 RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
 INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
 
