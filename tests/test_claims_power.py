@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -106,3 +109,10 @@ def test_superseded_criteria_are_judged_and_decide_nothing() -> None:
     for one in judged(None, []):
         assert [part for part, *_ in one.superseded] == list(one.claim.superseded.criteria)
         assert sum(line.startswith("superseded") for line in one.sentences) == len(one.superseded)
+
+
+def test_pages_count_the_claims_as_they_are() -> None:
+    root = Path(__file__).parents[1]
+    for page in ("kvbench/report/README.md", "results/README.md"):
+        counts = re.findall(r"(\d+) claims\b", (root / page).read_text())
+        assert counts and set(counts) == {str(len(claims()))}, page
