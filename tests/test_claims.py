@@ -304,7 +304,11 @@ def test_every_arm_of_a_claim_is_a_job_of_the_sweep_that_its_command_names() -> 
                 assert wanted["method"] in choices("method"), claim.id
                 if command not in made:
                     made[command] = [_words_of(job) for job in composed(words)]
-                matching = [job for job in made[command] if all(job.get(key) == wanted[key] for key in wanted)]
+                matching = [
+                    job
+                    for job in made[command]
+                    if all(job.get(key, sampled.USUAL.get(key)) == wanted[key] for key in wanted)
+                ]
                 alike = {tuple(sorted(job.items())) for job in matching}  # of several seeds
                 assert len(alike) == 1, (claim.id, wanted)
 

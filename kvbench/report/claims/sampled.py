@@ -35,6 +35,7 @@ USUAL = {
     "protocol.question": "with",
     "probe.every": "0",
     "attention": "auto",
+    "method.protect": "0.0",
 }
 
 ALIKE = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
