@@ -147,7 +147,7 @@ def test_a_score_never_stands_without_its_company(tmp_path):
     table = pivot(collect([tmp_path]), ["method"], ["task"], ["score"])
     assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
     low, high = (pytest.approx(end, abs=0.01) for end in (9.45, 90.55))
-    less, more = (pytest.approx(end, abs=0.01) for end in (-65.76, 65.76))  # two pairs that are alike: z^2 / (2 + z^2)
+    less, more = (pytest.approx(end, abs=0.01) for end in (-65.76, 65.76))  # of two pairs that are alike
     assert cell(table, ("quest",), "passkey").numbers == {
         "score": 50, "score_low": low, "score_high": high, "against_full": 0, "against_full_low": less,
         "against_full_high": more, "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0, "budget_tokens": 64,
