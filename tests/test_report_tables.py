@@ -150,7 +150,8 @@ def test_a_score_never_stands_without_its_company(tmp_path):
     less, more = (pytest.approx(end, abs=0.01) for end in (-65.76, 65.76))  # of two pairs that are alike
     assert cell(table, ("quest",), "passkey").numbers == {
         "score": 50, "score_low": low, "score_high": high, "against_full": 0, "against_full_low": less,
-        "against_full_high": more, "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0, "budget_tokens": 64,
+        "against_full_high": more, "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0,
+        "budget_tokens": 64,
     }  # fmt: skip
     assert "attended_share" not in cell(table, ("full",), "passkey").numbers
 
