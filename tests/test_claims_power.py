@@ -1,4 +1,4 @@
-"""What an undecided claim asks for: samples that would decide it, and intervals that narrow as they come."""
+"""What an undecided claim asks for: samples that would decide it, intervals that narrow as they come; and what ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_runs import stored
 
 from kvbench.report.claims.claim import Criterion, claims
 from kvbench.report.claims.page import judged
 from kvbench.report.claims.power import lacks, samples_wanted
 from kvbench.report.claims.verdict import Finding, Interval, Missing, Verdict, judge
+from kvbench.report.data.frame import collect
 from kvbench.report.data.stats import Z, difference, estimate, proportion, repeated
+from kvbench.report.site.rows import Site
+from kvbench.report.tables.latex import latex
+from kvbench.report.tables.runs import summary
 
 AT_LEAST_0 = Criterion("a gain", "runs", {}, at_least=0, n=4)
 
@@ -116,3 +121,25 @@ def test_pages_count_the_claims_as_they_are() -> None:
     for page in ("kvbench/report/README.md", "results/README.md"):
         counts = re.findall(r"(\d+) claims\b", (root / page).read_text())
         assert counts and set(counts) == {str(len(claims()))}, page
+
+
+@pytest.mark.parametrize(
+    ("full", "quest", "why"),
+    [
+        ([1.0] * 40, [0.0] * 20 + [1.0] * 20, ""),
+        ([1.0] * 7 + [0.0] * 33, [0.0] * 20 + [1.0] * 20, "under 20"),  # 17.5
+        ([1.0] * 20 + [0.0] * 20, [1.0] * 22 + [0.0] * 18, "wider"),
+    ],
+)
+def test_samples_that_full_attention_does_not_answer_rank_no_method(
+    tmp_path: Path, full: list[float], quest: list[float], why: str
+) -> None:
+    stored(tmp_path, "full", None, full)
+    stored(tmp_path, "quest", 64, quest)
+    stored(tmp_path, "snapkv", 64, quest)
+    runs = collect([tmp_path])
+    assert all(why in run.ranks_none and bool(why) == bool(run.ranks_none) == ("w" in run.marks()) for run in runs)
+    assert all(row.is_choice == (not why) for row in Site(runs, "").rows if row.method != "full")
+    (table,) = summary(runs)
+    assert any(note.startswith("w: ") for note in table.notes) == bool(why)
+    assert (r"\textbf" in latex([table])) == (not why)

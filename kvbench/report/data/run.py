@@ -210,11 +210,11 @@ class Run:
         """Why scores on these samples rank no methods, by full attention's there; "" where they may.
 
         It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the methods' scores lie
-        apart. Of fewer than `FEWEST` samples, which rank none at all, it is not asked how wide that is.
+        apart, its own among them. Of fewer than `FEWEST` samples, which rank none at all, it is not asked how wide that is.
         """
         if (full := self.full()) is None:
             return ""
-        score, others = full.score(), self.beside.of_methods.get(self.kind, [])
+        score, others = full.score(), self.beside.scored[self.kind]
         if score.mean < LEAST or (score.low is not None and score.low <= 0):
             return f"full attention scores under {LEAST} there, or perhaps 0"
         wide = score.n >= FEWEST and len(others) > 1 and score.high - score.low > max(others) - min(others)  # type: ignore[operator]
@@ -348,12 +348,11 @@ class Runs:
         return found
 
     @functools.cached_property
-    def of_methods(self) -> dict[tuple[str, ...], list[float]]:
-        """The scores of all runs but full attention's, by what runs must share to be compared."""
+    def scored(self) -> dict[tuple[str, ...], list[float]]:
+        """The scores of all runs, by what runs must share to be compared."""
         found: dict[tuple[str, ...], list[float]] = {}
         for run in self:
-            if not run.is_full:
-                found.setdefault(run.kind, []).append(float(run.arm["score"]))
+            found.setdefault(run.kind, []).append(float(run.arm["score"]))
         return found
 
     @functools.cached_property
