@@ -159,10 +159,16 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
     }
 
 
-def beyond_noise(numbers: Mapping[str, float]) -> bool:
-    """Whether a score differs from full attention's on the same samples by more than chance."""
-    names = ("against_full", "against_full_low", "against_full_high", "pairs")
-    return all(name in numbers for name in names) and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+def beyond_noise(cell: Cell) -> bool:
+    """Whether a score differs from full attention's by more than chance, on samples that may rank methods."""
+    names, numbers = ("against_full", "against_full_low", "against_full_high", "pairs"), cell.numbers
+    known = all(name in numbers for name in names) and ranks_methods(cell)
+    return known and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+
+
+def ranks_methods(cell: Cell) -> bool:
+    """Whether its samples may rank methods by their score: full attention answers them, and methods differ there."""
+    return "w" not in cell.marks.get("score", "")
 
 
 def compared(cells: Iterable[Cell]) -> str:
@@ -198,7 +204,7 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
-    if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
+    if "brief_score" in lines and any(map(beyond_noise, cells)):
         notes.append(
             f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the {COVERAGE} % interval "
             f"of the paired differences. {compared(cells)}."
