@@ -1,4 +1,4 @@
-"""Many run folders in one file: a tar archive compressed with xz, as `kvbench submit` and `scripts/compact_runs.py` pack.
+"""Many run folders in one file: a tar archive compressed with xz, as `scripts/compact_runs.py` packs them.
 
 An archive may come from anybody. It is read in memory and never unpacked to the disk, and holds nothing but regular
 files, of bounded size and number, each under a relative name of its own. No torch.

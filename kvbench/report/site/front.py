@@ -39,9 +39,10 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _largest(site: Site) -> Runs:
     """The runs of the panel with the most arms of sparse methods."""
-    sparse = [row for row in site.rows if row.method != YARDSTICK]
-    ((panel, _),) = Counter(row.panel for row in sparse or site.rows).most_common(1)
-    return legible(site.joined.only([row.run for row in site.rows if row.panel == panel]))
+    own = [row for row in site.rows if row.of is None]
+    sparse = [row for row in own if row.method != YARDSTICK]
+    ((panel, _),) = Counter(row.panel for row in sparse or own).most_common(1)
+    return legible(site.joined.only([row.run for row in own if row.panel == panel]))
 
 
 def _best(site: Site, board: str) -> str:

@@ -62,7 +62,7 @@ def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
     """A figure, b"" where there is none, and a note on whose runs it is of."""
-    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.joined, shown.longest)))
+    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.own(site.joined), shown.longest)))
     return (image, "") if image else (_of_shipped(name), f" ({OURS})")
 
 

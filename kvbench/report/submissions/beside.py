@@ -188,7 +188,7 @@ def code_of(run: Run) -> str:
     if run.arm["method"] not in choices("method"):
         return f"a method of its own, by its hash {show(source)[:12]}; {same}"
     edited = source != _method(run.arm["method"], str(run.settings["backend"]))
-    return f"{'a method of another version, or an edited one' if edited else "this kvbench's method"}; {same}"
+    return f"{'a method of another version, or an edited one' if edited else 'the method of this kvbench'}; {same}"
 
 
 @functools.cache

@@ -22,7 +22,7 @@ CHECKS = {"files": "those of the manifest, by SHA-256, in a plain archive", **AL
 NOBODY = Manifest("", "", "")
 
 
-@dataclass
+@dataclass(eq=False)
 class Submitted:
     """A submission as it was found.
 
