@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import choices, method_config, show
+from kvbench.report.data.compact import rounded
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.submissions.whole import NEAR, times_of
 from kvbench.runs.code import harness_sources, module_sources, source_hash
@@ -29,7 +30,7 @@ LOOKS = str.maketrans("013", "ole", "_")
 # What each check is about, for readers.
 BESIDE = {
     "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
-    "samples": "the board's prompts, all of them and no others, by a hash of each; scores of the task's kind",
+    "samples": "the board's prompts, all of them and no others, by length and facts; scores of the task's kind",
     "memory": "no less than the layers that stay dense; as many of these as the board's arms leave",
     "name": "a shipped method's name is of that method, and no other name looks like one",
     "times": "no sample has the times of another arm's",
@@ -131,7 +132,7 @@ def _shown(run: Run, key: str) -> str:
 
 
 def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
-    own, theirs = (dict(zip(one.scores.ids, one.scores.contents, strict=True)) for one in (run, full))
+    own, theirs = _prompts(run), _prompts(full)
     if lacks := sorted(theirs.keys() - own.keys()):
         yield f"lacks {len(lacks)} of the board's {len(theirs)} samples, such as {lacks[0]}"
     if more := sorted(own.keys() - theirs.keys()):
@@ -140,6 +141,15 @@ def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
         yield f"{len(other)} prompts are not the board's, such as that of {other[0]}"
     if not graded and set(run.scores.values) - {0.0, 100.0}:
         yield f"scores between 0 and 1, where {run.label('task')} gives 0 or 1"
+
+
+def _prompts(run: Run) -> dict[str, Any]:
+    """What is known of each prompt: its length, how much of it was cut, and the facts that its task notes."""
+    facts = ("prompt_tokens", "cut_tokens", "meta")
+    return {
+        record.get("sample") or record["id"]: rounded([record.get(name) or None for name in facts])
+        for record in run.samples()
+    }
 
 
 def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
