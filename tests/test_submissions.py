@@ -25,6 +25,7 @@ from kvbench.runs.identity import run_id
 from kvbench.runs.summary import summarise
 
 Files = dict[str, bytes]
+NAN = float("nan")
 SCORES = (1.0, 0.0, 1.0, 1.0)
 NEAR = {"nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.5, 0.7], "nll": [2.0, 2.0], "nll_full": [1.9, 1.9]}}
 
