@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import hostile
 import pytest
 import yaml
 from report_runs import record, stored
+from words import configs
 
 from kvbench.cli.board import main as board
 from kvbench.cli.submit import main as submit
@@ -22,8 +24,10 @@ from kvbench.report.submissions.checked import Submitted, checked
 from kvbench.report.submissions.manifest import NAME, with_manifest
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.identity import run_id
+from kvbench.runs.stored import read_run_yaml, runs_in
 from kvbench.runs.summary import summarise
 
+ROOT = Path(__file__).parents[1]
 Files = dict[str, bytes]
 NAN = float("nan")
 SCORES = (1.0, 0.0, 1.0, 1.0)
@@ -380,3 +384,27 @@ def test_without_a_folder_submissions_are_only_checked(
     assert board([str(archive), "--beside", str(own)]) == 0
     assert "row      passkey, mine-64" in capsys.readouterr().out and set(tmp_path.rglob("*")) == files
     assert board([str(tmp_path / "nowhere.tar.xz"), "--beside", str(own)]) == 2
+
+
+def test_the_runs_of_the_page_on_own_methods_are_those_of_the_board() -> None:
+    page = (ROOT / "methods" / "OWN.md").read_text().replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in page.splitlines() if line.startswith("kvbench --config-dir")]
+    board_runs = [run for name in ("reference", "reference_tiny") for run in full_runs(ROOT / f"results/{name}.tar.xz")]
+    asked = [words[3:] for words in lines if any(word.startswith("model=") for word in words)]
+    assert len(asked) == 3
+    for words in asked:
+        (config,) = configs(*(word.replace("method=mine", "method=snapkv") for word in words))
+        task = config["task"]
+        own = (config["model"]["name"], task["name"], list(task["lengths"]), task["samples"])
+        assert own in board_runs, words
+
+
+def full_runs(archive: Path) -> list[tuple[Any, ...]]:
+    """Model, task, lengths and samples of each run of full attention."""
+    found = []
+    for path in runs_in([archive]):
+        if path.parent.name == "full":
+            config = read_run_yaml(path)["config"]
+            task = config["task"]
+            found.append((config["model_name"], task["name"], task.get("lengths"), task.get("samples")))
+    return found
