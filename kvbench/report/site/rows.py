@@ -97,7 +97,8 @@ class Site:
 
     def own(self, runs: Runs) -> Runs:
         """Those of these runs that are the board's own: claims, pictures and papers are held against no others."""
-        return runs.only(run for run in runs if str(run.arm["path"]) not in self.theirs)
+        kept = (run for run in runs if str(run.arm["path"]) not in self.theirs)
+        return runs.only(kept) if self.theirs else runs
 
     @cached_property
     def joined(self) -> Runs:
