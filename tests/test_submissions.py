@@ -373,7 +373,7 @@ def test_the_site_marks_what_is_of_others_and_lists_what_fails(
     for html in (tmp_path / "site").rglob("*.html"):
         assert "<b>Co" not in html.read_text()
     assert "of which nothing but its runs is known" in (tmp_path / "site/methods/mine.html").read_text()
-    assert "Bo" not in table and "add.html" in table
+    assert "by Bo" not in table and "add.html" in table
 
 
 def test_without_a_folder_submissions_are_only_checked(

@@ -55,7 +55,7 @@ def _board(archives: Sequence[Path], out: Path | None, own: Sequence[Path]) -> i
         site.check(out)
     found, runs = checked(archives, collect(own))
     for one in found:
-        print(*_lines(one), sep="\n")
+        print(*map(printable, _lines(one)), sep="\n")
     if out:
         folders = " and ".join(map(str, own))
         site.write(runs, folders, out, found)

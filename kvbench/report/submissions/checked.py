@@ -97,8 +97,6 @@ def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]
                 run.arm["data"] = full.arm["data"]
             one.rows.append(run)
             one.code.append(code_of(run))
-    if not one.rows and not one.repeats and not one.reasons:
-        one.reasons.append("no run in it")
 
 
 def _taken(one: Submitted, run: Run, board: Board, owners: dict[str, Submitted]) -> Iterable[str]:
