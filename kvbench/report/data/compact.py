@@ -33,7 +33,7 @@ def compacted(folders: Mapping[str, Path], outputs: Collection[str] = ()) -> dic
     Raises:
         ResultsError: a run cannot be read.
     """
-    files = {}
+    files: dict[str, bytes] = {}
     for name, path in folders.items():
         run = read_run_yaml(path)
         run["config"] = without_paths(run["config"])

@@ -114,8 +114,8 @@ def _numbers(run: Run, records: list[Record]) -> Iterator[str]:
 def times_of(record: Mapping[str, Any]) -> tuple[float, ...]:
     """The times of a sample: no two samples have the same ones."""
     parts = (record.get(name) for name in TIMES)
-    each = (part.values() if isinstance(part, dict) else [part] for part in parts)
-    return tuple(float(time) for own in each for time in own if is_number(time))
+    each: Iterator[Any] = (time for part in parts for time in (part.values() if isinstance(part, dict) else [part]))
+    return tuple(float(time) for time in each if is_number(time))
 
 
 def _summary(run: Run, path: Path, records: list[Record]) -> Iterator[str]:
