@@ -60,8 +60,8 @@ def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tab
 
 def _whose(own: Sequence[Row]) -> str:
     """Whose a method is that kvbench does not ship."""
-    people = dict.fromkeys(row.of.manifest.who for row in own if row.of)
-    return f"A method of {' and '.join(people)}, of which nothing but its runs is known." if people else "A method of your own."
+    people = " and ".join(dict.fromkeys(row.of.manifest.who for row in own if row.of))
+    return f"A method of {people}, of which nothing but its runs is known." if people else "A method of your own."
 
 
 def _options(own: Sequence[Row]) -> str:
