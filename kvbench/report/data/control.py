@@ -1,0 +1,24 @@
+"""The control: random tokens as many as a method keeps, over which its score is a gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvbench.report.data.run import YARDSTICK, Run
+from kvbench.report.data.stats import Estimate
+
+CONTROL = "random"
+
+
+def control_among(runs: Iterable[Run]) -> Run | None:
+    """The run of random tokens; of several that which protects most of the prompt's ends."""
+    found = [run for run in runs if run.arm["method"] == CONTROL]
+    return max(found, key=lambda run: run.settings.get("method.protect") or 0, default=None)
+
+
+def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
+    """A score less the control's of the same budget on the same samples, in points; None for full attention, the
+    control itself, and where no control ran beside it."""
+    alike = (one for one in run.beside if one.kind == run.kind and one.arm["budget"] == run.arm["budget"])
+    control = None if run.arm["method"] == YARDSTICK else control_among(alike)
+    return None if control is None or control.index == run.index else run.against([control], groups)
