@@ -15,6 +15,7 @@ import functools
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ import yaml
 
 from kvbench.cli.report import main as report
 from kvbench.cli.report import tables_of
+from kvbench.report.claims.page import Judged, judged, sentence
+from kvbench.report.claims.verdict import Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.tables import formats
@@ -81,8 +84,13 @@ def table(name: str) -> Shown:
 
 
 def _part(part: Mapping[str, Any]) -> Shown:
-    """One part: of `report` or `json`, its columns renamed by `heads`."""
-    found = _reported(part["report"]) if "report" in part else _filed(**part["json"])
+    """One part, its columns renamed by `heads`."""
+    kinds = {
+        "report": _reported,
+        "json": lambda own: _filed(**own),
+        "claims": lambda own: _verdicts() if own == "verdicts" else _claimed(own),
+    }
+    found = next(make(part[kind]) for kind, make in kinds.items() if kind in part)
     heads = part.get("heads", found.head[1])
     if len(heads) != len(found.head[1]):
         raise ValueError(f"shown.yaml: {len(heads)} heads for the columns {', '.join(found.head[1])}")
@@ -123,7 +131,7 @@ def _at(found: Any, path: str) -> Any:
 
 def _number(one: Any, column: str) -> str:
     """A column's text in a row, "-" where it has none."""
-    paths, _, digits = column.partition(":")
+    paths, _, digits = column.replace(" :", ":").partition(":")
     values = {path: _at(one, path) for path in re.findall(r"[\w|]+", paths)}
     if None in values.values():
         return "-"
@@ -134,10 +142,36 @@ def _number(one: Any, column: str) -> str:
     return re.sub(r"[\w|]+", lambda path: f"{scaled[path[0]]:{digits}}", paths)
 
 
+@functools.cache
+def _judged() -> list[Judged]:
+    return judged(None, [])
+
+
+def _claimed(ids: Sequence[str]) -> Shown:
+    """What was measured of each criterion of these claims, and whether that holds."""
+    found = {one.claim.id: one for one in _judged()}
+    rows = {}
+    for id in ids:
+        stand_in = "stand-in: " if found[id].claim.original else ""
+        for criterion, number, verdict in found[id].criteria:
+            measured = sentence(criterion, number).removeprefix(f"{criterion.about}: ").partition("; wanted ")[0]
+            rows[id, criterion.about] = [measured, criterion.wanted, stand_in + verdict.value]
+    return Shown((["claim", "what was measured"], ["found", "wanted", "verdict"]), rows)
+
+
+def _verdicts() -> Shown:
+    """How many claims of each paper have each verdict."""
+    counts = Counter((one.claim.id.partition("-")[0], one.verdict) for one in _judged())
+    papers = [*dict.fromkeys(one.claim.id.partition("-")[0] for one in _judged())]
+    rows = {(paper,): [str(counts[paper, verdict]) for verdict in Verdict] for paper in papers}
+    rows |= {("all",): [str(sum(counts[paper, verdict] for paper in papers)) for verdict in Verdict]}
+    return Shown((["claims"], [verdict.value for verdict in Verdict]), rows)
+
+
 def written(shown: Shown) -> str:
     """A table in Markdown."""
     (labels, columns), body = shown.head, shown.rows.items()
-    code = [index for index, name in enumerate(labels) if name in ("method", "kv")]
+    code = [index for index, name in enumerate(labels) if name in ("method", "kv", "claim", "claims")]
     lines = [
         [*(f"`{label}`" if place in code else label for place, label in enumerate(own)), *texts] for own, texts in body
     ]
