@@ -42,7 +42,7 @@ LIST = r"(?:[\d,.]*\d(?: to |, | and | or ))*"  # of numbers before the last
 SETTINGS = re.compile(
     rf"\b(?:C|p|N|D|n) = {LIST}[\d,.]*\d"
     rf"|{LIST}\d[\d,.]*(?: [kMB])? (?:tokens|given|steps|layers|tasks|subsets|bits|cores|threads|parameters|GPU|MiB of)\b"
-    r"|95 %|\b20\d\d(?:-\d+)?\b|\b\d{4}\.\d{5}\b"
+    r"|\bGemma 3\b|\b[\d.]+ or newer|95 %|\b20\d\d(?:-\d+)?\b|\b\d{4}\.\d{5}\b"
 )
 
 
@@ -163,9 +163,10 @@ def _verdicts() -> Shown:
     """How many claims of each paper have each verdict."""
     counts = Counter((one.claim.id.partition("-")[0], one.verdict) for one in _judged())
     papers = [*dict.fromkeys(one.claim.id.partition("-")[0] for one in _judged())]
-    rows = {(paper,): [str(counts[paper, verdict]) for verdict in Verdict] for paper in papers}
-    rows |= {("all",): [str(sum(counts[paper, verdict] for paper in papers)) for verdict in Verdict]}
-    return Shown((["claims"], [verdict.value for verdict in Verdict]), rows)
+    numbers = {paper: [counts[paper, verdict] for verdict in Verdict] for paper in papers}
+    numbers["all"] = list(map(sum, zip(*numbers.values(), strict=True)))
+    rows = {(paper,): list(map(str, [sum(own), *own])) for paper, own in numbers.items()}
+    return Shown((["claims"], ["claims", *(verdict.value for verdict in Verdict)]), rows)
 
 
 def written(shown: Shown) -> str:
