@@ -3,9 +3,10 @@
     python scripts/fill_tables.py             writes the tables of all pages anew
     python scripts/fill_tables.py --pictures  and the pictures of results/
 
-`results/shown.yaml` has each table by its name, and the command of each picture. In a page `<!-- table: NAME -->` stands
-before a table, and `<!-- numbers: NAME -->` in a section whose prose quotes a table that is not printed. A number in
-prose is one of the tables of its section, or a setting (`SETTINGS`). A test holds the pages to both.
+`results/shown.yaml` has each table by its name, and the command of each picture. In a page `<!-- table: NAME -->`
+stands before a table, and `<!-- numbers: NAME -->` in a section whose prose quotes a table that is not printed. A number
+in prose is one of the tables of its section, or a setting (`SETTINGS`). A test holds the pages to both; what no run has
+is printed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NUMBER = re.compile(r"(?<![\w.,/=-])[-+−±]?(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(
 LIST = r"(?:[\d,.]*\d(?: to |, | and | or ))*"  # of numbers before the last
 SETTINGS = re.compile(
     rf"\b(?:C|p|N|D|n) = {LIST}[\d,.]*\d"
-    rf"|{LIST}\d[\d,.]*(?: [kMB])? (?:tokens|given|steps|layers|tasks|subsets|bits|cores|threads|parameters|GPU|MiB of)\b"
+    rf"|{LIST}\d[\d,.]*(?: [kMB])? (?:tokens|given|steps|layers|tasks|subsets|bits|cores|threads|parameters)\b"
     r"|\bGemma 3\b|\b[\d.]+ or newer|95 %|\b20\d\d(?:-\d+)?\b|\b\d{4}\.\d{5}\b"
 )
 
@@ -113,8 +114,8 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], label: str = "") ->
     Args:
         file: its name.
         rows: the path of an object, whose keys are the rows, or of a list.
-        columns: by heading a path from a row, "PATH / PATH" for a ratio, "PATH ± PATH", "PATH [PATH, PATH]"; a word
-            after ":" is the format.
+        columns: by heading a path from a row, its keys joined by "|"; or "PATH / PATH", a ratio, "PATH ± PATH",
+            "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a quantity's has its unit.
         label: of a list's entries, the key of their name.
     """
     found = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
@@ -191,8 +192,8 @@ def filled(page: str) -> str:
     for kind, name, rest in zip(*(parts[start::3] for start in (1, 2, 3)), strict=True):
         out += f"<!-- {kind}: {name} -->\n"
         if kind == "table":
-            body = re.sub(r"\A\n*(?:\|.*\n)*", "", rest)
-            out += f"{written(table(name))}\n{body}"
+            body = re.sub(r"\A(?:\|.*\n)*\n*", "", rest)
+            out += f"{written(table(name))}\n\n{body}"
         else:
             out += rest
     return out

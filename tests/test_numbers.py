@@ -48,7 +48,7 @@ A step takes .84 of full attention's.
 
 def test_a_page_is_filled_once_and_then_stays() -> None:
     once = SCRIPT["filled"](PAGE)
-    assert "| `quest` | 0.4303 ± 0.0699 |" in once and SCRIPT["filled"](once) == once
+    assert "| `quest` | 0.4303 ± 0.0699 |" in once and "|\n\nQuest's KL" in once and SCRIPT["filled"](once) == once
     assert SCRIPT["unfounded"](once) == []
 
 

@@ -289,7 +289,9 @@ def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     if given.rows:
         values = given.values or ["score"]
         score = BRIEFEST_SCORE if given.format == "latex" else WHOLE_SCORE
-        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score, given.sort)]
+        return [
+            tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score, given.sort)
+        ]
     if given.format == "html":
         return [*tables.summary(runs, given.where), *tables.by_group(runs, given.where)]
     return tables.summary(runs, given.where) if given.format == "csv" else tables.overview(runs, given.where)
