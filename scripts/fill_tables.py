@@ -4,7 +4,7 @@
     python scripts/fill_tables.py --pictures  and the pictures of results/
 
 `results/shown.yaml` has each table by its name, and the command of each picture. In a page `<!-- table: NAME -->`
-stands before a table, and `<!-- numbers: NAME -->` in a section whose prose quotes a table that is not printed. A number
+stands before a table, `<!-- numbers: NAME -->` in a section whose prose quotes a table that is not printed. A number
 in prose is one of the tables of its section, or a setting (`SETTINGS`). A test holds the pages to both; what no run has
 is printed.
 """
