@@ -58,6 +58,7 @@ def test_many_rows_are_multiplied_as_exactly_on_a_processor_that_is_slow_in_bflo
     bias: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbench.backends.hf.streamed.slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr("kvbench.backends.hf.streamed.BLOCK", 8)
     plain = nn.Linear(96, 33, bias=bias).to(torch.bfloat16).requires_grad_(False)
     x = torch.randn(2, FEW, 96).to(torch.bfloat16)
     exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)

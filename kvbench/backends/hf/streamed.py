@@ -22,6 +22,7 @@ from kvbench.kernels import layers as kernels
 from kvbench.memory import large
 
 FEW = 8  # rows up to which the kernels are no slower
+BLOCK = 1024  # outputs whose weights are widened at once: they are multiplied while a cache holds them
 _BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
 
 
@@ -43,6 +44,15 @@ def slow_in_bfloat16() -> bool:
     return torch.cpu.get_capabilities().get("avx512_bw") is False
 
 
+def _widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer of bfloat16 in float32: a copy of all weights would be written to memory, and read from it."""
+    wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight))
+    for first in range(0, len(weight), BLOCK):
+        part = slice(first, first + BLOCK)
+        out[..., part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out
+
+
 class StreamedLinear(nn.Linear):
     """y = x . weight^T + bias."""
 
@@ -51,7 +61,7 @@ class StreamedLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if not _few(x, weight):
             if x.dtype == weight.dtype == torch.bfloat16 and slow_in_bfloat16():
-                return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+                return _widened(x, weight, bias)
             return super().forward(x)
         outputs, inputs = weight.shape
         x, out = x.contiguous(), x.new_empty(*x.shape[:-1], outputs)
