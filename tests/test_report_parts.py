@@ -89,7 +89,12 @@ def test_without_times_the_trade_off_shows_memory_with_the_index(tmp_path: Path)
     for method, scores in SAMPLES.items():
         audit = record("", "", 1.0)["audit"] | {"index_bytes": 2**20 * (method == "snapkv")}
         budget = None if method == "full" else 64
-        stored(tmp_path, method, budget, records(scores, audit=audit, machine={"device": "cpu", "disturbed": True}))
+        stored(
+            tmp_path,
+            method,
+            budget,
+            records(scores, audit=audit, machine={"device": "cpu", "threads": 2, "cores": 2, "others": 1.0}),
+        )
     held, indexed = figures.draw("tradeoff", collect([tmp_path])).axes[:2]
     assert "index" in indexed.get_xlabel() and "index" not in held.get_xlabel()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvbench.report.data.run import YARDSTICK, Run
+from kvbench.report.data.run import YARDSTICK, Run, missing
 from kvbench.report.data.stats import Estimate
 
 CONTROL = "random"
@@ -13,7 +13,13 @@ CONTROL = "random"
 def control_among(runs: Iterable[Run]) -> Run | None:
     """The run of random tokens; of several that which protects most of the prompt's ends."""
     found = [run for run in runs if run.arm["method"] == CONTROL]
-    return max(found, key=lambda run: run.settings.get("method.protect") or 0, default=None)
+    return max(found, key=protected, default=None)
+
+
+def protected(run: Run) -> float:
+    """The share of C that a run keeps at each end of the prompt; 0 where its method does not."""
+    share = run.settings.get("method.protect")
+    return 0.0 if missing(share) else float(share)  # type: ignore[arg-type]
 
 
 def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.control import CONTROL, control_among
+from kvbench.report.data.control import CONTROL, control_among, protected
 from kvbench.report.data.run import YARDSTICK, Run, Runs
 from kvbench.report.data.stats import Estimate, intervals
 from kvbench.report.data.style import Style
@@ -55,7 +55,7 @@ def gain(runs: Runs) -> Figure:
     figure, axes = tiled(len(panels), f"score less that of random tokens, paired, with {bars_of}", 0.6 + ROW * rows)
     for (panel, control), own, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, own)
-        protect = control.settings.get("method.protect") or 0
+        protect = protected(control)
         axis.set(title=panel.title, xlabel=f"points over {CONTROL}" + (f" with protect={protect:g}" if protect else ""))
     return finished(figure, axes, [panel for panel, _ in panels], named=True)
 
