@@ -66,17 +66,20 @@ class Worker(CPUWorker):  # type: ignore[misc]
             ConfigError: that is all of it.
         """
         available: int = super().determine_available_memory()
-        if self._freed is None:
-            return available
-        seats, rows = self.vllm_config.scheduler_config.max_num_seqs, self._freed.rows
-        config = self.vllm_config.model_config
-        taken = Side.nbytes(seats, rows, config.get_head_size(), config.dtype)
+        taken, seats = self.kvbench_beside(), self.vllm_config.scheduler_config.max_num_seqs
         if taken >= available:
             raise ConfigError(
                 f"max_num_seqs={seats}: what is kept of so many prompts takes {taken / 2**20:.0f} MiB, and keys and "
                 f"values have {available / 2**20:.0f}; expected fewer requests, more memory or a smaller budget"
             )
         return available - taken
+
+    def kvbench_beside(self) -> int:
+        """Bytes beside vLLM's blocks: of what is kept of freed prompts."""
+        if self._freed is None:
+            return 0
+        config, seats = self.vllm_config.model_config, self.vllm_config.scheduler_config.max_num_seqs
+        return Side.nbytes(seats, self._freed.rows, config.get_head_size(), config.dtype)
 
     def _frees(self, plan: Plan) -> Freed | None:
         """What of prompts may be freed with this plan; None: nothing."""
