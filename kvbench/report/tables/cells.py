@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
@@ -35,6 +36,11 @@ BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
     "samples": WITH_SCORE["samples"],
+}
+
+# What a score is shown by that can be asked for alone.
+PARTS = {name: line for name, line in {**WITH_SCORE, **BRIEF_SCORE}.items() if name not in QUANTITIES} | {
+    "gain": Quantity("gain", "", f"gain over {CONTROL}", digits=1, better="more")
 }
 
 
@@ -109,6 +115,13 @@ def kl_numbers(run: Run) -> dict[str, float]:
     if kl is None or kl.low is None or kl.high is None:
         return {}
     return {"kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
+
+
+def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
+    """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
+    gain = gain_of(run, groups)
+    found = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
