@@ -210,7 +210,7 @@ class Run:
         """Why scores on these samples rank no methods, by full attention's there; "" where they may.
 
         It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the methods' scores lie
-        apart, its own among them. Of fewer than `FEWEST` samples, which rank none at all, it is not asked how wide that is.
+        apart, its own among them. Fewer than `FEWEST` samples rank none at all, however wide it is.
         """
         if (full := self.full()) is None:
             return ""
