@@ -210,14 +210,15 @@ class Run:
         """Why scores on these samples rank no methods, by full attention's there; "" where they may.
 
         It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the methods' scores lie
-        apart, its own among them. Of fewer than `FEWEST` samples, which rank none at all, its width is not asked.
+        apart, its own among them. Fewer than `FEWEST` samples rank none at all, however wide it is.
         """
         if (full := self.full()) is None:
             return ""
         score, others = full.score(), self.beside.scored[self.kind]
         if score.mean < LEAST or (score.low is not None and score.low <= 0):
             return f"full attention scores under {LEAST} there, or perhaps 0"
-        wide = score.n >= FEWEST and len(others) > 1 and score.high - score.low > max(others) - min(others)  # type: ignore[operator]
+        width = score.high - score.low if score.low is not None and score.high is not None else 0.0
+        wide = score.n >= FEWEST and len(others) > 1 and width > max(others) - min(others)
         return "full attention's interval is wider than the methods' scores lie apart" if wide else ""
 
     def kl(self) -> Estimate | None:
