@@ -31,16 +31,15 @@ SIZE = 32  # tokens of a block
 
 
 def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key: Any, value: Any) -> None:
-    """Put one token's key and value [D] where vLLM's CPU attention puts them, number by number."""
+    """Put one token's key and value [D] where vLLM's CPU attention puts them."""
     size, head_dim = cache.shape[2], len(key)
-    flat = cache[block, head].view(-1)
-    for dim in range(head_dim):
-        if isa == "amx":
-            at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
-            of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
-        else:
-            at, of_value = dim * size + offset, offset * head_dim + dim
-        flat[at], flat[size * head_dim + of_value] = key[dim], value[dim]
+    flat, dim = cache[block, head].view(-1), torch.arange(head_dim)
+    if isa == "amx":
+        at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
+        of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
+    else:
+        at, of_value = dim * size + offset, offset * head_dim + dim
+    flat[at], flat[size * head_dim + of_value] = key, value
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -133,7 +132,7 @@ class Alone:
         self.engine = Engine(shape, method, plan.sizes(), attention="torch", seed=plan.seed, **settings)
 
     def read(self, tokens: torch.Tensor, computed: int, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        """Outputs [layers, Hq, D] of a decode step; None: of what is read at once.
+        """Outputs [layers, Hq, 1, D] of a decode step; None: of what is read at once, in `turned` of what is no prompt.
 
         Args:
             tokens: [n], up to the end of this pass.
@@ -154,7 +153,7 @@ class Alone:
 
     def _attend(self, parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
         here = [[part[layer, None, :, start:end] for part in parts] for layer in range(len(parts[0]))]
-        return torch.stack([self.engine.attend(layer, *new)[0, :, 0] for layer, new in enumerate(here)])
+        return torch.stack([self.engine.attend(layer, *new)[0] for layer, new in enumerate(here)])
 
 
 class Checked(Requests):
@@ -188,8 +187,9 @@ class Checked(Requests):
 
     def attend(self, layer: int, *arguments: Any) -> list[int]:
         others = super().attend(layer, *arguments)
-        query, key, value, starts, out = arguments
-        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out.clone(), others))
+        query, key, value, starts = arguments
+        self.finish(out := torch.full_like(query, torch.nan))
+        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out, others))
         return others
 
     def end_pass(self, logits: torch.Tensor | None = None) -> None:
@@ -205,10 +205,14 @@ class Checked(Requests):
             expected = alone.read(scheduled.token_ids, scheduled.computed, parts)
             left = [row in others for _, _, _, others in self.attended]
             if expected is None:
-                ours_too = engine.shape.sparse_layers if engine.seat and scheduled.computed >= prompt else ()
-                assert [layer for layer, other in enumerate(left) if not other] == [*ours_too], "vLLM attends the rest"
-                for layer in ours_too:
-                    torch.testing.assert_close(self.attended[layer][2][tokens][0], alone.turned[layer])
+                behind = len(scheduled.token_ids) - max(scheduled.computed, prompt)
+                ours_too = engine.shape.sparse_layers if engine.seat and behind > 0 else ()
+                for layer, (_, _, out, _) in enumerate(self.attended):
+                    own, rest = out[tokens].transpose(0, 1), tokens.stop - tokens.start
+                    if layer in ours_too:
+                        torch.testing.assert_close(own[:, -behind:], alone.turned[layer])
+                        rest -= behind
+                    assert left[layer] == (rest > 0) and own[:, :rest].isnan().all(), "vLLM attends the rest"
                 self.turned += bool(ours_too)
                 continue
             self.decoded += 1
@@ -223,7 +227,7 @@ class Checked(Requests):
                 assert left[layer] == (one is None or (whole and not engine.seat))
                 if not left[layer]:
                     close = CLOSE if out.dtype == torch.float32 else 2e-2
-                    torch.testing.assert_close(out[tokens][0], expected[layer], atol=close, rtol=close)
+                    torch.testing.assert_close(out[tokens].transpose(0, 1), expected[layer], atol=close, rtol=close)
 
 
 def side_of(plan: Plan, shape: Shape, settings: dict[str, Any], seats: int) -> Side:
@@ -293,13 +297,9 @@ class Serving:
         for request, count in counts.items():
             fixed, computed = self.fixed[request], self.computed.get(request, 0)
             end = computed + count
-            own = self.blocks.setdefault(request, [])
-            self._free_prompt(request, own)
-            while len(own) * SIZE < end:
-                own.append(self.free.pop(len(self.free) // 2))
-            self._write(fixed, own, computed, end)
-            table = torch.tensor([*own, *[0] * (24 - len(own))])
-            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table[None]))
+            tables = self._tables(request, end)
+            self._write(fixed, tables, computed, end)
+            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, tables))
             starts.append(starts[-1] + count)
             for part, of in zip(parts, (fixed.queries, fixed.keys, fixed.values), strict=True):
                 part.append(of[:, 0, :, computed:end].transpose(1, 2))
@@ -308,8 +308,16 @@ class Serving:
         query, key, value = (torch.cat(part, dim=1) for part in parts)
         self.requests.start_pass(rows)
         for layer in range(len(query)):
-            self.requests.attend(layer, query[layer], key[layer], value[layer], starts, torch.empty_like(query[layer]))
+            self.requests.attend(layer, query[layer], key[layer], value[layer], starts)
         self.requests.end_pass()
+
+    def _tables(self, request: int, end: int) -> torch.Tensor:
+        """A request's blocks for so many tokens, [groups, blocks]."""
+        own = self.blocks.setdefault(request, [])
+        self._free_prompt(request, own)
+        while len(own) * SIZE < end:
+            own.append(self.free.pop(len(self.free) // 2))
+        return torch.tensor([*own, *[0] * (24 - len(own))])[None]
 
     def _free_prompt(self, request: int, own: list[int]) -> None:
         whole = self.fixed[request].lengths[0] // SIZE
@@ -318,8 +326,9 @@ class Serving:
             self.free += own[:whole]
             self.caches[1:, own[:whole]] = torch.nan
 
-    def _write(self, fixed: Stream, blocks: list[int], start: int, end: int) -> None:
+    def _write(self, fixed: Stream, tables: torch.Tensor, start: int, end: int) -> None:
         for layer, cache in enumerate(self.caches):
+            blocks = tables[min(layer, len(tables) - 1)].tolist()
             for token in range(start, end):
                 for head in range(cache.shape[1]):
                     at = blocks[token // SIZE], head, token % SIZE
@@ -374,6 +383,32 @@ def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: s
         assert not any("visibility_only" in audit for audit in serving.requests.audits().values())
         serving.requests.forget(["0", "1", "2"])
         assert serving.side is not None and sorted(serving.side.free) == [0, 1, 2], "every seat is free again"
+
+
+@pytest.mark.parametrize(("method", "frees"), [("full", False), ("quest", False), ("streaming_llm", True)])
+def test_what_a_server_counts_adds_up_over_requests_that_come_and_go(method: str, frees: bool) -> None:
+    fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 97)]
+    serving = Serving(Plan(method, 48, dense_layers=(0,)), "vec", fixed, frees=frees)
+    rng, before, entries = random.Random(0), serving.requests.counts(), 0
+    for step in range(30):
+        request = step % 3
+        if rng.random() < 0.1:
+            serving.leave(request, rng.choice(["preempt", "end"]))
+        read, known = serving.to_read(request), str(request) in serving.requests._engines
+        serving.step({request: max(1, read)})
+        if known and read <= 0:  # a decode step
+            entries += serving.computed[request]
+        now = serving.requests.counts()
+        assert all(now[name] >= before[name] for name in ("attended_entries", "full_attention_entries"))
+        assert ("side_bytes" in now) == frees and (not frees or 0 < now["side_used_bytes"] <= now["side_bytes"])
+        before = now
+    serving.requests.forget(["0", "1", "2"])
+    ended = serving.requests.counts()
+    lists = (len(fixed[0].keys) - 1) * fixed[0].keys.shape[2]
+    assert ended["full_attention_entries"] == before["full_attention_entries"] == entries * lists > 0
+    share = ended["attended_entries"] / ended["full_attention_entries"]
+    assert share == 1 if method == "full" else 0.2 < share < 0.9
+    assert ended.get("side_used_bytes", 0) == 0
 
 
 def test_what_would_write_into_blocks_that_are_not_its_own_is_refused() -> None:

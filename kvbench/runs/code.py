@@ -33,7 +33,10 @@ DEPTH = 3
 
 # What only checks, prints, stores or wires: counting it would throw away hours of results for a new progress bar. Tasks
 # come in through `module_sources`, so that an edited task reruns its own runs only.
-NOT_NUMBERS = {"__init__.py", "__main__.py", "cli", "config.py", "models/hub.py", "report", "runs", "tasks"}
+NOT_NUMBERS = {
+    *("__init__.py", "__main__.py", "cli", "config.py", "models/hub.py", "report", "runs", "tasks"),
+    *("backends/vllm/metrics.py", "backends/vllm/server.py"),
+}
 
 Place = tuple[str, int]  # a statement: its module, and which of that module's it is
 Meaning = tuple[Place | None, str]  # a definition and its attribute, "" for none; or None and a name from elsewhere

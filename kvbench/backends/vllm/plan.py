@@ -58,7 +58,7 @@ class Plan:
     @property
     def frees(self) -> bool:
         """Whether the method drops tokens, to a number that is known before a prompt is."""
-        return self.build().evicts != "never" and isinstance(self.budget, int)
+        return self.build().evicts != "never" and isinstance(self.sizes().size, int)
 
     def sizes(self) -> Budget:
         """The budget of every request."""
@@ -88,7 +88,15 @@ def vllm_options(
     Raises:
         ConfigError: there is no vLLM, or another version than kvbench knows; or as `Plan`.
     """
-    plan = Plan(method, budget, accounting, list(dense_layers), seed, options)
+    return engine_options(Plan(method, budget, accounting, list(dense_layers), seed, options))
+
+
+def engine_options(plan: Plan) -> dict[str, Any]:
+    """Arguments of a vLLM engine that runs a plan; see `vllm_options`.
+
+    Raises:
+        ConfigError: there is no vLLM, or another version or runner than kvbench knows.
+    """
     check_installed()
     if os.environ.setdefault(RUNNER, "0") != "0":
         raise ConfigError(

@@ -67,17 +67,23 @@ class Side:
         pool: all seats.
         rows: of a seat.
         layers: sparse ones of the model, which share a seat.
+        seats: how many there are.
         free: seats that nobody has.
     """
 
     def __init__(self, seats: int, rows: int, head_dim: int, dtype: torch.dtype, layers: int) -> None:
         self.pool = Pool(*(torch.zeros(seats * rows, head_dim, dtype=dtype) for _ in range(2)))
-        self.rows, self.layers, self.free = rows, layers, list(range(seats))
+        self.rows, self.layers, self.seats, self.free = rows, layers, seats, list(range(seats))
 
     @staticmethod
     def nbytes(seats: int, rows: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of a memory of this size."""
         return 2 * seats * rows * head_dim * dtype.itemsize
+
+    def counts(self) -> dict[str, float]:
+        """Bytes of the seats that requests have, `side_used_bytes`, and of all, `side_bytes`."""
+        each = self.nbytes(1, self.rows, self.pool.key.shape[1], self.pool.key.dtype)
+        return {"side_used_bytes": (self.seats - len(self.free)) * each, "side_bytes": self.seats * each}
 
     def take(self) -> Seat:
         """A seat that is free."""

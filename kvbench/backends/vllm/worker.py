@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
@@ -12,27 +11,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvbench.backends.vllm.backend import Pass
 from kvbench.backends.vllm.blocks import freed
-from kvbench.backends.vllm.plan import KEY, RUNNER, Plan, check_installed, plan_of
+from kvbench.backends.vllm.limits import Freed, freed_by, refuse, refuse_to_start, room_beside, shape_of
+from kvbench.backends.vllm.plan import KEY, Plan, check_installed, plan_of
 from kvbench.backends.vllm.plugin import register
-from kvbench.backends.vllm.requests import RequestEngine, Requests
+from kvbench.backends.vllm.requests import Requests
 from kvbench.backends.vllm.rotary import rotary_of
-from kvbench.backends.vllm.side import Side, rows_kept
+from kvbench.backends.vllm.side import Side
 from kvbench.config import ConfigError
 from kvbench.method import Shape
-
-
-class Freed(NamedTuple):
-    """What an engine frees.
-
-    Attributes:
-        method: for which it was started.
-        rows: that stay of a prompt, see `Side`.
-        layers: true indices of those whose prompts are freed.
-    """
-
-    method: str
-    rows: int
-    layers: tuple[int, ...]
 
 
 class Worker(CPUWorker):  # type: ignore[misc]
@@ -42,9 +28,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         check_installed()
         self._plan = plan_of(vllm_config.additional_config)
         if self._plan is not None:
-            _refuse(vllm_config, self._plan)
-            if self._plan.frees:
-                _refuse_to_free(vllm_config, self._plan.method)
+            refuse_to_start(vllm_config, self._plan)
         register()  # where kvbench is not installed, but on the path
         self._requests: Requests | None = None
         self._freed: Freed | None = None
@@ -53,7 +37,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """See vLLM's; layers whose prompts are freed have a kind of their own."""
         specs: dict[str, Any] = super().get_kv_cache_spec()
-        self._freed = None if self._plan is None else self._frees(self._plan)
+        self._freed = None if self._plan is None else freed_by(self.vllm_config, self._plan)
         if self._freed is None:
             return specs
         sparse = self._freed.layers
@@ -65,28 +49,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         Raises:
             ConfigError: that is all of it.
         """
-        available: int = super().determine_available_memory()
-        if self._freed is None:
-            return available
-        seats, rows = self.vllm_config.scheduler_config.max_num_seqs, self._freed.rows
-        config = self.vllm_config.model_config
-        taken = Side.nbytes(seats, rows, config.get_head_size(), config.dtype)
-        if taken >= available:
-            raise ConfigError(
-                f"max_num_seqs={seats}: what is kept of so many prompts takes {taken / 2**20:.0f} MiB, and keys and "
-                f"values have {available / 2**20:.0f}; expected fewer requests, more memory or a smaller budget"
-            )
-        return available - taken
-
-    def _frees(self, plan: Plan) -> Freed | None:
-        """What of prompts may be freed with this plan; None: nothing."""
-        if not plan.frees:
-            return None
-        config, shape = self.vllm_config.model_config, self._shape(plan)
-        longest = replace(shape, lengths=(config.max_model_len,))
-        engine = RequestEngine({}, longest, plan.build(), plan.sizes(), **self._settings(plan))
-        rows = rows_kept(engine.method, longest)
-        return None if rows is None else Freed(plan.method, rows, shape.sparse_layers)
+        return room_beside(self.vllm_config, self._freed, super().determine_available_memory())
 
     @torch.inference_mode()  # also of what the methods do after the model, to tensors that they have made within it
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -109,20 +72,9 @@ class Worker(CPUWorker):  # type: ignore[misc]
         return Requests(plan, shape, side, **self._settings(plan))
 
     def _shape(self, plan: Plan) -> Shape:
-        config, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        layers = config.get_num_layers(parallel)
-        [scaling] = {layer.impl.scale for layer in self.vllm_config.compilation_config.static_forward_context.values()}
-        return Shape(
-            layers=layers,
-            query_heads=config.get_num_attention_heads(parallel),
-            kv_heads=config.get_num_kv_heads(parallel),
-            head_dim=config.get_head_size(),
-            lengths=(),
-            dtype=config.dtype,
-            device=torch.device("cpu"),
-            scaling=scaling,
-            sparse_layers=tuple(layer for layer in range(layers) if layer not in plan.dense_layers),
-        )
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        [scaling] = {layer.impl.scale for layer in layers}
+        return shape_of(self.vllm_config, plan, scaling)
 
     def _settings(self, plan: Plan) -> dict[str, Any]:
         """Of every engine of a request; see `kvbench.engine.engine.Settings`."""
@@ -149,9 +101,9 @@ class Worker(CPUWorker):  # type: ignore[misc]
         """
         plan = plan_of({KEY: given})
         if plan is not None:
-            _refuse(self.vllm_config, plan)
+            refuse(self.vllm_config, plan)
         if self._freed is not None:
-            own = None if plan is None else self._frees(plan)
+            own = None if plan is None else freed_by(self.vllm_config, plan)
             if own is None or own.layers != self._freed.layers or own.rows > self._freed.rows:
                 raise ConfigError(
                     f"method={'null' if plan is None else plan.method}: this engine frees what {self._freed.method} "
@@ -163,44 +115,9 @@ class Worker(CPUWorker):  # type: ignore[misc]
         """The audits of requests, by their ids; see `LLM.collective_rpc`."""
         return {} if self._requests is None else self._requests.audits()
 
-
-def _refuse(vllm_config: Any, plan: Plan) -> None:
-    """Refuse settings of the engine that the method cannot run under.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    model, parallel, where = vllm_config.model_config, vllm_config.parallel_config, f"additional_config.{KEY}"
-    layers = model.get_num_layers(parallel)
-    if any(layer >= layers for layer in plan.dense_layers):
-        raise ConfigError(f"{where}.dense_layers={list(plan.dense_layers)}: the model's layers are 0 to {layers - 1}")
-    if vllm_config.use_v2_model_runner:
-        raise ConfigError(
-            f"{RUNNER}=1, or unset: kvbench reads the batches of vLLM's first runner; expected {RUNNER}=0"
-        )
-    if vllm_config.speculative_config is not None:
-        raise ConfigError("speculative_config: kvbench decodes token by token; leave it out")
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a method sees all layers; expected 1"
-        )
-    if vllm_config.cache_config.enable_prefix_caching and plan.build().needs.query_window:
-        raise ConfigError(
-            f"enable_prefix_caching=True: {plan.method} reads the prompt's last queries, which a prompt found in the "
-            "cache does not have; expected False"
-        )
-
-
-def _refuse_to_free(vllm_config: Any, method: str) -> None:
-    """Refuse settings of an engine under which prompts cannot be freed.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    workers = vllm_config.parallel_config.tensor_parallel_size
-    if vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            f"enable_prefix_caching=True: {method} drops tokens of the prompt, whose blocks are freed; expected False"
-        )
-    if workers > 1:
-        raise ConfigError(f"tensor_parallel_size={workers}: {method} frees blocks of prompts; expected 1")
+    def kvbench_counts(self) -> dict[str, float]:
+        """Numbers of all requests together, see `Requests.counts`; {} where no method runs."""
+        if self._plan is None:
+            return {}
+        self._requests = self._requests or self._begun(self._plan)
+        return self._requests.counts()

@@ -85,7 +85,7 @@ is ordered by nearness to full attention (KL) or by score.</p>
 <section id="best" aria-live="polite"></section>
 <p><small>An arm with prompts of several lengths has a line for each: what it costs and how near it stays are of the
 same samples. Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C
-or more, and nothing on samples where full attention's own score may be 0.</small></p>
+or more, and nothing on samples that rank no methods, as the list above says.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>

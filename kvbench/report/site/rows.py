@@ -36,8 +36,7 @@ class Row(NamedTuple):
         variant: the settings in which it differs from others of the same method, budget and panel, or "".
         cell, table: its numbers, and how they are shown.
         full: the run of full attention on the same samples, or None.
-        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
-            anything of a method.
+        unranked: why no score on these samples ranks methods, or "" (`Run.ranks_none`).
         length: of the prompts that its numbers are of; None: of all of them.
         of: the submission that it is from; None for one of the board's own.
     """
@@ -52,17 +51,17 @@ class Row(NamedTuple):
     cell: Cell
     table: Table
     full: Run | None
-    is_hopeless: bool
+    unranked: str
     length: int | None = None
     of: Submitted | None = None
 
     @property
     def is_choice(self) -> bool:
         """Whether it is named among the best: not full attention, not the oracle, within its budget, and on samples
-        that full attention answers.
+        that rank methods.
         """
         within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
-        return within and not self.run.is_full and not self.is_hopeless and self.method != ORACLE
+        return within and not self.run.is_full and not self.unranked and self.method != ORACLE
 
     @property
     def whose(self) -> str:
@@ -131,8 +130,7 @@ class Site:
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                hopeless = full is not None and full.may_score_0
-                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
+                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, run.ranks_none))
         named = []
         for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
             shared = set.intersection(*(set(words[row.run]) for row in alike))
