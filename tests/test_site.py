@@ -315,7 +315,7 @@ def test_pictures_are_of_the_site_s_runs_or_say_that_they_are_of_others(site: Pa
     whose = {name: "runs that kvbench ships" in caption for name, caption in captions.items()}
     assert whose == {
         **dict.fromkeys(["attended", "frontier"], False),
-        **dict.fromkeys(["breakeven", "search"], True),
+        **dict.fromkeys(["question", "breakeven", "search"], True),
     }
     assert "IceCache" in (site / "pictures/breakeven.svg").read_text()
     assert "SnapKV" in (site / "pictures/attended.svg").read_text()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbench.cli.report import own_folders
 from kvbench.config import ConfigError
 from kvbench.runs.archive import SUFFIX, write_archive
 from kvbench.runs.stored import ResultsError, printable, using
@@ -55,7 +56,8 @@ def _submit(folders: Sequence[Path], out: Path, who: str) -> int:
         raise ConfigError(f"--out {out}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; name another")
-    runs = collect(folders, unfinished=True)
+    yours = [own for folder in folders for own in own_folders(folder, "submit")[0]]  # and not what kvbench ships
+    runs = collect(yours, unfinished=True)
     older = [one for one in runs.left_out if one.why.startswith("an older run")]
     wrong = [f"{path.name}: {why}" for path, why in runs.left_out if (path, why) not in older]
     for run in runs:
