@@ -12,40 +12,14 @@ runs make the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kvbench.config import choices, nearest
-from kvbench.report.data.frame import collect, content_of
-from kvbench.runs.archive import SUFFIX, packed
-from kvbench.runs.stored import Record, ResultsError, contents, json_in, read_run_yaml, read_samples
-from kvbench.runs.summary import written
-
-TEXTS = ("answers", "excerpt", "output")
-DROPPED = ("output_ids", *TEXTS)
-OF_PROCESS = ("pid", "host")
-
-
-def rounded(value: Any) -> Any:
-    """Every number of a record with at most five digits."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def without_paths(value: Any) -> Any:
-    """A config in which a path from the root is its last part."""
-    if isinstance(value, dict):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+from kvbench.report.data.compact import compacted
+from kvbench.report.data.frame import collect
+from kvbench.runs.archive import SUFFIX, write_archive
+from kvbench.runs.stored import ResultsError
 
 
 def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
@@ -54,30 +28,10 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
     Raises:
         ResultsError: no finished run is there.
     """
-    files = {}
-    for path in map(Path, collect([source]).arms.get("path", ())):
-        run = read_run_yaml(path)
-        run["config"] = without_paths(run["config"])
-        dropped = set(DROPPED) - set(TEXTS if run["config"]["task"]["name"] in outputs else ())
-        records = [_compacted(record, dropped) for record in read_samples(path / "samples.jsonl")[0].values()]
-        status = {key: value for key, value in json_in(path / "status.json").items() if key not in OF_PROCESS}
-        own = {
-            "run.yaml": yaml.safe_dump(run, sort_keys=False, allow_unicode=True),
-            "samples.jsonl": "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records),
-            "status.json": json.dumps(status, indent=2) + "\n",
-        }
-        files |= {str(path.relative_to(source) / name): text.encode() for name, text in own.items()}
-        files[str(path.relative_to(source) / "summary.json")] = contents(path / "summary.json")
-    if not files:
+    folders = {str(path.relative_to(source)): path for path in map(Path, collect([source]).arms.get("path", ()))}
+    if not folders:
         raise ResultsError(f"{source}: no finished run there")
-    return files
-
-
-def _compacted(record: Record, dropped: Collection[str]) -> Record:
-    kept = {key: value for key, value in record.items() if key not in dropped}
-    kept |= {"written": written(record), "content": record.get("content") or content_of(record)}
-    compacted: Record = rounded(kept)
-    return compacted
+    return compacted(folders, outputs)
 
 
 def main() -> None:
@@ -97,13 +51,10 @@ def main() -> None:
     if not target.name.endswith(SUFFIX) or target.is_dir() or not target.parent.is_dir():
         parser.error(f"{target}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
     try:
-        archive = packed(compact(arguments.source, outputs))
+        size = write_archive(target, compact(arguments.source, outputs))
     except (ResultsError, ValueError) as error:
         parser.error(str(error))
-    whole = target.with_name(f".{target.name}.new")
-    whole.write_bytes(archive)
-    whole.replace(target)
-    print(f"{len(collect([target]).arms)} runs, {len(archive) / 2**20:.1f} MiB in {target}")
+    print(f"{len(collect([target]).arms)} runs, {size / 2**20:.1f} MiB in {target}")
 
 
 if __name__ == "__main__":

@@ -118,8 +118,12 @@ def expected(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float:
 
 def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | None:
     """A claim's number by the samples of the runs that its cell names; None for the few kinds not reckoned here."""
-    part = next(one for one in claims() if one.id == cell["data-claim"]).criteria[int(cell["data-part"])]
-    asked = part.asked
+    claim = next(one for one in claims() if one.id == cell["data-claim"])
+    if "data-part" in cell:
+        part = claim.criteria[int(cell["data-part"])]
+    else:
+        part = claim.superseded.criteria[int(cell["data-superseded"])]
+    asked, of_each = part.asked, {"range": median, "mean": fmean}
     if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
         return None
 
@@ -144,7 +148,7 @@ def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | N
         return fmean(map(fmean, own.values()))
 
     above, _, below = asked["value"].partition(" / ")
-    if "@" in above or (below and asked.get("interval") != "range"):
+    if "@" in above or (below and asked.get("interval") not in of_each):
         return None
     own = values("of", above)
     if "among" in asked:
@@ -157,8 +161,8 @@ def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | N
     if other:
         own = {id: value for id, value in own.items() if id in other}
         other = {id: other[id] for id in own}
-    if asked.get("interval") == "range":
-        return median(own[id] / other[id] if other else own[id] for id in own)
+    if "interval" in asked:
+        return of_each[asked["interval"]](own[id] / other[id] if other else own[id] for id in own)
     return mean(own) / mean(other) if other else mean(own)
 
 

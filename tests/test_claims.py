@@ -64,7 +64,10 @@ def test_a_difference_is_of_the_same_samples_and_its_verdict_of_the_interval(tmp
     stored(tmp_path, "full", None, hard)
     stored(tmp_path, "quest", 64, hard)
     same = sampled.sampled(collect([tmp_path]), ASKED)
-    assert isinstance(same, Finding) and (same.value, same.low, same.high, same.n) == (0, 0, 0, 40)
+    assert isinstance(same, Finding) and (same.value, same.n) == (0, 40)
+    assert (
+        same.high is not None and same.low == pytest.approx(-same.high) and 8 < same.high < 9
+    )  # Tango: z^2 / (n + z^2)
     stored(tmp_path, "snapkv", 64, [0.0] * 40)
     worse = sampled.sampled(collect([tmp_path]), {**ASKED, "of": "method=snapkv budget=64"})
     assert isinstance(worse, Finding) and worse.value == -50 and worse.high is not None and worse.high < -30
@@ -184,7 +187,7 @@ def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path:
     assert isinstance(ratio, Finding) and ratio.value == pytest.approx(14 / 3)
     assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
     half = sampled.sampled(collect([tmp_path]), {**asked, "over": "method=snapkv budget=64"})
-    assert half == Finding(*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
+    assert half[:4] == (*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
 
 
 def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:
@@ -240,7 +243,7 @@ def test_printed_numbers_decide_as_they_do_by_hand() -> None:
 
 def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: Path) -> None:
     all_claims = claims()
-    assert len(all_claims) == 43 == len({claim.id for claim in all_claims})
+    assert len(all_claims) == 49 == len({claim.id for claim in all_claims})
     for claim in all_claims:
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.criteria, claim.id
         for one in claim.criteria:
@@ -301,7 +304,11 @@ def test_every_arm_of_a_claim_is_a_job_of_the_sweep_that_its_command_names() -> 
                 assert wanted["method"] in choices("method"), claim.id
                 if command not in made:
                     made[command] = [_words_of(job) for job in composed(words)]
-                matching = [job for job in made[command] if all(job.get(key) == wanted[key] for key in wanted)]
+                matching = [
+                    job
+                    for job in made[command]
+                    if all(job.get(key, sampled.USUAL.get(key)) == wanted[key] for key in wanted)
+                ]
                 alike = {tuple(sorted(job.items())) for job in matching}  # of several seeds
                 assert len(alike) == 1, (claim.id, wanted)
 

@@ -192,6 +192,37 @@ def test_a_search_is_drawn_from_what_its_script_printed(tmp_path: Path, capsys: 
         assert "scripts/bench_index.py" in capsys.readouterr().err
 
 
+def test_capacity_is_drawn_with_the_requests_at_once_from_what_its_script_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def arm(rate: float, rows: float, **more: float) -> dict[str, float]:
+        return {"decode_tokens_per_s": rate, "decode_at_once": rows, **more}
+
+    here = {"engine": "vllm", "model": "small", "tokens": 4096, "answer": 64, "lengths": "equal"}
+    arms = {
+        96: {"full": arm(20.0, 1, tokens_per_s=5.0), "snapkv": arm(60.0, 6.4, tokens_per_s=7.0)},
+        192: {"full": arm(80.0, 3), "snapkv": arm(70.0, 14)},
+    }
+    cells = [{**here, "memory_mib": mib, "arms": both} for mib, both in arms.items()]
+    crossed = {**here, "method": "snapkv", "by": "decode_tokens_per_s", "memory_mib": 170.0, "at_once": 2.5}
+    path = tmp_path / "capacity.json"
+    other = {**cells[0], "engine": "hf", "lengths": "conversation"}
+    path.write_text(json.dumps({"cells": [*cells, other], "crossings": [crossed]}))
+    served, ours = figures.draw_file("capacity", [path]).axes
+    assert served.get_title() == "small\n4,096 + 64 tokens, vLLM"
+    assert ours.get_title() == "small\nup to 4,096 + 64 tokens, KVCache"
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in served.lines]
+    for line in (([96, 192], [20, 80]), ([96, 192], [60, 70]), ([96], [7]), ([170, 170], [0, 1])):
+        assert line in drawn
+    words = {text.get_text() for text in served.texts}
+    assert words >= {"1", "6.4", "3", "14", "Full", "SnapKV"}
+    assert main([str(path), "--figure", "capacity", "--out", str(tmp_path / "capacity.png")]) == 0
+    for broken in ("{}", json.dumps({"cells": [{**here, "memory_mib": 96, "arms": {"full": 3}}], "crossings": []})):
+        path.write_text(broken)
+        assert main([str(path), "--figure", "capacity", "--out", str(tmp_path / "capacity.png")]) == 2
+        assert "scripts/bench_capacity.py" in capsys.readouterr().err
+
+
 def test_a_score_stands_where_its_question_was_read(tmp_path: Path) -> None:
     """Full attention, which has no budget, is in the panel of each."""
     for question, scores in (("with", (1.0, 1.0)), ("after", (1.0, 0.0))):

@@ -1,10 +1,12 @@
 """Every script runs at its smallest size and prints its ratios; those of papers measure what a slow reading says.
 
-gpu_check.py, compact_runs.py, method_table.py and slurm_local.sh have tests of their own; bench_serving.py needs vLLM.
+gpu_check.py, compact_runs.py, method_table.py, fill_tables.py and slurm_local.sh have tests of their own;
+bench_serving.py needs vLLM, and so does half of bench_capacity.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bench_capacity
 import capture_trace
 import drift_pariskv
 import measure_captured
@@ -23,8 +26,11 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvbench.config import ASSETS
+from kvbench.backends.vllm.plan import Plan
+from kvbench.config import ASSETS, ConfigError
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TRACED = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]", "dtype=float32"]
@@ -176,6 +182,132 @@ def test_a_served_method_s_numbers_are_over_those_of_vllm(monkeypatch: pytest.Mo
     assert (method["ttft_s_p50"], method["tpot_ms_p50"]) == (2, 30)
     assert bench_serving.over(method, own) == {"tokens_per_s_ratio": 0.25, "ttft_ratio": 1, "tpot_ratio": 1}
     assert sorted(map(len, bench_serving.requests_of(3, 100, 300))) == [100, 200, 300]
+
+
+# -- requests at once in equal memory ----------------------------------------------------------------------------------
+
+PART = bench_capacity.Part(
+    "vllm", "tiny", 512, 8, "snapkv", 0, "float32", 64, answer=16, requests=40, clients=9, lengths="equal", chunk=256
+)  # fmt: skip
+
+
+def test_requests_are_all_as_long_or_as_in_the_trace() -> None:
+    equal = bench_capacity.requests_of(PART)
+    assert {(len(one.prompt), one.answer) for one in equal} == {(512, 16)} and len(equal) == 40
+    drawn = bench_capacity.requests_of(dataclasses.replace(PART, lengths="conversation"))
+    for own, quantiles, longest in (
+        ([len(one.prompt) for one in drawn], bench_capacity.PROMPTS, 512),
+        ([one.answer for one in drawn], bench_capacity.ANSWERS, 16),
+    ):
+        wanted = [size * longest // quantiles[-1] for size in quantiles]
+        assert max(own) == longest and sorted(own) == sorted(2 * [max(2, size) for size in wanted])
+
+
+class Counter:
+    """Serves requests a token at a time, as many as it has seats for."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats, self.most = seats, 0
+        self.waiting: list[str] = []
+        self.running: dict[str, int] = {}
+
+    def send(self, name: str, request: Any) -> None:
+        self.waiting.append(name)
+        self.most = max(self.most, len(self.waiting) + len(self.running))
+
+    def step(self, requests: Any) -> tuple[Any, list[str]]:
+        while self.waiting and len(self.running) < self.seats:
+            name = self.waiting.pop(0)
+            self.running[name] = requests[name].answer
+        rows = len(self.running)
+        for name in self.running:
+            self.running[name] -= 1
+            requests[name].came(1, 0.0)
+        ended = [name for name, left in self.running.items() if not left]
+        for name in ended:
+            del self.running[name]
+        return bench_capacity.Step(0.5, rows, rows, True, rows, 0), ended
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 5))
+def test_a_client_asks_again_when_it_is_answered_until_all_is(answers: list[int], clients: int, seats: int) -> None:
+    requests, served = [bench_capacity.Request([1], answer) for answer in answers], Counter(seats)
+    steps = bench_capacity.closed_loop(served, requests, clients)
+    assert [one.tokens for one in requests] == answers
+    assert served.most == min(clients, len(answers)), "no client waits without having asked, or asks twice"
+    found = bench_capacity.over_time(steps)
+    assert found["tokens"] == sum(answers) and found["tokens_per_s"] == pytest.approx(2 * found["at_once_mean"])
+
+
+def test_rates_of_passes_without_prompts_stand_apart() -> None:
+    read, alone = bench_capacity.Step(3.0, 4, 2, False, 9, 1), bench_capacity.Step(1.0, 2, 2, True, 5, 0)
+    found = bench_capacity.over_time([read, alone])
+    assert (found["tokens_per_s"], found["decode_tokens_per_s"]) == (1, 2)
+    assert (found["at_once_mean"], found["decode_at_once"], found["at_once_peak"]) == (3.5, 2, 4)
+    assert found["decode_share"] == 0.25
+
+
+@pytest.mark.parametrize("method", ["snapkv", "streaming_llm"])
+def test_seats_are_as_many_as_fit_while_one_prompt_is_read(method: str) -> None:
+    """Of the small model, all of whose layers are sparse: 640 tokens while one is read, 128 and what is kept after."""
+    row, requests = 2 * 6 * 2 * 64 * 4, bench_capacity.requests_of(PART)  # a token of 6 layers with 2 heads, float32
+    plan = Plan(method, PART.budget, dense_layers=())
+
+    def seats(memory: int, plan: Plan | None) -> int:
+        return bench_capacity.seats_of(dataclasses.replace(PART, memory=memory), requests, plan)
+
+    for memory in (6, 8, 9, 10):
+        freed, full = seats(memory, plan), seats(memory, None)
+        rows = memory * 2**20 / row - 128  # a block is empty
+        assert full * 640 <= rows < (full + 1) * 640
+        assert freed == seats_by_hand(rows) > full
+    assert seats(5, plan) == seats(5, None) == 1 and seats(100, plan) == PART.clients
+    assert seats(8, Plan("quest", PART.budget)) == seats(8, None), "which frees nothing"
+
+
+def seats_by_hand(rows: float) -> int:
+    return max(count for count in range(1, PART.clients + 1) if 640 + count * 64 + (count - 1) * 128 <= rows)
+
+
+def test_a_memory_that_holds_no_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--memory 4: one request of tiny with 528 tokens takes 5 MiB"):
+        dataclasses.replace(PART, memory=4).check()
+    PART.check()
+
+
+def test_ratios_are_of_the_same_round_and_arms_cross_between_two_memories() -> None:
+    def kept(memory: int, method: str, turn: int, rate: float) -> dict[str, Any]:
+        part = {**dataclasses.asdict(PART), "memory": memory, "method": method, "round": turn}
+        found = {"tokens_per_s": rate, "decode_tokens_per_s": 1.0, "at_once_mean": memory / 2, "memory_bytes": {}}
+        return {"part": part, "found": found}
+
+    small = [kept(4, "full", 0, 1.0), kept(4, "snapkv", 0, 4.0), kept(4, "full", 1, 3.0), kept(4, "snapkv", 1, 4.0)]
+    found = bench_capacity.merged([*small, kept(16, "full", 0, 8.0), kept(16, "snapkv", 0, 4.0)])
+    first, second = (cell["arms"] for cell in found["cells"])
+    assert first["snapkv"]["tokens_per_s_ratio"] == pytest.approx((4 + 4 / 3) / 2) and first["full"]["rounds"] == 2
+    assert second["snapkv"]["tokens_per_s_ratio"] == 0.5 and "tokens_per_s_ratio" not in second["full"]
+    crossed = {one["by"]: one for one in found["crossings"]}
+    assert crossed["tokens_per_s"]["memory_mib"] == pytest.approx(8) and crossed["tokens_per_s"]["at_once"] == 4
+    assert crossed["decode_tokens_per_s"]["memory_mib"] is None, "as fast is not slower"
+
+
+@slow
+def test_more_fits_of_what_is_freed_and_what_was_measured_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--engine hf --model tiny --tokens 512 --memory 8 --answer 4 --budget 64 --dtype float32 --parts"
+    words = [*asked.split(), str(tmp_path)]
+    first = ran("bench_capacity", words, monkeypatch, capsys)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert ran("bench_capacity", words, monkeypatch, capsys)["cells"] == first["cells"]
+    (cell,) = first["cells"]
+    full, snapkv = cell["arms"]["full"], cell["arms"]["snapkv"]
+    assert 1 <= full["at_once_peak"] < snapkv["at_once_peak"] <= 16
+    for arm in (full, snapkv):
+        assert arm["memory_bytes"]["all"] <= 8 * 2**20
+    assert snapkv["decode_ratio"] == pytest.approx(snapkv["decode_tokens_per_s"] / full["decode_tokens_per_s"], 1e-3)
+    with pytest.raises(SystemExit, match="--budget 65: .* was run with 64"):
+        ran("bench_capacity", [*words, "--budget", "65"], monkeypatch, capsys)
 
 
 # -- ParisKV -----------------------------------------------------------------------------------------------------------

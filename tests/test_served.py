@@ -7,14 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvbench.backends.hf.generate import Stops
 from kvbench.backends.vllm import plan
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
-from kvbench.cli.plan import grouped
+from kvbench.cli.plan import grouped, planned
 from kvbench.config import ConfigError
+from kvbench.models.footprint import Prompts
 from kvbench.runs.identity import arm_name
+from kvbench.runs.shared import run_shared
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +64,41 @@ def test_the_engine_is_named_and_its_arms_run_together() -> None:
     arms = [composed("backend=vllm", f"method={method}", "sweep.shared_prefill=false") for method in ("full", "quest")]
     assert [arm_name(dict(arm)) for arm in arms] == ["full-vllm", "quest-256-vllm"]
     assert grouped(arms) == [[0, 1]] and grouped([*arms, composed("method=quest")]) == [[0, 1], [2]]
+
+
+def test_an_arm_whose_prompts_are_freed_has_an_engine_of_its_own() -> None:
+    methods = ("full", "snapkv", "quest", "think", "streaming_llm budget=0.5")
+    arms = [composed("backend=vllm", *f"method={words}".split()) for words in methods]
+    assert grouped(arms) == [[0, 2, 4], [1], [3]], "half of a prompt is not known before"
+    [_, own, _] = planned(arms, [f"method={words}" for words in methods], 1)
+    assert own.why == "1 arm, whose engine frees what its method drops"
+    with pytest.raises(ConfigError, match="method=snapkv: vLLM frees what it drops, in an engine for this arm alone"):
+        run_shared(arms[:2])
+
+
+@settings(deadline=None)
+@given(
+    length=st.integers(1, 9000),
+    budget=st.integers(64, 12000),
+    layers=st.integers(1, 40),
+    dense=st.integers(0, 40),
+    rows=st.integers(1, 9),
+)
+def test_a_run_that_frees_prompts_reserves_what_its_prompts_and_their_copies_take(
+    length: int, budget: int, layers: int, dense: int, rows: int
+) -> None:
+    """Blocks go to groups of as many layers as the fewer of dense and sparse ones, see vLLM's `get_kv_cache_groups`."""
+    from kvbench.backends.vllm.served import BLOCK, _memory
+
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    config = {**shape, "num_hidden_layers": layers, "max_position_embeddings": 10**6}
+    freeing = plan.Plan("snapkv", budget, dense_layers=range(dense := min(dense, layers)))
+    most, memory = _memory(config, torch.float32, Prompts(length, rows), freeing)
+    a_token = 2 * 2 * 16 * 4  # bytes of it in a layer
+    together = min(dense, layers - dense) or layers
+    groups = -(-dense // together) + -(-(layers - dense) // together)
+    blocks = memory["kv_cache_memory_bytes"] - rows * min(budget, most) * (layers - dense) * a_token
+    assert blocks // (together * BLOCK * a_token) > rows * groups * -(-most // BLOCK), "one block is nobody's"
 
 
 class Engine:

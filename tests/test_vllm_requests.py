@@ -31,16 +31,15 @@ SIZE = 32  # tokens of a block
 
 
 def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key: Any, value: Any) -> None:
-    """Put one token's key and value [D] where vLLM's CPU attention puts them, number by number."""
+    """Put one token's key and value [D] where vLLM's CPU attention puts them."""
     size, head_dim = cache.shape[2], len(key)
-    flat = cache[block, head].view(-1)
-    for dim in range(head_dim):
-        if isa == "amx":
-            at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
-            of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
-        else:
-            at, of_value = dim * size + offset, offset * head_dim + dim
-        flat[at], flat[size * head_dim + of_value] = key[dim], value[dim]
+    flat, dim = cache[block, head].view(-1), torch.arange(head_dim)
+    if isa == "amx":
+        at = offset // 16 * 16 * head_dim + dim // 2 * 32 + offset % 16 * 2 + dim % 2
+        of_value = dim // 16 * 16 * size + offset // 2 * 32 + dim % 16 * 2 + offset % 2
+    else:
+        at, of_value = dim * size + offset, offset * head_dim + dim
+    flat[at], flat[size * head_dim + of_value] = key, value
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -133,7 +132,7 @@ class Alone:
         self.engine = Engine(shape, method, plan.sizes(), attention="torch", seed=plan.seed, **settings)
 
     def read(self, tokens: torch.Tensor, computed: int, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        """Outputs [layers, Hq, D] of a decode step; None: of what is read at once.
+        """Outputs [layers, Hq, 1, D] of a decode step; None: of what is read at once, in `turned` of what is no prompt.
 
         Args:
             tokens: [n], up to the end of this pass.
@@ -154,7 +153,7 @@ class Alone:
 
     def _attend(self, parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
         here = [[part[layer, None, :, start:end] for part in parts] for layer in range(len(parts[0]))]
-        return torch.stack([self.engine.attend(layer, *new)[0, :, 0] for layer, new in enumerate(here)])
+        return torch.stack([self.engine.attend(layer, *new)[0] for layer, new in enumerate(here)])
 
 
 class Checked(Requests):
@@ -188,8 +187,9 @@ class Checked(Requests):
 
     def attend(self, layer: int, *arguments: Any) -> list[int]:
         others = super().attend(layer, *arguments)
-        query, key, value, starts, out = arguments
-        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out.clone(), others))
+        query, key, value, starts = arguments
+        self.finish(out := torch.full_like(query, torch.nan))
+        self.attended.append(((query.clone(), key.clone(), value.clone()), starts, out, others))
         return others
 
     def end_pass(self, logits: torch.Tensor | None = None) -> None:
@@ -205,10 +205,14 @@ class Checked(Requests):
             expected = alone.read(scheduled.token_ids, scheduled.computed, parts)
             left = [row in others for _, _, _, others in self.attended]
             if expected is None:
-                ours_too = engine.shape.sparse_layers if engine.seat and scheduled.computed >= prompt else ()
-                assert [layer for layer, other in enumerate(left) if not other] == [*ours_too], "vLLM attends the rest"
-                for layer in ours_too:
-                    torch.testing.assert_close(self.attended[layer][2][tokens][0], alone.turned[layer])
+                behind = len(scheduled.token_ids) - max(scheduled.computed, prompt)
+                ours_too = engine.shape.sparse_layers if engine.seat and behind > 0 else ()
+                for layer, (_, _, out, _) in enumerate(self.attended):
+                    own, rest = out[tokens].transpose(0, 1), tokens.stop - tokens.start
+                    if layer in ours_too:
+                        torch.testing.assert_close(own[:, -behind:], alone.turned[layer])
+                        rest -= behind
+                    assert left[layer] == (rest > 0) and own[:, :rest].isnan().all(), "vLLM attends the rest"
                 self.turned += bool(ours_too)
                 continue
             self.decoded += 1
@@ -223,7 +227,7 @@ class Checked(Requests):
                 assert left[layer] == (one is None or (whole and not engine.seat))
                 if not left[layer]:
                     close = CLOSE if out.dtype == torch.float32 else 2e-2
-                    torch.testing.assert_close(out[tokens][0], expected[layer], atol=close, rtol=close)
+                    torch.testing.assert_close(out[tokens].transpose(0, 1), expected[layer], atol=close, rtol=close)
 
 
 def side_of(plan: Plan, shape: Shape, settings: dict[str, Any], seats: int) -> Side:
@@ -293,13 +297,9 @@ class Serving:
         for request, count in counts.items():
             fixed, computed = self.fixed[request], self.computed.get(request, 0)
             end = computed + count
-            own = self.blocks.setdefault(request, [])
-            self._free_prompt(request, own)
-            while len(own) * SIZE < end:
-                own.append(self.free.pop(len(self.free) // 2))
-            self._write(fixed, own, computed, end)
-            table = torch.tensor([*own, *[0] * (24 - len(own))])
-            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, table[None]))
+            tables = self._tables(request, end)
+            self._write(fixed, tables, computed, end)
+            rows.append(Scheduled(str(request), fixed.lengths[0], fixed.tokens[0, :end], computed, tables))
             starts.append(starts[-1] + count)
             for part, of in zip(parts, (fixed.queries, fixed.keys, fixed.values), strict=True):
                 part.append(of[:, 0, :, computed:end].transpose(1, 2))
@@ -308,8 +308,16 @@ class Serving:
         query, key, value = (torch.cat(part, dim=1) for part in parts)
         self.requests.start_pass(rows)
         for layer in range(len(query)):
-            self.requests.attend(layer, query[layer], key[layer], value[layer], starts, torch.empty_like(query[layer]))
+            self.requests.attend(layer, query[layer], key[layer], value[layer], starts)
         self.requests.end_pass()
+
+    def _tables(self, request: int, end: int) -> torch.Tensor:
+        """A request's blocks for so many tokens, [groups, blocks]."""
+        own = self.blocks.setdefault(request, [])
+        self._free_prompt(request, own)
+        while len(own) * SIZE < end:
+            own.append(self.free.pop(len(self.free) // 2))
+        return torch.tensor([*own, *[0] * (24 - len(own))])[None]
 
     def _free_prompt(self, request: int, own: list[int]) -> None:
         whole = self.fixed[request].lengths[0] // SIZE
@@ -318,8 +326,9 @@ class Serving:
             self.free += own[:whole]
             self.caches[1:, own[:whole]] = torch.nan
 
-    def _write(self, fixed: Stream, blocks: list[int], start: int, end: int) -> None:
+    def _write(self, fixed: Stream, tables: torch.Tensor, start: int, end: int) -> None:
         for layer, cache in enumerate(self.caches):
+            blocks = tables[min(layer, len(tables) - 1)].tolist()
             for token in range(start, end):
                 for head in range(cache.shape[1]):
                     at = blocks[token // SIZE], head, token % SIZE

@@ -22,6 +22,8 @@ COMMANDS = {
         "kvbench.cli.calibrate:main",
         "what each head of a model looks for, measured once: for razor, duo, triattention",
     ),
+    "submit": ("kvbench.cli.submit:main", "finished runs as one file for a board"),
+    "board": ("kvbench.cli.board:main", "submissions checked, and a site with their rows beside what kvbench ships"),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
     "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
 }

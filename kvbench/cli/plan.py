@@ -1,8 +1,9 @@
 """How the arms of a sweep fall into jobs, and why. No torch, and no launcher: those run what is planned here.
 
-Arms that differ in method, budget, kv and probe alone share each prefill, so they become one job. Where more jobs are
-asked for, such a group is split: by its samples (`sweep.shards`), which computes nothing twice, or by its arms
-(`hydra.launcher.jobs`), each of whose jobs prefills for itself.
+Arms that differ in method, budget, kv and probe alone share each prefill, or an engine of vLLM, so they become one job;
+an arm for which vLLM frees memory starts one of its own. Where more jobs are asked for, such a group is split: by its
+samples (`sweep.shards`), which computes nothing twice, or by its arms (`hydra.launcher.jobs`), each of whose jobs
+prefills for itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import APART, backend_name, budget_of, decodes_together
+from kvbench.runs.identity import APART, backend_name, budget_of, decodes_together, starts_alone
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
@@ -79,6 +80,8 @@ def _why(config: DictConfig, arms: int) -> str:
     if arms > 1:
         shared = "each prefill" if backend_name(config) == "hf" else "one engine"
         return f"{arms} arms share {shared}" + " and decode together" * decodes_together(config)
+    if starts_alone(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))):
+        return "1 arm, whose engine frees what its method drops"
     if config.task.get("own_prefill"):
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
@@ -165,7 +168,8 @@ def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
 
     def common(config: dict[str, Any], index: int) -> list[Any]:
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        shared = shared or backend_name(config) != "hf"  # which share the engine, and prefill for themselves
+        if backend_name(config) != "hf":  # which share the engine, and prefill for themselves
+            shared = not starts_alone(config)
         return [{key: config[key] for key in config if not shared or key not in APART}, None if shared else index]
 
     return _alike(jobs, common)

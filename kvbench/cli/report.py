@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def tables_of(arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]) -> list[Table]:
+    """The tables that a command line makes.
+
+    Args:
+        arguments: as after `kvbench report`, with folders or archives.
+        read: gives the runs of these.
+
+    Raises:
+        ConfigError, ResultsError: as the command reports them.
+    """
+    given = _parser().parse_args(arguments)
+    _check(given)
+    return _tables(given, read(given.folders))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvbench report",
@@ -93,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=_words, metavar="KEY,...", help="settings that make rows; default: method")
     add("--columns", type=_words, default=[], metavar="KEY,...", help="settings that make columns; none: the values")
     add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
+    add("--sort", action="store_true", help="rows by the first value, the best first; default: by their labels")
     add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
     add("--size", choices=("page", "column"), default="page", help="of a figure: a page of 7 inches, a column of 3.4")
@@ -117,9 +133,9 @@ def _check(given: Namespace) -> None:
         raise ConfigError(f"--figure {given.figure}: give a file with --out, such as {given.figure}.png")
     if given.figure and (given.paper or given.rows):
         raise ConfigError(f"--figure {given.figure}: one figure or tables; leave out --paper and --rows")
-    if given.paper and (given.rows or given.columns or given.values):
+    if given.paper and (given.rows or given.columns or given.values or given.sort):
         raise ConfigError(f"--paper {given.paper[0]}: has its own rows, columns and values; leave out yours")
-    if given.columns or given.values:
+    if given.columns or given.values or given.sort:
         given.rows = given.rows or ["method"]
     if given.claims and (given.paper or given.rows or given.figure):
         raise ConfigError("--claims: has its own runs and values; leave out --paper, --rows, --columns and --figure")
@@ -163,13 +179,14 @@ def _list() -> str:
     """Everything that can be asked for, each with a line on what it is."""
     from kvbench.report.data.papers import ids
     from kvbench.report.figures.all import FIGURES, OF_FILES
+    from kvbench.report.tables.cells import PARTS
     from kvbench.runs.quantities import NUMBERS
 
     lists = {
         "published tables (--paper)": ids(),
         "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
-            **{name: quantity.heading + _better(quantity) for name, quantity in NUMBERS.items()},
+            **{name: quantity.heading + _better(quantity) for name, quantity in (NUMBERS | PARTS).items()},
             "fidelity": "all of task=fidelity, with their errors",
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
@@ -272,7 +289,9 @@ def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
     if given.rows:
         values = given.values or ["score"]
         score = BRIEFEST_SCORE if given.format == "latex" else WHOLE_SCORE
-        return [tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score)]
+        return [
+            tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score, given.sort)
+        ]
     if given.format == "html":
         return [*tables.summary(runs, given.where), *tables.by_group(runs, given.where)]
     return tables.summary(runs, given.where) if given.format == "csv" else tables.overview(runs, given.where)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from kvbench.cli.report import own_folders
 from kvbench.runs.state import State, state_of
 from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
@@ -28,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "kvbench status", description="How the runs below a folder are doing, from any machine that sees it."
     )
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="runs, or folders above some; results")
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="runs, or folders above some; yours in results"
+    )
     parser.add_argument("--all", action="store_true", help="a line for finished runs, too")
     parser.add_argument("--json", action="store_true", help="print all runs as JSON")
     given = parser.parse_args(arguments)
     try:
-        states = [state_of(folder) for folder in runs_in(given.folders or [FOLDER])]
+        folders = given.folders or own_folders(FOLDER, "status")[0]
+        states = [state_of(folder) for folder in runs_in(folders)]
     except ResultsError as error:
         print(f"kvbench status: {printable(str(error))}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Many run folders in one file: a tar archive compressed with xz, which `scripts/compact_runs.py` packs.
+"""Many run folders in one file: a tar archive compressed with xz, as `scripts/compact_runs.py` packs them.
 
 An archive may come from anybody. It is read in memory and never unpacked to the disk, and holds nothing but regular
 files, of bounded size and number, each under a relative name of its own. No torch.
@@ -10,7 +10,7 @@ import io
 import lzma
 import tarfile
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 SUFFIX = ".tar.xz"
 MOST_BYTES = 2**28  # unpacked; the largest that kvbench ships has 2**24
@@ -32,6 +32,20 @@ def packed(files: Mapping[str, bytes]) -> bytes:
             member.size, member.mtime = len(files[name]), DATE
             archive.addfile(member, io.BytesIO(files[name]))
     return lzma.compress(whole.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def write_archive(target: Path, files: Mapping[str, bytes]) -> int:
+    """Write the archive of these files, whole or not at all; one that is there goes away. Returns its bytes.
+
+    Raises:
+        ValueError: as `packed`.
+        OSError: it cannot be written there.
+    """
+    archive = packed(files)
+    whole = target.with_name(f".{target.name}.new")
+    whole.write_bytes(archive)
+    whole.replace(target)
+    return len(archive)
 
 
 def unpacked(data: bytes) -> dict[str, memoryview]:

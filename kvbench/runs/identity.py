@@ -58,6 +58,15 @@ def decodes_together(config: Mapping[str, Any]) -> bool:
     return bool(sweep["shared_prefill"] and sweep["shared_decode"] and not apart and backend_name(config) == "hf")
 
 
+def starts_alone(config: Mapping[str, Any]) -> bool:
+    """Whether an arm is served by an engine that serves no other arm: vLLM's, where it frees what the method drops."""
+    if backend_name(config) == "hf":
+        return False
+    from kvbench.backends.vllm.plan import plan_of_run
+
+    return plan_of_run(config).frees
+
+
 def run_id(identity: Mapping[str, Any]) -> str:
     """12 hex digits naming `identity` (JSON values, finite numbers); key order does not matter, 1 and 1.0 differ."""
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)

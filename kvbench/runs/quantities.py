@@ -135,6 +135,7 @@ _LISTED = (
     Quantity("device_kv_allocated_bytes", "audit", "KV on the device, allocated", MIB, 2, LESS, combine="max"),
     Quantity("host_bytes", "audit", "KV on the host", MIB, 2, LESS, combine="max"),
     Quantity("index_bytes", "audit", "index", MIB, 2, LESS, combine="max"),
+    Quantity("device_index_bytes", "", "KV on the device, and the index", MIB, 2, LESS),
     Quantity("moved_bytes_per_step", "audit", "moved up per step", KIB, 1, LESS),
     Quantity("cache_hit_share", "audit", "attended from the host, on the device already, share", better=MORE),
     Quantity("attended_bytes_per_step", "audit", "KV attended per step", MIB, 2, LESS),
@@ -255,6 +256,9 @@ def recorded(summary: Mapping[str, Any]) -> dict[str, Any]:
             quantity = find(part, key)
             if is_number(value) or not quantity.is_number:
                 found[quantity.name] = value
+    held = [found[name] for name in ("device_kv_bytes", "index_bytes") if name in found]
+    if held:
+        found["device_index_bytes"] = math.fsum(held)
     own = [time for name, time in found.items() if name.startswith("breakdown_ms.") and name not in OF_MODEL]
     if own:
         found["own_ms"] = math.fsum(own)

@@ -23,7 +23,7 @@ from kvbench.runs.arms import Arms, in_turn
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import APART, arm_name, decodes_together
+from kvbench.runs.identity import APART, arm_name, decodes_together, starts_alone
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
@@ -121,8 +121,14 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
     """Refuse configs that no common prefill can serve.
 
     Raises:
-        ConfigError: names a key in which two differ.
+        ConfigError: names a key in which two differ, or an arm whose engine no other arm can use.
     """
+    for config in configs if len(configs) > 1 else ():
+        if starts_alone(config):
+            raise ConfigError(
+                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for this arm alone; "
+                "expected a run of its own"
+            )
     first, *others = ({key: value for key, value in config.items() if key not in APART} for config in configs)
     for other in others:
         for key in sorted(first.keys() | other.keys()):

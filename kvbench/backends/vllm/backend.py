@@ -146,13 +146,14 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         requests, index, isa = current.requests, extract_layer_index(layer.layer_name), layer.isa
         if index not in requests.memory or requests.memory[index].whole.data_ptr() != kv_cache.data_ptr():
             requests.memory[index] = Memory(kv_cache, isa)
-        others = requests.attend(index, query, key, value, current.starts, output)
+        others = requests.attend(index, query, key, value, current.starts)
         if len(others) == len(current.starts) - 1:
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-        if others:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        elif others:
             tokens, metadata = current.part(others, attn_metadata, self, isa, query.dtype)
             new = query[tokens], key[tokens], value[tokens], kv_cache, metadata
             output[tokens] = super().forward(layer, *new, torch.empty_like(output[tokens]))
+        requests.finish(output)
         return output
 
     def _refuse_strange(self) -> None:

@@ -58,7 +58,7 @@ class Plan:
     @property
     def frees(self) -> bool:
         """Whether the method drops tokens, to a number that is known before a prompt is."""
-        return self.build().evicts != "never" and isinstance(self.budget, int)
+        return self.build().evicts != "never" and isinstance(self.sizes().size, int)
 
     def sizes(self) -> Budget:
         """The budget of every request."""

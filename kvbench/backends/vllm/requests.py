@@ -3,7 +3,8 @@
 vLLM reads prompts, whole or in chunks, and writes all keys and values. A method is shown a prompt when its last chunk
 is there; from then on a forward pass of a single token is a decode step. A preempted request is read again from its
 first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
-everything (see `kvbench.engine.turn`).
+everything that is left (see `kvbench.engine.turn`). Where prompts are freed that is what the method keeps, as in the
+decode steps that are repeated, though vLLM holds the whole prompt in that pass.
 
 A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold. In
 an engine that frees prompts what a method keeps of them is a copy, too: see `side.py`.
@@ -154,7 +155,6 @@ class RequestEngine(Engine):
             return
         self._table.blocks = scheduled.blocks
         prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
-        self._freed = self.prefilled and self.seat is not None
         self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
         self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]  # not taken in yet
         self._decodes = self.prefilled and len(self._behind) == 1
@@ -173,9 +173,10 @@ class RequestEngine(Engine):
         return self._own.held if self._decodes else None
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Attention of one layer, all [1, H, q, D]; None: vLLM shall attend all tokens.
+        """Attention of one layer, [1, H, q, D] each; None: vLLM shall attend all tokens.
 
-        What comes out has no meaning where `held` is left to attend.
+        Of fewer tokens than were given it is that of the last ones, and vLLM shall attend the others. What comes out
+        has no meaning where `held` is left to attend.
         """
         try:
             return self._attended(layer, query, key, value) if self.finite else None
@@ -187,20 +188,21 @@ class RequestEngine(Engine):
         if self._decodes:
             attended = self.attend(layer, query, key, value)
             return None if self._own.whole else attended
-        freed = self._freed and layer in self._sparse
-        out = self._turned(layer, query, key, value) if freed else None
         if not self.prefilled:
             if self._passed.start < self._passed.stop and self._copied(layer):
                 before = self._memory[layer].first(self._table.of(layer), self._passed.stop)
                 held_key, held_value = (part[:, :, self._passed] for part in before)
                 self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
+        freed = self.seat is not None and layer in self._sparse and len(self._behind) > 0
+        new = (part[:, :, self._within :] for part in (query, key, value))
+        out = self._turned(layer, *new) if freed else None
         if layer == self._last:
             self._take_in()
         return out
 
     def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of tokens that are read at once when the prompt is freed already, over what is left of it."""
+        """Attention of tokens after the prompt that are read at once, over what is left of it, as in decode steps."""
         store = self.stores[layer]
         past, past_value, mask = store.remaining()
         if self._positions is not None:
@@ -288,6 +290,7 @@ class Requests:
         self._passing: list[RequestEngine] = []
         self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
         self._attended = 0.0
+        self._outputs: list[tuple[slice | list[int], Tensor]] = []
 
     def forget(self, requests: Iterable[str]) -> None:
         """These have ended, or lost their memory."""
@@ -350,21 +353,19 @@ class Requests:
         self._engines[scheduled.request] = engine
         return engine
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int], out: Tensor
-    ) -> list[int]:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> list[int]:
         """Attention of one layer in the pass that was started.
 
         Args:
             query: [T, Hq, D], post-RoPE.
             key, value: [T, Hkv, D], in the layer's memory already.
             starts: [B + 1], where the tokens of each request begin.
-            out: [T, Hq, D], written for the requests that have attended.
 
         Returns:
-            The others, which vLLM shall attend: all tokens, causally.
+            The others, which vLLM shall attend: all tokens, causally. It may write over what requests have attended
+            themselves, of all their tokens or the last ones: `finish` comes after.
         """
-        others, rows, held = [], [], []
+        others, rows, held, self._outputs = [], [], [], []
         for row, engine in enumerate(self._passing):
             tokens = slice(starts[row], starts[row + 1])
             new = (part[tokens].transpose(0, 1)[None] for part in (query, key, value))
@@ -375,10 +376,18 @@ class Requests:
                 rows.append(starts[row])
                 held.append(engine.held)
             else:
-                out[tokens] = attended[0].transpose(0, 1)
+                own = slice(tokens.stop - attended.shape[2], tokens.stop)
+                self._outputs.append((own, attended[0].transpose(0, 1)))
+                if own != tokens:
+                    others.append(row)
         if held:
-            out[rows] = attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]
+            self._outputs.append((rows, attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]))
         return others
+
+    def finish(self, out: Tensor) -> None:
+        """Write what requests have attended themselves in the layer, [T, Hq, D]."""
+        for tokens, attended in self._outputs:
+            out[tokens] = attended
 
     def end_pass(self, logits: Tensor | None = None) -> None:
         """The forward pass is over.

@@ -13,14 +13,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf.generate import Generation, Progress, Stops
-from kvbench.backends.vllm.plan import Plan, vllm_options
+from kvbench.backends.vllm.plan import Plan, engine_options, plan_of_run
 from kvbench.config import ConfigError, first_line
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint
-from kvbench.models.support import window
+from kvbench.models.support import text_config, window
 
 BESIDE = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
 BLOCK = 128  # tokens of a block of vLLM's memory, or a multiple of them
+KEPT = 2  # times the budget, and BESIDE tokens: room for what is kept of a prompt, blocks and windows outside C too
 
 _running: list[Any] = []  # the one engine of this process
 
@@ -141,13 +142,39 @@ def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float
         yield took
 
 
-def _memory(shape: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts) -> tuple[int | None, dict[str, int]]:
+def _memory(
+    shape: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, plan: Plan
+) -> tuple[int | None, dict[str, int]]:
     """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None, {}: not known."""
     most = window(shape)
     if prompts.tokens:
         most = min(prompts.tokens + BESIDE, most or prompts.tokens + BESIDE)
-    needed = footprint(shape, dtype, Prompts(BLOCK * (most // BLOCK + 2), prompts.rows)) if most else None
-    return most, {} if needed is None else {"max_model_len": most or 0, "kv_cache_memory_bytes": needed.cache}
+    if not most:
+        return None, {}
+    tokens = BLOCK * (most // BLOCK + 2)
+    if plan.frees:
+        tokens += _beside(plan, tokens, text_config(shape)["num_hidden_layers"])
+    needed = footprint(shape, dtype, Prompts(tokens, prompts.rows))
+    return most, {} if needed is None else {"max_model_len": most, "kv_cache_memory_bytes": needed.cache}
+
+
+def _beside(plan: Plan, tokens: int, layers: int) -> int:
+    """What an engine that frees prompts takes beside them, in tokens of all layers, at most.
+
+    What is kept of a prompt; and vLLM shares out its blocks among groups of as many layers as there are dense ones, or
+    sparse ones, whichever are fewer, of which the last may be short of layers.
+    """
+    kept = plan.sizes().size
+    fewer = min(len(plan.dense_layers), layers - len(plan.dense_layers))
+    short = -layers % fewer if fewer > 0 else 0
+    return min(KEPT * int(kept or 0) + BESIDE, tokens) + tokens * short // layers
+
+
+def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
+    """What `protocol.dense_layers` of a run names, before the model is there to be asked how many it has."""
+    named = {"auto": source.dense_layers, "method": run["method"].get("published_dense_layers") or ()}
+    asked = run["protocol"]["dense_layers"]
+    return named[asked] if isinstance(asked, str) else asked
 
 
 def load(
@@ -156,6 +183,8 @@ def load(
     try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
 ) -> Served:
     """Start vLLM with the model that a run asks for; another that this process has started before ends.
+
+    Where the run's method frees prompts the engine is started with it, for this arm alone; else arms share it.
 
     Args:
         run: composed, and checked.
@@ -169,34 +198,7 @@ def load(
     assert source.path is not None and source.gguf is None, "check has let a model through that vLLM cannot run"
     dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
     described = models.describe(source, source.path, try_out)
-    most, memory = _memory(described.config.to_dict(), dtype, prompts)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    while _running:
-        _running.pop().llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
-    try:
-        llm = LLM(
-            described.where_from,
-            revision=described.settings.get("revision"),
-            dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=run["backend"]["tensor_parallel"],
-            seed=0,
-            generation_config="vllm",
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            async_scheduling=False,  # so that a step's tokens are there when it ends
-            max_num_seqs=prompts.rows,
-            max_num_batched_tokens=max(prompts.chunk or most or 8192, prompts.rows),
-            **memory,
-            **vllm_options("full", None),
-        )
-    except (ValueError, NotImplementedError) as error:  # a ConfigError of the worker's among them
-        raise ConfigError(f"backend=vllm: {first_line(error)}") from error
-    _running.append(llm)
+    llm = _start(described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"])
     try:
         generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)
     except OSError:
@@ -210,3 +212,43 @@ def load(
         stop_ids=models.stop_ids_of(generation, described.config, described.tokenizer),
         dense_layers=source.dense_layers,
     )
+
+
+def _start(
+    described: models.Described, dtype: torch.dtype, prompts: Prompts, plan: Plan, backend: Mapping[str, Any]
+) -> Any:
+    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does; `backend` is that of the run.
+
+    Raises:
+        ConfigError: there is no vLLM, or it refuses what it is asked for.
+    """
+    options = engine_options(plan if plan.frees else Plan("full", None))
+    most, memory = _memory(described.config.to_dict(), dtype, prompts, plan)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    while _running:
+        _running.pop().llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    try:
+        llm = LLM(
+            described.where_from,
+            revision=described.settings.get("revision"),
+            dtype=str(dtype).removeprefix("torch."),
+            tensor_parallel_size=backend["tensor_parallel"],
+            seed=0,
+            generation_config="vllm",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            async_scheduling=False,  # so that a step's tokens are there when it ends
+            max_num_seqs=prompts.rows,
+            max_num_batched_tokens=max(prompts.chunk or most or 8192, prompts.rows),
+            **memory,
+            **options,
+        )
+    except (ValueError, NotImplementedError) as error:  # a ConfigError of the worker's among them
+        raise ConfigError(f"backend=vllm: {first_line(error)}") from error
+    _running.append(llm)
+    return llm

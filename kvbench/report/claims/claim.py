@@ -52,6 +52,18 @@ class Criterion:
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
 
+class Superseded(NamedTuple):
+    """Criteria that once decided a claim.
+
+    Attributes:
+        criteria: as they were.
+        why: they no longer decide, in words.
+    """
+
+    criteria: tuple[Criterion, ...] = ()
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Claim:
     """What a paper says, and what decides it here.
@@ -66,6 +78,7 @@ class Claim:
         criteria: all must hold.
         weaker: what the evidence lacks.
         favours, against: methods, beside its own paper's, that look better or worse if it holds.
+        superseded: criteria that decided it before these.
     """
 
     id: str
@@ -77,6 +90,7 @@ class Claim:
     weaker: str
     favours: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
+    superseded: Superseded = Superseded()
 
 
 @functools.cache
@@ -98,10 +112,14 @@ def _read() -> dict[str, Any]:
 
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
-    criteria = tuple(criterion for one in entry["criteria"] for criterion in _criteria(one))
+    criteria, before = (
+        tuple(criterion for one in part.get("criteria", ()) for criterion in _criteria(one))
+        for part in (entry, entry.get("superseded", {}))
+    )
     words: dict[str, Any] = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
     words |= {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
-    return Claim(id, criteria=criteria, **words)
+    superseded = Superseded(before, entry["superseded"]["why"]) if before else Superseded()
+    return Claim(id, criteria=criteria, superseded=superseded, **words)
 
 
 def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.claims.sampled import quarter_of
-from kvbench.report.claims.verdict import Finding, Missing, exactly
+from kvbench.report.claims.verdict import Finding, Interval, Missing, exactly, ranged
 from kvbench.report.data import papers as published
-from kvbench.report.data.stats import estimate
+from kvbench.report.data.stats import estimate, repeated
 from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import DAMAGED, ResultsError, contents
 
@@ -109,7 +109,8 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         asked: `file`, its name; `value`, the path in it, in which * is every element and @last a list's last quarter;
             `less`, another path, taken from it; `slope`, another path: the log-log slope over it, one number, or one
             for each value at the path `each`; `where`, keys of the value's own record with the values wanted;
-            `interval`, "bootstrap" of the elements, else their range; `command`, which writes the file.
+            `interval`, "bootstrap" of the elements, "mean" of repeats, by Student, else their range; `command`, which
+            writes the file.
     """
     path = next((folder / asked["file"] for folder in folders if (folder / asked["file"]).is_file()), None)
     if path is None:
@@ -125,6 +126,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
     if not places:
         return Missing(f"{path} has no {' with '.join(paths)}; {anew}")
     columns = {key: np.array([own[place] for place in places]) for key, own in zip(paths, found, strict=True)}
+    note = path.name
     values = columns[asked["value"]] - (columns[asked["less"]] if "less" in asked else 0.0)
     if "slope" in asked:
         sizes = columns[asked["slope"]]
@@ -133,15 +135,12 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
         slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart if own.sum() > 1]
         if not slopes:
             return Missing(f"{path} has no two {asked['slope']}; {anew}")
-        return _ranged(np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}")
+        values, note = np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}"
     if asked.get("interval") == "bootstrap":
-        return Finding(*estimate([values])[:4], path.name)
-    return _ranged(values, path.name)
-
-
-def _ranged(values: np.ndarray, note: str) -> Finding:
-    """The median with the least and the largest."""
-    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
+        return Finding(*estimate([values])[:4], note, Interval.BOOTSTRAP)
+    if asked.get("interval") == "mean":
+        return Finding(*repeated(values)[:4], note, Interval.STUDENT)
+    return ranged(values, note)
 
 
 def _at(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import kvbench
 from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
+from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
 from kvbench.report.data.frame import collect
@@ -22,6 +23,10 @@ from kvbench.report.tables.formats import csv_lines, plain_markdown
 SHIPPED = Path(kvbench.__file__).parents[1] / "results"
 WIDTH = 120
 OURS = "runs that kvbench ships"
+DECIDING = ("claims.tar.xz", "quantised.tar.xz", "reference_qwen.tar.xz")  # the archives of them
+
+
+Part = tuple[Criterion, Finding | Missing, Verdict]
 
 
 class Judged(NamedTuple):
@@ -29,12 +34,14 @@ class Judged(NamedTuple):
 
     Attributes:
         criteria: each with what was found, and its own verdict.
+        superseded: the same of criteria that no longer decide.
         runs: that it was judged by.
     """
 
     claim: Claim
     verdict: Verdict
-    criteria: list[tuple[Criterion, Finding | Missing, Verdict]]
+    criteria: list[Part]
+    superseded: list[Part]
     runs: Runs | None
 
     @property
@@ -47,8 +54,10 @@ class Judged(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """Of each criterion what was measured, or what is missing."""
-        return [sentence(criterion, found) for criterion, found, _ in self.criteria]
+        """Of each criterion what was measured, or what is missing; superseded ones say so, with their verdict."""
+        before = [f"superseded ({verdict.value}): {sentence(part, found)}" for part, found, verdict in self.superseded]
+        now = [(sentence(part, found), lacks(part, found, self.runs)) for part, found, _ in self.criteria]
+        return ["; ".join(filter(None, words)) for words in now] + before
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
@@ -59,21 +68,29 @@ def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
     found = []
     for claim in claims():
         own = _judged(claim, runs, folders)
-        archives = (SHIPPED / "claims.tar.xz", SHIPPED / "quantised.tar.xz")
-        theirs = _judged(claim, shipped_runs(*archives), [], OURS) if any(_lacking(own)) else own
+        theirs = (
+            _judged(claim, shipped_runs(*(SHIPPED / name for name in DECIDING)), [], OURS)
+            if any(_lacking(own))
+            else own
+        )
         found.append(theirs if _lacking(theirs) < _lacking(own) else own)
     return found
 
 
 def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str = "") -> Judged:
     """A claim by these runs alone; a note says of each number whose runs they are."""
-    found = []
-    for criterion in claim.criteria:
-        number = _found(criterion, runs, [*folders, SHIPPED])
-        if note and criterion.kind == "runs" and isinstance(number, Finding):
-            number = number._replace(note="; ".join(filter(None, [number.note, note])))
-        found.append((criterion, number, judge(criterion, number)))
-    return Judged(claim, of_all([verdict for *_, verdict in found]), found, runs)
+    criteria, before = (
+        [_part(criterion, runs, folders, note) for criterion in some]
+        for some in (claim.criteria, claim.superseded.criteria)
+    )
+    return Judged(claim, of_all([verdict for *_, verdict in criteria]), criteria, before, runs)
+
+
+def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note: str) -> Part:
+    number = _found(criterion, runs, [*folders, SHIPPED])
+    if note and criterion.kind == "runs" and isinstance(number, Finding):
+        number = number._replace(note="; ".join(filter(None, [number.note, note])))
+    return criterion, number, judge(criterion, number)
 
 
 def _lacking(one: Judged) -> tuple[int, int]:
@@ -122,12 +139,13 @@ def _paragraph(one: Judged) -> Iterator[str]:
     yield from textwrap.wrap(f"{one.claim.id}  {one.shown.upper()}  {one.claim.claim} [{one.claim.source}]", WIDTH)
     for line in one.sentences:
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
-    for name in ("original", "weaker"):
-        if text := getattr(one.claim, name):
+    whys = {"original": one.claim.original, "weaker": one.claim.weaker, "superseded": one.claim.superseded.why}
+    for name, text in whys.items():
+        if text:
             yield from textwrap.wrap(f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      ")
 
 
-HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker")
+HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker", "superseded")
 
 
 def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
@@ -135,7 +153,7 @@ def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
     for one in found:
         claim = one.claim
         cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.sentences, [one.shown]]
-        yield [*cells, [claim.original], [claim.weaker]]
+        yield [*cells, [claim.original], [claim.weaker], [claim.superseded.why]]
 
 
 def markdown(found: Sequence[Judged]) -> str:
@@ -150,8 +168,9 @@ def csv_text(found: Sequence[Judged]) -> str:
     heads = ["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"]
     rows: list[list[Any]] = [heads]
     for one in found:
-        for criterion, number, verdict in one.criteria:
-            start = [one.claim.id, one.claim.claim, one.shown, criterion.about, verdict.value]
+        known = [(part, "") for part in one.criteria] + [(part, "superseded") for part in one.superseded]
+        for (criterion, number, verdict), decides in known:
+            start = [one.claim.id, one.claim.claim, one.shown, criterion.about, decides or verdict.value]
             numbers = (
                 ["", "", "", "", criterion.n, number.why]
                 if isinstance(number, Missing)

@@ -9,7 +9,7 @@ A criterion asks for
               every other sample, compared on the rest
   among       an arm: only samples that it scores 100 on; those that were asked count as samples
   lengths     prompt tokens; of two, what the value grows by from the first to the second, within a seed
-  interval    "range" of the samples, as for times; else the bootstrap's
+  interval    "mean" of repeats, by Student, as for times; "range" of what is counted; else that of scores on samples
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
-from kvbench.report.claims.verdict import Finding, Missing
+from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import decoded_alike
-from kvbench.report.data.stats import estimate, is_0_1, proportion, ratio
+from kvbench.report.data.stats import difference, estimate, is_0_1, proportion, ratio, repeated
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import is_disturbed
 
@@ -35,6 +35,7 @@ USUAL = {
     "protocol.question": "with",
     "probe.every": "0",
     "attention": "auto",
+    "method.protect": "0.0",
 }
 
 ALIKE = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
@@ -101,15 +102,21 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
         below = [np.array([theirs[key].value for key in own]) for own in strata]
     elif "/" in asked["value"]:
         below = [np.array([ours[key].below for key in own]) for own in strata]
-    if asked.get("interval") == "range":
-        return _ranged(values, below)._replace(note=mixed)
+    if "interval" in asked:
+        every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)  # of a ratio the samples' own
+        if asked["interval"] == "range":
+            return ranged(every, mixed)
+        return Finding(*repeated(every)[:4], mixed, Interval.STUDENT)
     if below:
-        return Finding(*ratio(values, below)[:4], mixed)
-    # Scores that are all 100 have an interval, too; differences of such have the bootstrap's.
-    whole = asked["value"] == "score" and "less" not in found and all(map(is_0_1, values))
+        return Finding(*ratio(values, below)[:4], mixed, Interval.BOOTSTRAP)
+    if asked["value"] == "score" and "less" in found:
+        return Finding(*difference(values)[:4], mixed, Interval.TANGO)
+    # Scores that are all 100 have an interval, too.
+    whole = asked["value"] == "score" and all(map(is_0_1, values))
     of = taken[arms["of"][0]]
     whole = whole and of.scored_as not in of.beside.graded
-    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed)
+    made = Interval.WILSON if whole else Interval.BOOTSTRAP
+    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed, made)
     if not both:
         return finding
     among = f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers"
@@ -120,12 +127,6 @@ def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
     """The arms that a criterion asks for, in words of the command line, by the role that they have in its number."""
     named = {role: asked[role] for role in ROLES if role in asked}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
-
-
-def _ranged(values: Sequence[np.ndarray], below: Sequence[np.ndarray] | None) -> Finding:
-    """The median with the least and the largest; of a ratio, of the samples' own ratios."""
-    every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)
-    return Finding(float(np.median(every)), float(every.min()), float(every.max()), len(every))
 
 
 def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> list[Run] | Missing:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from kvbench.report.claims.claim import Criterion
 
 
@@ -27,6 +29,16 @@ class Verdict(Enum):
 DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)
 
 
+class Interval(Enum):
+    """How an interval was made: by resampling, by a score test of shares, by Student, or the least and the largest."""
+
+    BOOTSTRAP = "bootstrap"
+    WILSON = "Wilson"
+    TANGO = "Tango"
+    STUDENT = "Student"
+    RANGE = "range"
+
+
 class Finding(NamedTuple):
     """A number that was measured.
 
@@ -35,6 +47,7 @@ class Finding(NamedTuple):
         low, high: its interval; None where there are too few samples for one.
         n: samples.
         note: what it is of, in words.
+        interval: how the interval was made.
     """
 
     value: float
@@ -42,6 +55,7 @@ class Finding(NamedTuple):
     high: float | None
     n: int
     note: str = ""
+    interval: Interval = Interval.RANGE
 
 
 class Missing(NamedTuple):
@@ -53,6 +67,11 @@ class Missing(NamedTuple):
 def exactly(value: float, note: str = "") -> Finding:
     """A number without chance: counted, or printed."""
     return Finding(value, value, value, 1, note)
+
+
+def ranged(values: np.ndarray, note: str = "") -> Finding:
+    """The median of [n] numbers with the least and the largest: all must lie within the bounds."""
+    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
 
 
 def judge(criterion: Criterion, found: Finding | Missing) -> Verdict:

@@ -21,7 +21,7 @@ from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
-from kvbench.report.data.run import PROTOCOL, LeftOut, Runs, Scores, columns_of, framed
+from kvbench.report.data.run import PROTOCOL, LeftOut, Run, Runs, Scores, columns_of, framed
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
 from kvbench.runs.quantities import ALONE, is_number
@@ -73,12 +73,20 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
             older, run = sorted((found[key], run), key=lambda one: one.arm["updated"])
             left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}"))
         found[key] = run
-    runs = list(found.values())
+    return _framed([*found.values()], sorted(left_out))
+
+
+def gathered(runs: Iterable[Run], left_out: list[LeftOut]) -> Runs:
+    """Runs that were read apart, beside each other; none is taken for another's newer one."""
+    return _framed([_Read(run.arm, run.settings, run.scores) for run in runs], left_out)
+
+
+def _framed(runs: Sequence[_Read], left_out: list[LeftOut]) -> Runs:
     return Runs(
         framed([run.arm for run in runs]),
         pd.DataFrame([run.settings for run in runs], dtype=object),
         {index: run.scores for index, run in enumerate(runs)},
-        sorted(left_out),
+        left_out,
     )
 
 

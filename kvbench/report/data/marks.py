@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbench.report.data.run import missing
-from kvbench.report.data.stats import COVERAGE, RANGE_UP_TO
+from kvbench.report.data.stats import COVERAGE, LEAST, RANGE_UP_TO
 from kvbench.runs.summary import DISTURBED
 
 WIDE = 2  # times of repeats that lie further apart are marked
@@ -35,6 +35,8 @@ MARKS = {
     "t": "prompts were cut in their middle, to the model's window or task.max_length: part of them was never read",
     "u": "unfinished: not all samples yet",
     "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",
+    "w": f"ranks no method: full attention scores under {LEAST} on these samples or perhaps 0, or its interval is "
+    "wider than the methods' scores lie apart",
 }
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 from kvbench.config import show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.stats import Estimate, estimate, is_0_1, proportion
+from kvbench.report.data.stats import FEWEST, LEAST, Estimate, difference, estimate, is_0_1, proportion
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
 from kvbench.runs.stored import Record, read_samples
 from kvbench.runs.summary import by_machine, summarise_repeats
@@ -205,14 +205,20 @@ class Run:
         whole = self.scored_as not in self.beside.graded and all(map(is_0_1, strata))
         return proportion(strata) if whole else estimate(strata)
 
-    @property
-    def may_score_0(self) -> bool:
-        """Whether its score may be 0, by its interval; of one sample, whether it is.
+    @functools.cached_property
+    def ranks_none(self) -> str:
+        """Why scores on these samples rank no methods, by full attention's there; "" where they may.
 
-        Where that is full attention's, no score on these samples says anything of a method.
+        It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the methods' scores lie
+        apart, its own among them. Of fewer than `FEWEST` samples, which rank none at all, it is not asked how wide that is.
         """
-        score = self.score()
-        return (score.mean if score.low is None else score.low) <= 0
+        if (full := self.full()) is None:
+            return ""
+        score, others = full.score(), self.beside.scored[self.kind]
+        if score.mean < LEAST or (score.low is not None and score.low <= 0):
+            return f"full attention scores under {LEAST} there, or perhaps 0"
+        wide = score.n >= FEWEST and len(others) > 1 and score.high - score.low > max(others) - min(others)  # type: ignore[operator]
+        return "full attention's interval is wider than the methods' scores lie apart" if wide else ""
 
     def kl(self) -> Estimate | None:
         """The mean KL divergence from full attention over the samples, in nats; None where there is none."""
@@ -273,14 +279,14 @@ class Run:
         own = self.scores
         other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
         strata = [own.known(own.of(kl) - other, rows) for rows in own.strata(groups)]
-        found = estimate(strata) if all(map(len, strata)) else None
+        found = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
         return found if found is not None and found.low is not None else None
 
     def marks(self, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
         found = {
-            "b": against is not None and against.differs and against.mean > 0,
+            "b": against is not None and against.differs and against.mean > 0 and not self.ranks_none,
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN
@@ -288,6 +294,7 @@ class Run:
             "r": self.score(groups).is_range,
             "t": (self.arm["cut_samples"] or 0) > 0,
             "u": not self.arm["finished"],
+            "w": bool(self.ranks_none),
         }
         return "".join(mark for mark, there in found.items() if there)
 
@@ -338,6 +345,14 @@ class Runs:
         for run in self:
             if run.arm["method"] == YARDSTICK:
                 found.setdefault((*run.kind, run.settings["kv"]), []).append(run)
+        return found
+
+    @functools.cached_property
+    def scored(self) -> dict[tuple[str, ...], list[float]]:
+        """The scores of all runs, by what runs must share to be compared."""
+        found: dict[tuple[str, ...], list[float]] = {}
+        for run in self:
+            found.setdefault(run.kind, []).append(float(run.arm["score"]))
         return found
 
     @functools.cached_property

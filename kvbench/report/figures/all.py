@@ -48,6 +48,7 @@ FIGURES = {
 # Drawn from the JSON that a script printed, in place of runs.
 OF_FILES = {
     "search": "recall against the time of a query, and of reading as much, from scripts/bench_index.py",
+    "capacity": "tokens a second of as many requests as fit into a memory, from scripts/bench_capacity.py",
 }
 
 

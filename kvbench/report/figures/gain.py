@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
+from kvbench.report.data.control import CONTROL, control_among, protected
 from kvbench.report.data.run import YARDSTICK, Run, Runs
 from kvbench.report.data.stats import Estimate, intervals
 from kvbench.report.data.style import Style
@@ -25,7 +25,6 @@ from kvbench.report.figures.panels import (
     tiled,
 )
 
-CONTROL = "random"
 ROW, MOST = 0.14, 40  # inches of a row, and rows that a panel has room for
 
 
@@ -44,7 +43,7 @@ def gain(runs: Runs) -> Figure:
         (panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=own), control)
         for panel in ranking(runs, panels_of("gain", runs, arms[arms["method"] != YARDSTICK]))
         for size, own in panel.arms.groupby("budget")
-        if (control := _control(runs, own)) is not None
+        if (control := control_among(runs[index] for index in own.index)) is not None
     ]
     if not panels:
         raise ConfigError(f"figure=gain: no runs here of method={CONTROL}, with which others are compared")
@@ -56,15 +55,9 @@ def gain(runs: Runs) -> Figure:
     figure, axes = tiled(len(panels), f"score less that of random tokens, paired, with {bars_of}", 0.6 + ROW * rows)
     for (panel, control), own, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, own)
-        protect = control.settings.get("method.protect") or 0
+        protect = protected(control)
         axis.set(title=panel.title, xlabel=f"points over {CONTROL}" + (f" with protect={protect:g}" if protect else ""))
     return finished(figure, axes, [panel for panel, _ in panels], named=True)
-
-
-def _control(runs: Runs, arms: pd.DataFrame) -> Run | None:
-    """The run of random tokens; of several that which protects most of the prompt's ends."""
-    found = [runs[index] for index in arms.index if arms.at[index, "method"] == CONTROL]
-    return max(found, key=lambda run: run.settings.get("method.protect") or 0, default=None)
 
 
 def _gains(runs: Runs, panel: Panel, control: Run) -> list[Gain]:

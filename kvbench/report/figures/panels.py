@@ -238,13 +238,12 @@ def _few(runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool) -> tuple[Sequ
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
     """The panels whose scores can rank methods, or all where none can; the others are named in the notes.
 
-    Where full attention's own score may be 0, or all score alike, none is better than another.
+    Where full attention's own score ranks none (`Run.ranks_none`), or all score alike, none is better than another.
     """
     kept: list[Panel] = []
     others: list[Panel] = []
     for panel in panels:
-        full = runs[panel.arms.index[0]].full()
-        mute = panel.arms["score"].nunique() < 2 or (full is not None and full.may_score_0)
+        mute = panel.arms["score"].nunique() < 2 or runs[panel.arms.index[0]].ranks_none
         (others if mute else kept).append(panel)
     if not kept or not others:
         return list(panels)

@@ -27,26 +27,30 @@ from kvbench.report.figures.panels import (
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
 from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
-HELD, TIME, OWN_TIME = (QUANTITIES[name] for name in ("device_kv_bytes", "tpot_ms_mean", "own_ms"))
+HELD, INDEXED = (QUANTITIES[name] for name in ("device_kv_bytes", "device_index_bytes"))
+TIME, OWN_TIME = (QUANTITIES[name] for name in ("tpot_ms_mean", "own_ms"))
 
 
 def tradeoff(runs: Runs) -> Figure:
     """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1).
 
-    Where an arm of a row decoded together with others, the time is that of attention, search and transfers for all.
+    Where an arm of a row decoded together with others, the time is that of attention, search and transfers for all;
+    where no arm of it has a time, memory with the index takes its place.
     """
     arms = arms_for(runs, "tradeoff", probed=False, columns=[TIME.name, OWN_TIME.name], scored=True)
     panels = ranking(runs, panels_of("tradeoff", runs, arms, times=True, lines="method"))
     scores = {run: runs[run].score() for panel in panels for run in panel.arms.index}
     bars = intervals(scores.values())
-    figure, axes = grid(len(panels), 2, f"score against memory and time, with {bars}; up and left is better")
+    seconds = [_second(panel.arms) for panel in panels]
+    costs = ["memory", *dict.fromkeys("time" if one.is_time else "memory with the index" for one in seconds)]
+    against = " and ".join(costs)
+    figure, axes = grid(len(panels), 2, f"score against {against}, with {bars}; up and left is better")
     sizes = areas([budget for panel in panels for budget in panel.arms["budget"]])
-    for panel, row in zip(panels, axes, strict=True):
-        arms = panel.arms
+    for panel, second, row in zip(panels, seconds, axes, strict=True):
         points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, panel)])
         points["low"], points["high"] = ([scores[run][end] for run in points.index] for end in (1, 2))
         styles = {one.label(): one.style for one in series_of(runs, panel)}
-        draw_tradeoff(row, points, styles, TIME if arms[TIME.name].notna().all() else OWN_TIME, sizes=sizes)
+        draw_tradeoff(row, points, styles, second, sizes=sizes)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=panel.title)
         row[1].set_title(panel.title)
     for budget, area in sizes.items():
@@ -56,28 +60,36 @@ def tradeoff(runs: Runs) -> Figure:
     return finished(figure, axes, panels, times=True, notes=[OWN] if own else [])
 
 
+def _second(arms: pd.DataFrame) -> Quantity:
+    """What the second axis of these arms shows."""
+    if arms[TIME.name].notna().all():
+        return TIME
+    return OWN_TIME if arms[OWN_TIME.name].notna().any() else INDEXED
+
+
 def draw_tradeoff(
     axes: Sequence[Any],
     points: pd.DataFrame,
     styles: dict[str, Style],
-    time: Quantity,
+    second: Quantity,
     y: str = "score",
     sizes: dict[Any, float] | None = None,
 ) -> None:
-    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time.
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time or other bytes.
 
     Args:
         axes: two of matplotlib's.
-        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, the time, and what is
-            marked, with the low and high of its interval if it has them. Budgets of one label are joined by a line; an
-            arm without the time is on the first axis alone.
+        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, the second cost, and what
+            is marked, with the low and high of its interval if it has them. Budgets of one label are joined by a line;
+            an arm without the second cost is on the first axis alone.
         styles: of each label.
-        time: which.
+        second: the cost on the second axis.
         y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
             attention has, is a line at its cost.
         sizes: the area of the mark of each budget.
     """
-    for axis, (cost, scale) in zip(axes, ((HELD, "log"), (time, "linear")), strict=True):
+    for axis, cost in zip(axes, (HELD, second), strict=True):
+        scale = "linear" if cost.is_time else "log"
         known = points[points[cost.name].notna()]
         if not len(known):
             axis.set_axis_off()

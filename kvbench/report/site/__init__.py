@@ -6,7 +6,7 @@ further kind of page is a function of `Site` that yields files, and a line of `P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from kvbench.report.site.method_pages import method_pages
 from kvbench.report.site.pictures import pictures
 from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
+from kvbench.report.site.submitted import PATH, add_yours, submissions
+from kvbench.report.submissions.checked import Submitted
 
 ASSETS = ("site.css", "site.js")
 
@@ -44,15 +46,19 @@ PAGES = {
     "Methods": Pages("methods/index.html", method_pages),
     "Pictures": Pages("pictures/index.html", pictures),
     "Two arms": Pages("samples/index.html", samples),
+    "Add yours": Pages("add.html", add_yours),
 }
+OF_OTHERS = {"Runs of others": Pages(PATH, submissions)}  # of a site that has some
 
 
-def write(runs: Runs, folders: str, out: Path) -> None:
+def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submitted] = ()) -> None:
     """Write a site; pages of an older one there that are not of this one go away.
 
     Args:
         runs: all that shall be on it.
         folders: that they are from, in words.
+        out: the site's folder.
+        submitted: what others gave, of which the rows are among the runs.
 
     Raises:
         ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
@@ -60,11 +66,12 @@ def write(runs: Runs, folders: str, out: Path) -> None:
     check(out)
     if held := next((path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None):
         raise ConfigError(f"--out {out}: holds the run {held}; name a folder beside the runs")
-    site = Site(runs, folders)
+    site = Site(runs, folders, submitted)
     if not site.rows:
         raise ConfigError(f"--out {out}: timed runs alone make no site; --out report.html shows them")
-    sections = {name: pages.first for name, pages in PAGES.items()}
-    files = [file for pages in PAGES.values() for file in pages.make(site, sections)]
+    kinds = PAGES | (OF_OTHERS if submitted else {})
+    sections = {name: pages.first for name, pages in kinds.items()}
+    files = [file for pages in kinds.values() for file in pages.make(site, sections)]
     files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
     write_files(out, files)
 

@@ -11,6 +11,7 @@ from kvbench.report.data.select import order_of
 from kvbench.report.site.front import SHARES
 from kvbench.report.site.markup import File, cell_of, ids_of, linked, page, protocols, small
 from kvbench.report.site.rows import FAR_OVER, Row, Site, share_of
+from kvbench.report.site.submitted import anchor
 from kvbench.report.tables.formats import NONE
 
 
@@ -84,7 +85,7 @@ is ordered by nearness to full attention (KL) or by score.</p>
 <section id="best" aria-live="polite"></section>
 <p><small>An arm with prompts of several lengths has a line for each: what it costs and how near it stays are of the
 same samples. Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C
-or more, and nothing on samples where full attention's own score may be 0.</small></p>
+or more, and nothing on samples that rank no methods, as the list above says.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
@@ -115,16 +116,19 @@ def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) ->
     cells = "".join(_share(row, name) if name in SHARED else _cell(row, name) for name in columns)
     keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
     keys |= {"variant": row.variant} if row.variant else {}
+    keys |= {"whose": row.whose}
     keys |= {"choice": ""} if row.is_choice else {}
     keys |= {"pairs": pairs} if pairs else {}
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
-    bare = ' class="yardstick"' if row.run.is_full else ""
+    looks = " ".join(["yardstick"] * row.run.is_full + ["theirs"] * (row.of is not None))
+    bare = f' class="{looks}"' if looks else ""
     labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
     apart = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
     phone = ", ".join(
         filter(None, [row.task if "task" in words else "", "" if row.budget == NONE else f"C = {row.budget}"])
     )
-    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(apart)}'
+    of = f' <small><a href="{anchor(row.of)}">checked</a></small>' if row.of else ""
+    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(apart)}{of}'
     return f'<tr{bare}{data}><th scope="row" data-name="method">{head}</th>{labels}{cells}</tr>'
 
 
@@ -162,6 +166,7 @@ def _filters(rows: Sequence[Row]) -> str:
 {select("task", "Task", "all", there("task"))}
 {select("budget", "Budget C", "any", there("budget"))}
 {select("model", "Model", "all", there("model"))}
+{select("whose", "Whose runs", "all", sorted({row.whose for row in rows}))}
 <label>KV, MiB at most<input name="memory" {number}></label>
 <label>ms / token at most<input name="time" {number}></label>
 <label>Method<input name="method" type="search" placeholder="all" autocomplete="off"></label>

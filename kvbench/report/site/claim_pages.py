@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from kvbench.report.claims.claim import Criterion, beds
-from kvbench.report.claims.page import Judged
+from kvbench.report.claims.page import Judged, Part
+from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import arms_of, is_time, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
 from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
@@ -32,7 +33,8 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
         f"measure more: {counted(site.judged)}. A claim holds if the "
         "whole interval meets its criterion, and does not hold if none of it does; otherwise, or with fewer samples "
-        "than its criterion asks for, it is undecided. Criteria were set before the runs. A claim that needs a larger "
+        "than its criterion asks for, it is undecided. Criteria were set before the runs; those of an older "
+        "rule are kept on a claim's page. A claim that needs a larger "
         "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
         "summary by others and its authors' rebuttal were read.</p>" + "".join(lists)
     )
@@ -44,10 +46,12 @@ def _body(site: Site, one: Judged) -> str:
     methods = " ".join(linked(method, "../", "#claims") for method in site.methods if is_about(claim, method))
     lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
     sections = {
-        "Measured": _findings(one),
+        "Measured": _findings(one, one.criteria),
+        "What would decide it": _lacking(one),
         "Runs": _runs(one),
         "Make it again": _commands(one),
         **{title: f"<p>{escape(words)}.</p>" for title, words in lacking.items() if words},
+        "What decided it before": _superseded(one),
         "Methods": f"<p>{methods}</p>" if methods else "",
     }
     return "\n".join(
@@ -59,22 +63,40 @@ def _body(site: Site, one: Judged) -> str:
     )
 
 
-def _findings(one: Judged) -> str:
+def _lacking(one: Judged) -> str:
+    """Of each undecided criterion the samples that it asks for, where others do not decide the claim."""
+    if one.verdict is not Verdict.UNDECIDED:
+        return ""
+    words = {criterion.about: lacks(criterion, found, one.runs) for criterion, found, _ in one.criteria}
+    lines = (f"<li>{escape(about)}: {escape(said)}</li>" for about, said in words.items() if said)
+    return f"<ul>{''.join(lines)}</ul>"
+
+
+def _superseded(one: Judged) -> str:
+    """The criteria that no longer decide, with what they found, and why."""
+    why = one.claim.superseded.why
+    return f"<p>{escape(why[0].upper() + why[1:])}.</p>{_findings(one, one.superseded)}" if why else ""
+
+
+def _findings(one: Judged, parts: Sequence[Part]) -> str:
     head = "".join(f"<th{' class=label' if name in LABELS else ''}>{name}</th>" for name in COLUMNS)
     lines = []
-    for place, (criterion, found, verdict) in enumerate(one.criteria):
+    decides = parts is one.criteria
+    for place, (criterion, found, verdict) in enumerate(parts):
         wanted = f'<td class="label">{escape(criterion.wanted)}</td>'
         if isinstance(found, Missing):
             why, _, _ = found.why.partition("; ")
             cells = f'<td class="label" colspan="3">{escape(why)}</td>{wanted}<td></td>'
         else:
-            source = _source(one, criterion, f'data-claim="{one.claim.id}" data-part="{place}"')
+            part = "part" if decides else "superseded"
+            source = _source(one, criterion, f'data-claim="{one.claim.id}" data-{part}="{place}"')
             numbers = {"value": found.value, "low": found.low, "high": found.high}
             cells = "".join(_number(name, number, source) for name, number in numbers.items()) + wanted
             cells += _number("n", found.n, source, f" of {criterion.n}" if found.n < criterion.n else "")
-        decided = f'<td class="label"><b class="{LOOKS.get(verdict, "open")}">{verdict.value}</b></td>'
+        look = LOOKS.get(verdict, "open") if decides else "open"
+        decided = f'<td class="label"><b class="{look}">{verdict.value}</b></td>'
         lines.append(f'<tr><th scope="row">{escape(criterion.about)}</th>{decided}{cells}</tr>')
-    notes = [found.note for _, found, _ in one.criteria if isinstance(found, Finding) and found.note]
+    notes = [found.note for _, found, _ in parts if isinstance(found, Finding) and found.note]
     items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
     return table_of(head, lines, "claim") + (f"<ul class=notes>{items}</ul>" if items else "")
 

@@ -1,4 +1,4 @@
-"""The front door: the two questions that bring a reader here, each answered in a table that leads on."""
+"""The front door: the questions that bring a reader here, each answered in a table that leads on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.figures.all import draw
 from kvbench.report.site.claimed import OWN, by_side, counted
 from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.markup import File, figure, linked, page, protocols, small, table_of
+from kvbench.report.site.markup import File, cell_of, figure, linked, page, protocols, small, table_of
 from kvbench.report.site.rows import Row, Site, dense_of, share_of
 from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
@@ -33,15 +33,17 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 {_best(site, board)}</section>
 <section id="claims"><h2>Does Quest do what its paper says?</h2>
 {_claimed(site, sections.get("Claims", ""))}</section>
+{_asked(site, sections.get("Pictures", ""))}
 {f"<section id=cost><h2>What does nearness cost?</h2>{shown}</section>" if drawn else ""}"""
     yield page("index.html", "KV-cache methods, measured alike", site, sections, body)
 
 
 def _largest(site: Site) -> Runs:
     """The runs of the panel with the most arms of sparse methods."""
-    sparse = [row for row in site.rows if row.method != YARDSTICK]
-    ((panel, _),) = Counter(row.panel for row in sparse or site.rows).most_common(1)
-    return legible(site.joined.only([row.run for row in site.rows if row.panel == panel]))
+    own = [row for row in site.rows if row.of is None]
+    sparse = [row for row in own if row.method != YARDSTICK]
+    ((panel, _),) = Counter(row.panel for row in sparse or own).most_common(1)
+    return legible(site.joined.only([row.run for row in own if row.panel == panel]))
 
 
 def _best(site: Site, board: str) -> str:
@@ -83,6 +85,30 @@ def _best(site: Site, board: str) -> str:
         "samples another may be as good, and more would say.</p>"
         + protocols(site)
         + table_of(f"<th class=label>task</th>{heads}", lines, "best")
+    )
+
+
+def _asked(site: Site, pictures: str) -> str:
+    """Where runs differ in `protocol.question` alone the score of each method with the question and after it."""
+    when: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in site.rows:
+        question = str(row.run.settings["protocol.question"])
+        panel = row.panel.replace(f", protocol.question={question}", "")
+        when.setdefault((panel, row.method, row.budget, row.variant), {})[question] = row
+    pairs = {arm: own for arm, own in when.items() if {"with", "after"} <= own.keys()}
+    if not pairs:
+        return ""
+    lines = [
+        f'<tr><th scope="row">{linked(method, "")}{small(", ".join(filter(None, [f"C = {budget}", variant, panel])))}'
+        f"</th>{cell_of(own['with'], 'score')}{cell_of(own['after'], 'score')}</tr>"
+        for (panel, method, budget, variant), own in pairs.items()
+    ]
+    return (
+        '<section id="question"><h2>Does SnapKV survive a question that comes after?</h2><p>Scores where a method '
+        "compresses the context with the question at its end, and where the question comes after it has compressed. "
+        f'<a href="{pictures}#question">The picture</a> has their intervals side by side.</p>'
+        + table_of("<th></th><th>with the question</th><th>question after</th>", lines)
+        + "</section>"
     )
 
 

@@ -20,8 +20,6 @@ from kvbench.report.data.style import style_of
 from kvbench.report.site.rows import Row, Site
 from kvbench.report.tables.formats import NONE, text
 
-HOPELESS = "full attention's own score may be 0, so no method is named best and none has a place"
-
 
 class File(NamedTuple):
     """One file of a site: its path from the site's folder, and what stands in it."""
@@ -58,7 +56,7 @@ def protocols(site: Site) -> str:
     lines = []
     for panel in dict.fromkeys(row.panel for row in site.rows):
         own = [row.run for row in site.rows if row.panel == panel]
-        hopeless = any(row.is_hopeless for row in site.rows if row.panel == panel)
+        whys = dict.fromkeys(row.unranked for row in site.rows if row.panel == panel and row.unranked)
         setting, arms = own[0].settings, [run.arm for run in own]
         counts = sorted({int(arm["n"]) for arm in arms})
         lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
@@ -72,7 +70,7 @@ def protocols(site: Site) -> str:
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
             f"too few to rank methods, which takes {FEWEST} or more" if counts[-1] < FEWEST else "",
             "beside a number stands the range of so few" if any(map(_is_ranged, own)) else "",
-            HOPELESS if hopeless else "",
+            *(f"{why}, so no method is named best and none has a place" for why in whys),
         ]
         lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
     slow = any(row.run.settings["device"] == "cpu" for row in site.rows)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from kvbench.config import choices, conf_dir, method_config, show
+from kvbench.report.data.run import missing
+from kvbench.report.data.select import last_word
 from kvbench.report.site.claimed import claims_section
 from kvbench.report.site.markup import File, figure, label_of, linked, page, slug, swatch, table_of
 from kvbench.report.site.printed import Printed, all_printed, published
@@ -16,7 +18,7 @@ from kvbench.report.site.rows import Row, Site
 
 def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The pages, their figures, and one page that leads to them."""
-    tables, shipped = all_printed(site.joined), choices("method")
+    tables, shipped = all_printed(site.own(site.joined)), choices("method")
     lines = []
     for method in site.methods:
         own = [row for row in site.rows if row.method == method]
@@ -41,7 +43,7 @@ def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tab
         "Claims": claims_section(site, method),
         "Published beside ours": published(method, tables),
         "Where its paper leaves a choice": choices_taken(method_config(method).target) if method in shipped else "",
-        "Settings": _settings(method) if method in shipped else "",
+        "Settings": _settings(method) if method in shipped else _options(own),
     }
     blocks = {title: body for title, body in blocks.items() if body}
     ids = {title: title.lower().replace(" ", "-") for title in blocks}
@@ -49,11 +51,28 @@ def _body(site: Site, method: str, own: Sequence[Row], drawn: Sequence[str], tab
     return "\n".join(
         [
             f'<p class="name">{swatch(method)}<code>method={escape(method)}</code></p>',
-            about(method) or f"<p>{escape(shipped.get(method, 'A method of your own.'))}</p>",
+            about(method) or f"<p>{escape(shipped.get(method) or _whose(own))}</p>",
             f'<nav class="toc">{links}</nav>',
             *(f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>' for title, body in blocks.items()),
         ]
     )
+
+
+def _whose(own: Sequence[Row]) -> str:
+    """Whose a method is that kvbench does not ship."""
+    people = " and ".join(dict.fromkeys(row.of.manifest.who for row in own if row.of))
+    return f"A method of {people}, of which nothing but its runs is known." if people else "A method of your own."
+
+
+def _options(own: Sequence[Row]) -> str:
+    """The options that runs of such a method say that they had."""
+    lines = dict.fromkeys(
+        f"<dt>{escape(last_word(key))}</dt><dd><code>{escape(row.run.label(key))}</code></dd>"
+        for row in own
+        for key, value in row.run.settings.items()
+        if key.startswith("method.") and not missing(value)
+    )
+    return f"<dl>{''.join(lines)}</dl>" if lines else ""
 
 
 def _settings(method: str) -> str:

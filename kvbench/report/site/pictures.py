@@ -23,17 +23,24 @@ class Shown(NamedTuple):
         about: what it shows, a clause.
         longest: a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
         file: measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
+        archive: of the runs that kvbench ships, drawn where a site's own make no such picture.
     """
 
     question: str
     about: str
     longest: str = ""
     file: str = ""
+    archive: str = "claims.tar.xz"
 
 
 SHOWN = {
     "attended": Shown("What does a budget come to?", "Entries attended over C, against the C that was asked for"),
     "frontier": Shown("What does a byte buy?", "KL, or the score, against the share of full attention's bytes"),
+    "question": Shown(
+        "Does it survive a question that comes after?",
+        "Score by when the question is read: with the context, or after it was compressed",
+        archive="question.tar.xz",
+    ),
     "lost": Shown("Where is attention lost?", "Attention on what was not selected, by layer and query head"),
     "drift": Shown("Does it stay as near?", "KL from full attention over the longest answers", longest="fidelity"),
     "written": Shown("How long are the answers?", "New tokens of an answer, and how many end in a loop"),
@@ -62,16 +69,17 @@ def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
     """A figure, b"" where there is none, and a note on whose runs it is of."""
-    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.joined, shown.longest)))
+    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.own(site.joined), shown.longest)))
     return (image, "") if image else (_of_shipped(name), f" ({OURS})")
 
 
 @cache
 def _of_shipped(name: str) -> bytes:
     """A figure of what kvbench ships; b"" where it was installed without that."""
-    shown, runs = SHOWN[name], shipped_runs(SHIPPED / "claims.tar.xz")
+    shown = SHOWN[name]
     if shown.file:
         return picture(partial(draw_file, name, [SHIPPED / shown.file]))
+    runs = shipped_runs(SHIPPED / shown.archive)
     return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
 
 

@@ -1,4 +1,4 @@
-"""What the pages of `methods/` say of a method, as HTML: what it is, and where its paper leaves a choice."""
+"""What the pages of `methods/` say, as HTML: what a method is, where its paper leaves a choice, how to add one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,21 @@ def choices_taken(target: str) -> str:
     readme = FOLDER / module / "README.md" if package == "methods" else FOLDER / "none"
     sections = re.split(r"^## ", _text(readme), flags=re.MULTILINE)
     return "".join(html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE))
+
+
+def document(path: Path) -> tuple[str, str]:
+    """The title of a page and, as HTML, all that follows it: headings, paragraphs, lists and code."""
+    title, _, rest = _text(path).removeprefix("# ").partition("\n")
+    parts = []
+    for place, part in enumerate(re.split(r"^```.*\n", rest, flags=re.MULTILINE)):
+        if place % 2:
+            parts.append(f"<pre><code>{escape(part, quote=False)}</code></pre>")
+            continue
+        for section in re.split(r"^(?=## )", part, flags=re.MULTILINE):
+            heading = re.match(r"## (.*)\n", section)
+            parts.append(f"<h2>{_inline(heading[1])}</h2>" if heading else "")
+            parts.append(html(section[heading.end() :] if heading else section))
+    return title, "\n".join(filter(None, parts))
 
 
 def html(markdown: str) -> str:

@@ -115,7 +115,9 @@ def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
         budgets.setdefault(row.panel, set()).add(row.budget)
     panels = {panel for panel, there in budgets.items() if len(there) > 1} or budgets.keys()
     beside = {own[0].method, YARDSTICK, ORACLE}
-    runs = site.joined.only([row.run for row in site.rows if row.panel in panels and row.method in beside])
+    of_others = {row.of for row in own if row.of} if all(row.of for row in own) else set()
+    shown = [row for row in site.rows if row.of is None or row.of in of_others]
+    runs = site.joined.only([row.run for row in shown if row.panel in panels and row.method in beside])
     for name in FIGURES:
         if drawing := picture(partial(draw, name, runs)):
             yield name, drawing

@@ -16,6 +16,7 @@ from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
 from kvbench.report.data.stats import Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
+from kvbench.report.submissions.checked import Submitted
 from kvbench.report.tables.cells import Cell, Table
 from kvbench.report.tables.formats import NONE
 from kvbench.report.tables.runs import summary
@@ -35,9 +36,9 @@ class Row(NamedTuple):
         variant: the settings in which it differs from others of the same method, budget and panel, or "".
         cell, table: its numbers, and how they are shown.
         full: the run of full attention on the same samples, or None.
-        is_hopeless: whether full attention itself may score 0 on these samples, by its interval: then no score says
-            anything of a method.
+        unranked: why no score on these samples ranks methods, or "" (`Run.ranks_none`).
         length: of the prompts that its numbers are of; None: of all of them.
+        of: the submission that it is from; None for one of the board's own.
     """
 
     run: Run
@@ -50,16 +51,22 @@ class Row(NamedTuple):
     cell: Cell
     table: Table
     full: Run | None
-    is_hopeless: bool
+    unranked: str
     length: int | None = None
+    of: Submitted | None = None
 
     @property
     def is_choice(self) -> bool:
         """Whether it is named among the best: not full attention, not the oracle, within its budget, and on samples
-        that full attention answers.
+        that rank methods.
         """
         within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
-        return within and not self.run.is_full and not self.is_hopeless and self.method != ORACLE
+        return within and not self.run.is_full and not self.unranked and self.method != ORACLE
+
+    @property
+    def whose(self) -> str:
+        """Who made the run, for a filter."""
+        return "others" if self.of else "kvbench"
 
     @property
     def name(self) -> str:
@@ -75,10 +82,22 @@ class Site:
     Attributes:
         runs: as collected.
         folders: that they are from, in words.
+        submitted: what others gave: the runs that are theirs, and what was found wrong.
     """
 
     runs: Runs
     folders: str
+    submitted: Sequence[Submitted] = ()
+
+    @cached_property
+    def theirs(self) -> dict[str, Submitted]:
+        """The submission of each run that is not the board's own, by the run's folder."""
+        return {str(run.arm["path"]): one for one in self.submitted for run in one.rows}
+
+    def own(self, runs: Runs) -> Runs:
+        """Those of these runs that are the board's own: claims, pictures and papers are held against no others."""
+        kept = (run for run in runs if str(run.arm["path"]) not in self.theirs)
+        return runs.only(kept) if self.theirs else runs
 
     @cached_property
     def joined(self) -> Runs:
@@ -88,7 +107,7 @@ class Site:
     @cached_property
     def judged(self) -> list[Judged]:
         """The papers' claims, with the verdicts by these runs and what kvbench ships."""
-        return judged(self.runs, [])
+        return judged(self.own(self.runs), [])
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -111,14 +130,14 @@ class Site:
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                hopeless = full is not None and full.may_score_0
-                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, hopeless))
+                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, run.ranks_none))
         named = []
         for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
             shared = set.intersection(*(set(words[row.run]) for row in alike))
             for row in alike:
                 apart = [word for word in words[row.run] if word not in shared]
-                named.append(row._replace(variant=", ".join(apart)))
+                of = self.theirs.get(str(row.run.arm["path"]))
+                named.append(row._replace(variant=", ".join([*apart, *([of.by] if of else [])]), of=of))
         size = Counter(row.panel for row in named)
         return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
 
@@ -131,7 +150,7 @@ class Site:
                 if (whole := named.get(row.run.folders)) is None:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
-                found.append(row._replace(panel=panel, variant=whole.variant, length=length))
+                found.append(row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of))
         panels = list(dict.fromkeys(row.panel for row in self.rows))
         place = {row.run.folders: panels.index(row.panel) for row in self.rows}
         return sorted(found, key=lambda row: (place[row.run.folders], row.length or 0))

@@ -49,6 +49,7 @@ const fits = (row, wanted) => {
   };
   const words = wanted.method.trim().toLowerCase();
   return (!wanted.task || row.dataset.task === wanted.task) && (!wanted.model || row.dataset.model === wanted.model)
+    && (!wanted.whose || row.dataset.whose === wanted.whose)
     && (!wanted.budget || row.dataset.budget === wanted.budget || row.dataset.budget === "-")
     && (!words || `${row.dataset.method} ${row.cells[0].textContent}`.toLowerCase().includes(words))
     && most(wanted.index ? "index_share" : "device_share", wanted.share) && most("device_kv_bytes", wanted.memory) && most("tpot_ms_p50", wanted.time);

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
@@ -35,6 +36,11 @@ BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
     "samples": WITH_SCORE["samples"],
+}
+
+# What a score is shown by that can be asked for alone.
+PARTS = {name: line for name, line in {**WITH_SCORE, **BRIEF_SCORE}.items() if name not in QUANTITIES} | {
+    "gain": Quantity("gain", "", f"gain over {CONTROL}", digits=1, better="more")
 }
 
 
@@ -111,6 +117,13 @@ def kl_numbers(run: Run) -> dict[str, float]:
     return {"kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
 
 
+def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
+    """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
+    gain = gain_of(run, groups)
+    found = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
     own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
@@ -159,10 +172,16 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
     }
 
 
-def beyond_noise(numbers: Mapping[str, float]) -> bool:
-    """Whether a score differs from full attention's on the same samples by more than chance."""
-    names = ("against_full", "against_full_low", "against_full_high", "pairs")
-    return all(name in numbers for name in names) and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+def beyond_noise(cell: Cell) -> bool:
+    """Whether a score differs from full attention's by more than chance, on samples that may rank methods."""
+    names, numbers = ("against_full", "against_full_low", "against_full_high", "pairs"), cell.numbers
+    known = all(name in numbers for name in names) and ranks_methods(cell)
+    return known and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+
+
+def ranks_methods(cell: Cell) -> bool:
+    """Whether its samples may rank methods by their score: full attention answers them, and methods differ there."""
+    return "w" not in cell.marks.get("score", "")
 
 
 def compared(cells: Iterable[Cell]) -> str:
@@ -198,7 +217,7 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
         )
     if any("against_full" in cell.numbers for cell in cells):
         notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
-    if "brief_score" in lines and any(beyond_noise(cell.numbers) for cell in cells):
+    if "brief_score" in lines and any(map(beyond_noise, cells)):
         notes.append(
             f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the {COVERAGE} % interval "
             f"of the paired differences. {compared(cells)}."

@@ -80,7 +80,7 @@ def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
         return NONE
     numbers, value = cell.numbers, table.lines[name]
     if name == "brief_score" and "score" in numbers:
-        sure, marks = "*" * beyond_noise(numbers), cell.marks.get("score")
+        sure, marks = "*" * beyond_noise(cell), cell.marks.get("score")
         shown = f"{numbers['score']:.{value.digits}f}{sure}" + (f" ({marks})" if marks else "")
         return f"{shown} {_interval(numbers, 'score', value)}".rstrip()
     if name == "brief_against_full" and "against_full" in numbers:

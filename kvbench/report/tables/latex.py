@@ -16,7 +16,7 @@ from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared
+from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared, ranks_methods
 from kvbench.report.tables.formats import NONE, text
 from kvbench.runs.quantities import Quantity
 
@@ -173,7 +173,7 @@ def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[i
     if "score_low" in cell.numbers:
         up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low"))
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
-    marks = STAR * beyond_noise(cell.numbers) + letters
+    marks = STAR * beyond_noise(cell) + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
 
 
@@ -215,7 +215,7 @@ def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     name = "score" if name in SCORES else name
     n = cell.numbers.get(f"{name}_samples", cell.numbers.get("samples", 0))
     ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
-    return quantity.part == "audit" or ranks(n, *ends)
+    return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or ranks_methods(cell)))
 
 
 def _number(cell: Cell | None, name: str, digits: int) -> float:
@@ -232,7 +232,7 @@ def _notes(table: Table, ranked: bool) -> Iterator[str]:
     counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
     if counts:
         yield f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
-    if any(beyond_noise(cell.numbers) for cell in cells):
+    if any(map(beyond_noise, cells)):
         yield (
             rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not in the {COVERAGE} \% "
             f"interval of the paired differences; {escaped(compared(cells))})."

@@ -6,7 +6,9 @@ A table is made of cells with numbers, and knows nothing of how it is printed (`
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvbench.report.data.marks import NO_TIMES, time_marks, transfer_marks
@@ -32,11 +34,13 @@ from kvbench.report.data.select import (
 from kvbench.report.tables.cells import (
     BRIEF_SCORE,
     BRIEFEST_SCORE,
+    PARTS,
     SAME_TOP,
     WHOLE_SCORE,
     Cell,
     Table,
     ends,
+    gain_numbers,
     kl_numbers,
     mark_machines,
     notes_of,
@@ -44,7 +48,7 @@ from kvbench.report.tables.cells import (
     seeds_of,
 )
 from kvbench.report.tables.timed import timed_tables
-from kvbench.runs.quantities import PASSED, Quantity, named
+from kvbench.runs.quantities import LESS, PASSED, Quantity, named
 
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
@@ -153,18 +157,20 @@ def pivot(
     where: Sequence[str] = (),
     allow_mixed: bool = False,
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    best_first: bool = False,
 ) -> Table:
     """Any selection: runs, or their groups, by some of their settings.
 
     Args:
         rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
             the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
-        values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, parts of a step such as
-            "breakdown_ms.select", and numbers of a method's own such as "audit.candidates"; of the last two what
-            follows the dot is enough.
+        values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, names of
+            `kvbench.report.tables.cells.PARTS`, parts of a step such as "breakdown_ms.select", and numbers of a
+            method's own such as "audit.candidates"; of the last two what follows the dot is enough.
         where: as `select` takes them; rows and columns stand in the order in which values are written there.
         allow_mixed: runs of several protocols may stand together, marked.
         score_lines: what a score is shown by.
+        best_first: rows stand by the first value in the first column, the best first, in place of their labels' order.
 
     Raises:
         ConfigError: no such key or value; several runs in one cell of the table, which says in what they differ;
@@ -174,7 +180,7 @@ def pivot(
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
     if "seed" not in (*down, *across):
         _, chosen = over_seeds(runs, chosen)
-    meant = {word: values_of(runs, word) for word in values}
+    meant = {word: [word] if word in PARTS else values_of(runs, word) for word in values}
     names = [name for own in meant.values() for name in own]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
     if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
@@ -182,10 +188,31 @@ def pivot(
     for labels, alike in by_labels(chosen, [*down, *across]).items():
         refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
     asked = [label for word in where for label in word.partition("=")[2].split(",")]
-    titles = [named(own[0]).title if len(own) == 1 else word for word, own in meant.items()]
-    return _table(
+    titles = [_line(own[0]).title if len(own) == 1 else word for word, own in meant.items()]
+    table = _table(
         chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, asked
     )
+    return _best_first(table) if best_first else table
+
+
+def _line(name: str) -> Quantity:
+    """The quantity of a value."""
+    return PARTS.get(name) or named(name)
+
+
+def _best_first(table: Table) -> Table:
+    """The same table, its rows by the first value in the first column; those without one last."""
+    first = next(iter(table.lines))
+    number = "score" if first == "brief_score" else first
+    sign = 1 if table.lines[first].better == LESS else -1
+
+    def place(row: int) -> float:
+        cell = table.cells.get((row, 0))
+        return sign * cell.numbers[number] if cell and number in cell.numbers else math.inf
+
+    order = sorted(range(len(table.rows)), key=place)
+    cells = {(order.index(row), column): cell for (row, column), cell in table.cells.items()}
+    return replace(table, rows=[table.rows[row] for row in order], cells=cells)
 
 
 def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
@@ -235,7 +262,7 @@ def _table(
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: named(name)}
+        lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: _line(name)}
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
@@ -284,18 +311,18 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
-        quantity = named(name)
+        quantity = _line(name)
         candidates = probed(alike) if quantity.part == "probe" else scored(alike)
         if not candidates:
             continue
         (run,) = candidates
         arm, first = run.arm, first or run
-        if name != "score" and missing(arm[name]):
-            continue
-        if name == "score":
+        if name == "gain":
+            numbers |= gain_numbers(run, groups)
+        elif name == "score" or name in PARTS:
             numbers |= score_numbers(run, groups)
             marks["score"] = run.marks(groups)
-        else:
+        elif not missing(arm[name]):
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
             if name == "kl_mean" and (kl := run.kl()):
                 numbers |= kl_numbers(run)

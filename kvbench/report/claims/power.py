@@ -1,0 +1,94 @@
+"""How many samples an undecided criterion asks for, by the spread of those that it has, and how long these take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import datetime
+
+from kvbench.report.claims.claim import Criterion
+from kvbench.report.claims.sampled import arms_of, is_time, runs_of
+from kvbench.report.claims.verdict import Finding, Interval, Missing, Verdict, judge
+from kvbench.report.data.run import Run, Runs
+from kvbench.report.data.stats import Z, student
+from kvbench.runs.stored import json_in
+
+HOPELESS = 10  # times as many samples as there are: nobody will take them
+
+
+def lacks(criterion: Criterion, found: Finding | Missing, runs: Runs | None) -> str:
+    """What would decide an undecided criterion, in words; "" for others."""
+    if isinstance(found, Missing) or judge(criterion, found) is not Verdict.UNDECIDED:
+        return ""
+    wanted = samples_wanted(criterion, found)
+    if wanted is None:
+        return "more samples would not decide it"
+    more = max(1, wanted - found.n)
+    words = f"{_rounded(wanted)} samples would decide it, if mean and spread stay, {_rounded(more)} more"
+    if wanted > HOPELESS * found.n >= HOPELESS * criterion.n:  # of fewer than it asks for the spread is not known
+        return f"{words}: it will stay undecided"
+    minutes = minutes_a_sample(criterion, runs)
+    return words if minutes is None else f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
+
+
+def samples_wanted(criterion: Criterion, found: Finding) -> int | None:
+    """The samples with which the interval would just leave the bounds that lie in it; at least the criterion's n.
+
+    None where an interval does not narrow with samples, or its middle lies on a bound.
+    """
+    if found.low is None or found.high is None:
+        return criterion.n
+    bounds = [bound for bound in (criterion.at_least, criterion.at_most) if bound is not None]
+    crossed = [bound for bound in bounds if found.low <= bound <= found.high]
+    if any(bound == found.value for bound in crossed) or (crossed and found.interval is Interval.RANGE):
+        return None
+    return max([criterion.n, *(_until(found, bound) for bound in crossed)])
+
+
+def _until(found: Finding, bound: float) -> int:
+    """The samples with which the interval would end at a bound."""
+    apart = abs(found.value - bound)
+    if found.interval is Interval.WILSON:  # of scores, 0 to 100
+        return math.ceil(Z**2 * bound * (100 - bound) / apart**2)
+    half = found.value - found.low if bound < found.value else found.high - found.value  # type: ignore[operator]
+    wanted = math.ceil(found.n * (half / apart) ** 2)
+    if found.interval is Interval.STUDENT:
+        spread = half * math.sqrt(found.n) / student(found.n - 1)
+        wanted = next((n for n in range(2, wanted) if student(n - 1) * spread <= apart * math.sqrt(n)), wanted)
+    return wanted
+
+
+def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
+    """What a sample of all arms took in the runs that there are: arms of scores ran side by side, times in turns.
+
+    None where no run says it: of files, and of runs without the times at which they began and ended.
+    """
+    if criterion.kind != "runs":
+        return None
+    timed = is_time(criterion.asked["value"])
+    found = list(_minutes(criterion, runs, timed))
+    return (sum if timed else max)(found) if found and all(found) else None
+
+
+def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[float]:
+    """Of each arm the minutes of a sample, of timed ones of a repeat, which is a run."""
+    for words in (one for arms in arms_of(criterion.asked).values() for one in arms):
+        chosen = runs_of(runs, criterion.asked["bed"], words, times=timed)
+        spans = [] if isinstance(chosen, Missing) else [_span(run) for run in chosen]
+        yield sum(span for span, _ in spans) / max(1, len(spans) if timed else sum(count for _, count in spans))
+
+
+def _span(run: Run) -> tuple[float, int]:
+    """The minutes in which a run took its last samples, and how many these were; 0 of what does not say it."""
+    status = json_in(run.arm["path"] / "status.json")
+    try:
+        began, ended = (datetime.fromisoformat(str(status[key])) for key in ("began", "updated"))
+        return (ended - began).total_seconds() / 60, int(status["ran"])
+    except (KeyError, ValueError, TypeError):
+        return 0.0, 0
+
+
+def _rounded(count: int) -> str:
+    """Two digits of a number, as it is an estimate."""
+    digits = max(0, len(str(count)) - 2)
+    return f"{-(-count // 10**digits) * 10**digits:,}"

@@ -1,0 +1,30 @@
+"""The control: random tokens as many as a method keeps, over which its score is a gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvbench.report.data.run import YARDSTICK, Run, missing
+from kvbench.report.data.stats import Estimate
+
+CONTROL = "random"
+
+
+def control_among(runs: Iterable[Run]) -> Run | None:
+    """The run of random tokens; of several that which protects most of the prompt's ends."""
+    found = [run for run in runs if run.arm["method"] == CONTROL]
+    return max(found, key=protected, default=None)
+
+
+def protected(run: Run) -> float:
+    """The share of C that a run keeps at each end of the prompt; 0 where its method does not."""
+    share = run.settings.get("method.protect")
+    return 0.0 if missing(share) else float(share)  # type: ignore[arg-type]
+
+
+def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
+    """A score less the control's of the same budget on the same samples, in points; None for full attention, the
+    control itself, and where no control ran beside it."""
+    alike = (one for one in run.beside if one.kind == run.kind and one.arm["budget"] == run.arm["budget"])
+    control = None if run.arm["method"] == YARDSTICK else control_among(alike)
+    return None if control is None or control.index == run.index else run.against([control], groups)

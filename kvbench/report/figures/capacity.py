@@ -1,0 +1,102 @@
+"""The figure `capacity`: tokens a second of as many requests as fit into a memory (of `scripts/bench_capacity.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from kvbench.config import ConfigError
+from kvbench.report.data.style import Style, styles_of
+from kvbench.report.figures.labels import SIZE, End, height_for, name_ends
+from kvbench.report.figures.panels import legend, line_look, log_y, mark_powers, tiled
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
+
+ENGINES = {"vllm": "vLLM", "hf": "KVCache"}
+DECODING, ALL, AT_ONCE = "decode_tokens_per_s", "tokens_per_s", "decode_at_once"
+WHAT = "\n".join(
+    (
+        "numbers: requests at once; lines: passes that read no prompt; dotted: all passes, prompts included",
+        "upright: from this memory on full attention is as fast",
+    )
+)
+Panel = tuple[
+    str, str, int, int, str
+]  # engine, model, tokens of a prompt and of its answer, "equal" or as they are drawn
+Arms = dict[str, dict[int, Mapping[str, Any]]]  # by method and MiB
+
+
+def capacity(files: Sequence[Path]) -> Figure:
+    """Tokens a second over the memory for keys and values; a panel for each engine, model and length, a line an arm.
+
+    Args:
+        files: the script's JSON.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    (path, *others) = files or [Path("results")]
+    try:
+        found = json_of(contents(path))
+        panels = _panels(found["cells"])
+        crossed = {
+            (*_panel(one), one["method"]): one["memory_mib"] for one in found["crossings"] if one["by"] == DECODING
+        }
+        if not panels:
+            raise LookupError
+    except (OSError, ResultsError, *DAMAGED) as error:
+        raise ConfigError(
+            f"figure=capacity: {path}: expected one file, what scripts/bench_capacity.py prints last, such as "
+            f"results/bench_capacity_cpu.json ({type(error).__name__})"
+        ) from error
+    if others:
+        raise ConfigError(f"figure=capacity: {1 + len(others)} files; expected one")
+    styles = styles_of(dict.fromkeys(method for arms in panels.values() for method in arms))
+    tall = height_for(max(map(len, panels.values())))
+    figure, axes = tiled(len(panels), "tokens a second in equal memory for keys and values; up is better", tall + 0.6)
+    for axis, (key, arms) in zip(axes.flat, panels.items(), strict=False):
+        engine, model, tokens, answer, lengths = key
+        size = f"{'' if lengths == 'equal' else 'up to '}{tokens:,} + {answer:,} tokens"
+        axis.set(title=f"{model}\n{size}, {ENGINES.get(engine, engine)}", ylabel="tokens a second")
+        axis.set_xlabel("memory for keys and values (MiB)")
+        _draw(axis, arms, styles, {method: crossed.get((*key, method)) for method in arms}, tall)
+    return legend(figure, axes, WHAT)
+
+
+def _panel(line: Mapping[str, Any]) -> Panel:
+    return str(line["engine"]), str(line["model"]), int(line["tokens"]), int(line["answer"]), str(line["lengths"])
+
+
+def _panels(cells: Sequence[Mapping[str, Any]]) -> dict[Panel, Arms]:
+    panels: dict[Panel, Arms] = {}
+    for cell in cells:
+        for method, arm in cell["arms"].items():
+            known = {name: float(arm[name]) for name in (DECODING, ALL, AT_ONCE) if name in arm}
+            if known.get(DECODING, 0) > 0:
+                panels.setdefault(_panel(cell), {}).setdefault(str(method), {})[int(cell["memory_mib"])] = known
+    return panels
+
+
+def _draw(axis: Any, arms: Arms, styles: Mapping[str, Style], crossed: Mapping[str, float | None], tall: float) -> None:
+    """Lines of one panel, with names at their ends and the requests at once beside their points."""
+    ends = []
+    for method, points in arms.items():
+        style, memory = styles[method], sorted(points)
+        rates = [points[mib][DECODING] for mib in memory]
+        axis.plot(memory, rates, **line_look(style))
+        whole = [mib for mib in memory if ALL in points[mib]]
+        axis.plot(whole, [points[mib][ALL] for mib in whole], color=style.colour, linestyle=":", linewidth=1)
+        for mib, rate in zip(memory, rates, strict=True):
+            highest = rate == max(other[mib][DECODING] for other in arms.values() if mib in other)
+            look = {"ha": "center", "va": "bottom" if highest else "top", "fontsize": SIZE, "color": style.colour}
+            word, shift = f"{points[mib].get(AT_ONCE, 0):.2g}", (0, 4 if highest else -4)
+            axis.annotate(word, (mib, rate), shift, textcoords="offset points", **look)
+        if crossed[method]:
+            axis.axvline(crossed[method], color=style.colour, linewidth=0.6)
+        ends.append(End(style.label, style, memory[-1], rates[-1]))
+    axis.margins(0.08, 0.15)
+    log_y(axis)
+    mark_powers(axis, [mib for points in arms.values() for mib in points])
+    name_ends(axis, ends, tall)

@@ -1,0 +1,52 @@
+"""The pages on runs of others: how to add yours, and what was found in each submission."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from html import escape
+
+from kvbench.report.site.markup import File, linked, page, slug
+from kvbench.report.site.prose import FOLDER, document
+from kvbench.report.site.rows import Site
+from kvbench.report.submissions.checked import CHECKS, Submitted
+
+PATH = "submissions.html"
+NO_PROOF = "No check shows that a number was measured: only who runs it again can. A repeat says so beside its row."
+
+
+def add_yours(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """The page of `methods/OWN.md`: from nothing to a row."""
+    title, body = document(FOLDER / "OWN.md")
+    yield page("add.html", title, site, sections, body)
+
+
+def submissions(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+    """What each submission gave, or by what it fails."""
+    checks = "".join(f"<dt>{escape(name)}</dt><dd>{escape(about)}</dd>" for name, about in CHECKS.items())
+    body = f"""<p>Runs that others made and gave. Nothing of one is run here; it is read as data and held against the
+board's own runs. {NO_PROOF}</p>
+<details><summary>What was checked of each that has rows</summary><dl>{checks}</dl></details>
+{"".join(_one(one) for one in site.submitted)}"""
+    yield page(PATH, "Runs of others", site, sections, body)
+
+
+def anchor(one: Submitted) -> str:
+    """The part of the page that is about a submission."""
+    return f"{PATH}#{slug(one.name)}"
+
+
+def _one(one: Submitted) -> str:
+    who, link, version = one.manifest
+    signed = f'<a href="{escape(link)}" rel="nofollow noopener">{escape(who)}</a>' if link else escape(who)
+    facts = {"by": signed, "kvbench": escape(version), "on": escape(" and ".join(one.machines))}
+    listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in facts.items() if words)
+    rows = [
+        f"<li>{linked(run.arm['method'], '')} {escape(run.label('budget'))}, {escape(run.label('task'))}, "
+        f"{run.arm['n']} samples: all checks passed; {escape(code)} <small>{escape(run.folder_names[0])}</small></li>"
+        for run, code in zip(one.rows, one.code, strict=True)
+    ]
+    repeats = [f"<li>Repeats, and has no row of its own: {escape(words)}</li>" for words in one.repeats]
+    reasons = [f"<li>{escape(reason)}</li>" for reason in one.reasons]
+    failed = '<p class="warning">It fails, and gives no rows.</p>' if one.reasons else ""
+    return f"""<section id="{slug(one.name)}"><h2>{escape(one.name)}</h2><dl>{listed}</dl>{failed}
+<ul>{"".join([*rows, *repeats, *reasons])}</ul></section>"""

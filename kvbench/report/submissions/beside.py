@@ -1,0 +1,219 @@
+"""What a run of others must share with a board to stand on it: protocol, prompts, a name of its own, its own times.
+
+The board's full attention is the yardstick: a run belongs beside it if it has the same model, task, prompts and
+protocol. Nothing of a submission stands in for a run of the board's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbench.config import choices, method_config, show
+from kvbench.report.data.compact import rounded
+from kvbench.report.data.run import Run, Runs, is_shared, missing
+from kvbench.report.submissions.whole import NEAR, times_of
+from kvbench.runs.code import harness_sources, module_sources, source_hash
+from kvbench.runs.stored import read_run_yaml
+
+ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
+# What a run may have otherwise and still be the same arm: how it was computed, and what one run of several is.
+NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "probe.every"}
+OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
+NAME = r"[a-z][a-z0-9_]{0,39}"
+LOOKS = str.maketrans("013", "ole", "_")
+
+# What each check is about, for readers.
+BESIDE = {
+    "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
+    "samples": "the board's prompts, all of them and no others, by length and facts; scores of the task's kind",
+    "memory": "no less than the layers that stay dense; as many of these as the board's arms leave",
+    "name": "a shipped method's name is of that method, and no other name looks like one",
+    "times": "no sample has the times of another arm's",
+}
+
+
+def protocol_of(run: Run) -> dict[str, Any]:
+    """The settings that runs beside each other share."""
+    return {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
+
+
+def arm_of(run: Run) -> str:
+    """A word for an arm: two runs with one are repeats of each other."""
+    own = {key: value for key, value in run.settings.items() if key not in NOT_OF_ARM and not missing(value)}
+    if run.is_full:
+        own = {"full": True, **{key: value for key, value in protocol_of(run).items() if key not in NOT_OF_ARM}}
+    return json.dumps(own, sort_keys=True, default=str)
+
+
+class Board:
+    """The runs that a submission is held against.
+
+    Args:
+        runs: of the board, which are trusted.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.arms = {arm_of(run): run for run in runs if not run.arm["probe_every"]}
+        self._full = [run for run in runs if run.is_full and not run.is_timed and not run.arm["probe_every"]]
+        self._sparse: dict[int, list[Run]] = {}
+
+    @functools.cached_property
+    def _timed(self) -> dict[tuple[float, ...], Run]:
+        """The run of which a sample took these times."""
+        return {times: run for run in self.runs for record in run.samples() if (times := times_of(record))}
+
+    def yardstick(self, run: Run) -> tuple[Run | None, list[str]]:
+        """The nearest run of full attention, and the settings in which it differs."""
+        own = protocol_of(run)
+
+        def apart(full: Run) -> list[str]:
+            theirs = protocol_of(full)
+            return [key for key in {*ORDER, *own, *theirs} if own.get(key) != theirs.get(key)]
+
+        found = min(self._full, key=lambda full: (run.scored_as != full.scored_as, len(apart(full))), default=None)
+        ranked = {key: place for place, key in enumerate(ORDER)}
+        return found, sorted(apart(found), key=lambda key: (ranked.get(key, 9), key)) if found else []
+
+    def faults(self, run: Run, beside: Iterable[Run]) -> list[str]:
+        """What keeps a run off the board, a clause each.
+
+        Args:
+            run: whole by itself.
+            beside: the runs of its submission.
+        """
+        return [*self._protocol(run, beside), *_name(run), *self._times(run)]
+
+    def _protocol(self, run: Run, beside: Iterable[Run]) -> Iterator[str]:
+        full, apart = self.yardstick(run)
+        if full is None:
+            yield "the board has no full attention to stand beside"
+            return
+        if apart == ["device"]:
+            if not any(one.is_full and protocol_of(one) == protocol_of(run) for one in beside):
+                yield f"device={run.label('device')}: the board has {full.label('device')}; add your method=full"
+        elif apart:
+            more = f"; {len(apart) - 1} more settings differ: {', '.join(apart[1:4])}" if len(apart) > 1 else ""
+            key = apart[0]
+            yield f"{key}={_shown(run, key)}: the board has {_shown(full, key)}{more}"
+            return
+        if run.arm["metric"] != full.arm["metric"]:
+            yield f"scored by {run.arm['metric']}; the board's metric is {full.arm['metric']}"
+        yield from _samples(run, full, run.scored_as in self.runs.graded)
+        sparse = self._sparse.get(full.index) or [one for one in self.runs if protocol_of(one) == protocol_of(full)]
+        self._sparse[full.index] = sparse
+        if not run.is_full:
+            yield from _of_sparse(run, full, [one for one in sparse if not one.is_full])
+
+    def _times(self, run: Run) -> Iterator[str]:
+        alike = [self._timed[times] for record in run.samples() if (times := times_of(record)) in self._timed]
+        if other := next((one for one in alike if arm_of(one) != arm_of(run)), None):
+            run_of = f"{other.label('method')}'s run {other.folder_names[0]}"
+            yield f"{len(alike)} samples have the times of {run_of}, to the last digit"
+
+    def is_copy(self, run: Run) -> bool:
+        """Whether it has the times of a run that is there."""
+        return any(times_of(record) in self._timed for record in run.samples())
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Take runs in: who repeats or copies one later is found."""
+        for run in runs:
+            self.arms[arm_of(run)] = run
+            self._timed.update({times: run for record in run.samples() if (times := times_of(record))})
+
+
+def _shown(run: Run, key: str) -> str:
+    return show(run.settings.get(key))[:60] if not missing(run.settings.get(key)) else "none"
+
+
+def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
+    own, theirs = _prompts(run), _prompts(full)
+    if lacks := sorted(theirs.keys() - own.keys()):
+        yield f"lacks {len(lacks)} of the board's {len(theirs)} samples, such as {lacks[0]}"
+    if more := sorted(own.keys() - theirs.keys()):
+        yield f"has {len(more)} samples that the board has not, such as {more[0]}; task.limit={len(theirs)}"
+    if other := sorted(id for id in own.keys() & theirs.keys() if own[id] != theirs[id]):
+        yield f"{len(other)} prompts are not the board's, such as that of {other[0]}"
+    if not graded and set(run.scores.values) - {0.0, 100.0}:
+        yield f"scores between 0 and 1, where {run.label('task')} gives 0 or 1"
+
+
+def _prompts(run: Run) -> dict[str, Any]:
+    """What is known of each prompt: its length, how much of it was cut, and the facts that its task notes."""
+    facts = ("prompt_tokens", "cut_tokens", "meta")
+    return {
+        record.get("sample") or record["id"]: rounded([record.get(name) or None for name in facts])
+        for record in run.samples()
+    }
+
+
+def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
+    """Whether entries are counted as of the board's sparse arms, and as many layers are dense."""
+    for key in OF_SPARSE if sparse else ():
+        known = sorted({_shown(one, key) for one in sparse})
+        if _shown(run, key) not in known:
+            yield f"{key}={_shown(run, key)}: the board has {' or '.join(known)}"
+            return
+    share = run.arm["dense_share"]
+    shares = {one.arm["dense_share"] for one in sparse if _shown(one, "dense_layers") == _shown(run, "dense_layers")}
+    if shares and not any(missing(one) or abs(one - share) < NEAR for one in shares):
+        yield f"its audit has {share:.3g} of the layers dense, and the board's {max(shares):.3g}"
+    native, whole = run.settings["kv"] == full.settings["kv"], full.arm["device_kv_bytes"]
+    unwindowed = missing(full.arm["windowed_share"]) and not missing(share) and not missing(whole)
+    if native and unwindowed and run.arm["device_kv_bytes"] < share * whole * (1 - NEAR):
+        yield f"holds {run.arm['device_kv_bytes']:.0f} bytes, fewer than its dense layers' {share * whole:.0f}"
+
+
+# -- names and code ----------------------------------------------------------------------------------------------------
+
+
+def target_of(run: Run) -> str:
+    """The class of a run's method, a word that nothing looks up."""
+    return str(read_run_yaml(Path(run.arm["path"]))["identity"]["config"]["method"].get("_target_", ""))
+
+
+def _name(run: Run) -> Iterator[str]:
+    name, target = run.arm["method"], target_of(run)
+    known = choices("method")
+    if name in known:
+        if target != (right := method_config(name).target):
+            yield f"is called {name}, kvbench's {right}, and is {target or 'nothing'}; name it otherwise"
+    elif not re.fullmatch(NAME, name):
+        yield f"method {name[:60]}: expected a name of small letters, digits and _, of at most 40"
+    elif twin := next((one for one in known if one.translate(LOOKS) == name.translate(LOOKS)), ""):
+        yield f"method {name} looks like kvbench's {twin}; name it otherwise"
+
+
+def code_of(run: Run) -> str:
+    """Whose code a run says that it ran: this kvbench's, another's, or a method of its own."""
+    written = read_run_yaml(Path(run.arm["path"]))["identity"]
+    source, harness = written.get("source"), written.get("harness")
+    ours = _harness(str(run.settings["backend"]))
+    same = "this kvbench's harness" if harness == ours else "a harness of another version, or an edited one"
+    if run.arm["method"] not in choices("method"):
+        return f"a method of its own, by its hash {show(source)[:12]}; {same}"
+    edited = source != _method(run.arm["method"], str(run.settings["backend"]))
+    return f"{'a method of another version, or an edited one' if edited else 'the method of this kvbench'}; {same}"
+
+
+@functools.cache
+def _harness(backend: str) -> str:
+    return source_hash(harness_sources(backend))
+
+
+@functools.cache
+def _method(name: str, backend: str) -> str:
+    return source_hash(module_sources(method_config(name).target), harness_sources(backend))
+
+
+def beside_words(run: Run, other: Run) -> str:
+    """The main number of a run and of the one that it repeats."""
+    numbers: list[Mapping[str, Any]] = [run.arm, other.arm]
+    if not any(missing(arm["kl_mean"]) for arm in numbers):
+        return " beside ".join(f"KL {arm['kl_mean']:.4f}" for arm in numbers)
+    return " beside ".join(f"score {arm['score']:.1f}" for arm in numbers)

@@ -1,0 +1,114 @@
+"""Submissions held against a board: which rows each gives, what it repeats, and by what it fails.
+
+A submission fails as a whole: who changed one run may have changed others. Its files are read in memory as data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvbench.report.data.frame import collect, gathered
+from kvbench.report.data.run import Run, Runs
+from kvbench.report.submissions.beside import BESIDE, Board, arm_of, beside_words, code_of
+from kvbench.report.submissions.manifest import Manifest, read
+from kvbench.report.submissions.whole import ALONE, faults, named
+from kvbench.runs.archive import SUFFIX
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, printable, what_of
+
+CHECKS = {"files": "those of the manifest, by SHA-256, in a plain archive", **ALONE, **BESIDE}
+NOBODY = Manifest("", "", "")
+
+
+@dataclass(eq=False)
+class Submitted:
+    """A submission as it was found.
+
+    Attributes:
+        name: of its file.
+        manifest: what it says of itself; of a damaged one nothing.
+        reasons: why it gives no rows; [] for one that does, or only repeats what is there.
+        rows: the runs that stand on the board.
+        repeats: what it repeats of the board, or of an earlier submission, with both numbers.
+        code: whose code each row's run says that it ran.
+        machines: that its times are of.
+    """
+
+    name: str
+    manifest: Manifest = NOBODY
+    reasons: list[str] = field(default_factory=list)
+    rows: list[Run] = field(default_factory=list)
+    repeats: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+    machines: list[str] = field(default_factory=list)
+
+    @property
+    def by(self) -> str:
+        """Whose its rows are, as beside a row."""
+        return f"by {self.manifest.who}"
+
+
+def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submitted], Runs]:
+    """What these submissions come to beside a board, and the board with their rows.
+
+    Args:
+        archives: in the order in which they came: the first to have an arm has its row.
+        shipped: the board's own runs.
+    """
+    board, found = Board(shipped), list[Submitted]()
+    owners, seen = dict[str, Submitted](), dict[str, str]()
+    for archive in archives:
+        one = Submitted(printable(archive.name.removesuffix(SUFFIX)))
+        try:
+            one.manifest = read(archive)
+            if first := seen.get(digest := hashlib.sha256(contents(archive)).hexdigest()):
+                raise ResultsError(f"the same file as {first}")
+            seen[digest] = one.name
+            _take(one, collect([archive], unfinished=True), board, owners)
+        except (ResultsError, OSError) as error:
+            one.reasons = [printable(str(error))]
+        except DAMAGED as error:
+            one.reasons = [f"not as kvbench writes it ({what_of(error)})"]
+        if one.reasons:
+            one.rows, one.repeats, one.code = [], [], []
+        board.add(one.rows)
+        owners |= {row.arm["method"]: one for row in one.rows if row.arm["method"] not in owners}
+        found.append(one)
+    return found, gathered([*shipped, *(row for one in found for row in one.rows)], shipped.left_out)
+
+
+def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]) -> None:
+    """Hold each run of a submission against the board."""
+    one.reasons += [f"{path.name}: {why}" for path, why in runs.left_out]
+    one.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
+    for run in runs:
+        reasons = faults(run) or board.faults(run, runs)
+        one.reasons += [f"{named(run)}: {reason}" for reason in [*reasons, *_taken(one, run, board, owners)]]
+    for run in runs if not one.reasons else ():
+        if other := board.arms.get(arm_of(run)) or _first(run, one.rows):
+            copy = ", and its times: a copy" if board.is_copy(run) else ""
+            one.repeats.append(f"{named(run)} has the arm of {other.folder_names[0]}: {beside_words(run, other)}{copy}")
+        else:
+            full, apart = board.yardstick(run)
+            assert full is not None
+            if not apart:  # the prompts are the same one by one, whatever the code that makes them has become
+                run.arm["data"] = full.arm["data"]
+            one.rows.append(run)
+            one.code.append(code_of(run))
+
+
+def _taken(one: Submitted, run: Run, board: Board, owners: dict[str, Submitted]) -> Iterable[str]:
+    """Whether a method of one's own has the name of an earlier submission's."""
+    method = run.arm["method"]
+    owner = owners.get(method)
+    if owner and owner.manifest.who != one.manifest.who and code_of(run).startswith("a method of its own"):
+        theirs = next(row for row in owner.rows if row.arm["method"] == method)
+        if code_of(theirs) != code_of(run):
+            yield f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"
+
+
+def _first(run: Run, rows: Iterable[Run]) -> Run | None:
+    """The run of the same arm and seed that its submission has already."""
+    return next((row for row in rows if arm_of(row) == arm_of(run) and row.arm["seed"] == run.arm["seed"]), None)
