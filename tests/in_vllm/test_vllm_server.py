@@ -226,7 +226,7 @@ def test_every_number_is_of_a_kind_and_says_what_it_is(server: Server) -> None:
         ("quest", "--nosuch", "after --, unrecognized arguments: --nosuch"),
         ("quest", "--model elsewhere", "--model: kvbench says that to vLLM; expected model="),
         ("quest", "--max-model-len 9999999", "vLLM refuses this: User-specified max_model_len"),
-        ("quest", "--kv-cache-memory-bytes 1M", "a request of max_model_len=4096 tokens takes"),
+        ("quest", "--kv-cache-memory-bytes 1M", "a request of max_model_len=16384 tokens takes"),
         ("quest", "--kv-cache-memory-bytes 1000000G", "GiB are free"),
         ("quest", "--kv-cache-dtype fp8", "kv_cache_dtype=fp8"),
         ("snapkv", "--enable-prefix-caching", "enable_prefix_caching=True: snapkv"),

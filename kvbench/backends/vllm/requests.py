@@ -320,8 +320,8 @@ class Requests:
             `attended_entries` and `full_attention_entries`, see `RequestEngine.entries`, of all requests so far;
             `side_used_bytes` and `side_bytes`, of the copies of freed prompts.
         """
-        going = [(engine.attended, engine.entries) for engine in self._engines.values()]
-        attended, entries = (self._gone + np.sum(going or [(0, 0)], axis=0)).tolist()
+        going = np.array([(engine.attended, engine.entries) for engine in self._engines.values()]).reshape(-1, 2)
+        attended, entries = (self._gone + going.sum(axis=0)).tolist()
         self._attended = max(self._attended, attended)  # the mean of the steps that are counted may fall
         found = {"attended_entries": self._attended, "full_attention_entries": entries}
         return found | ({} if self._side is None else self._side.counts())
