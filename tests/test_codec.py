@@ -244,4 +244,5 @@ def test_rotated_rows_are_those_of_the_inner_codec_turned_back(kind: str) -> Non
     plain, turned = (codecs.value for codecs in both)
     matrix = hadamard(D)
     assert torch.allclose(matrix @ matrix, torch.eye(D), atol=1e-6)
-    torch.testing.assert_close(turned.decode(turned.encode(rows)), plain.decode(plain.encode(rows @ matrix)) @ matrix)
+    expected = plain.decode(plain.encode(rows @ matrix)) @ matrix
+    torch.testing.assert_close(turned.decode(turned.encode(rows)), expected, rtol=0, atol=1e-4)  # of numbers up to 50

@@ -108,7 +108,8 @@ def test_a_sparse_method_better_than_full_beyond_noise_is_marked(tmp_path, bette
     stored(tmp_path, "full", samples=ALTERNATING)
     stored(tmp_path, "quest", samples=[1.0] * better * 2 + ALTERNATING[better * 2 :])
     (table,) = summary(collect([tmp_path]))
-    assert cell(table, ("tiny", "passkey", "quest", "64")).marks.get("score", "") == mark
+    marks = cell(table, ("tiny", "passkey", "quest", "64")).marks.get("score", "")
+    assert marks.replace("w", "") == mark  # w: two arms that lie so near to each other rank nobody
     assert any(note.startswith("b: ") for note in table.notes) == bool(mark)
 
 
