@@ -36,6 +36,7 @@ SWEEPS = (
     "quantised_long",
     "question",
     "reference",
+    "reference_qwen",
     "reference_tiny",
 )
 SHIPPED = [RESULTS / f"{name}.tar.xz" for name in SWEEPS]
