@@ -54,6 +54,7 @@ wait_briefly()  # as a run does, before torch is loaded
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from kvbench.backends.vllm.plan import check_installed  # noqa: E402
 from kvbench.config import ASSETS, ConfigError, choices, fetched_folder, shipped  # noqa: E402
 from kvbench.method import Shape  # noqa: E402
 from kvbench.report.data.crossing import crossing  # noqa: E402
@@ -579,6 +580,8 @@ def main() -> None:
             part = Part(**given.part)
             print_result(ENGINES[part.engine](part))
             return
+        if given.engine == "vllm":
+            check_installed()
         parts = list(parts_of(given))
         for part in parts:
             part.check()
