@@ -9,11 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvbench.config import ConfigError
 from kvbench.report.data.style import Style, styles_of
 from kvbench.report.figures.labels import SIZE, End, height_for, name_ends
-from kvbench.report.figures.panels import TO_AN_INCH, legend, line_look, log_y, mark_powers, tiled
-from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
+from kvbench.report.figures.panels import TO_AN_INCH, legend, line_look, log_y, mark_powers, of_script, tiled
 
 ENGINES = {"vllm": "vLLM", "hf": "KVCache"}
 DECODING, ALL, AT_ONCE = "decode_tokens_per_s", "tokens_per_s", "decode_at_once"
@@ -34,22 +32,7 @@ def capacity(files: Sequence[Path]) -> Figure:
     Raises:
         ConfigError: it is not.
     """
-    (path, *others) = files or [Path("results")]
-    try:
-        found = json_of(contents(path))
-        panels = _panels(found["cells"])
-        crossed = {
-            (*_panel(one), one["method"]): one["memory_mib"] for one in found["crossings"] if one["by"] == DECODING
-        }
-        if not panels:
-            raise LookupError
-    except (OSError, ResultsError, *DAMAGED) as error:
-        raise ConfigError(
-            f"figure=capacity: {path}: expected one file, what scripts/bench_capacity.py prints last, such as "
-            f"results/bench_capacity_cpu.json ({type(error).__name__})"
-        ) from error
-    if others:
-        raise ConfigError(f"figure=capacity: {1 + len(others)} files; expected one")
+    panels, crossed = of_script(files, "capacity", "bench_capacity", _cells)
     styles = styles_of(dict.fromkeys(method for arms in panels.values() for method in arms))
     tall = height_for(max(map(len, panels.values())))
     figure, axes = tiled(len(panels), "tokens a second in equal memory for keys and values; up is better", tall + 0.6)
@@ -61,6 +44,15 @@ def capacity(files: Sequence[Path]) -> Figure:
         _draw(axis, arms, styles, {method: crossed.get((*key, method)) for method in arms}, tall)
     letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
     return legend(figure, axes, "\n".join(textwrap.fill(line, letters) for line in WHAT))
+
+
+def _cells(found: Any) -> tuple[dict[Panel, Arms], dict[tuple[str | int, ...], float | None]]:
+    """Arms of each panel, and by panel and method the MiB from which on full attention is as fast."""
+    panels = _panels(found["cells"])
+    if not panels:
+        raise LookupError
+    crossings = [one for one in found["crossings"] if one["by"] == DECODING]
+    return panels, {(*_panel(one), one["method"]): one["memory_mib"] for one in crossings}
 
 
 def _panel(line: Mapping[str, Any]) -> Panel:

@@ -9,9 +9,10 @@ import io
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pandas as pd
 from matplotlib import rc_context, rcParams
@@ -26,6 +27,9 @@ from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import Style, in_order, styles_of
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, named
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
+
+Drawn = TypeVar("Drawn")
 
 LINES = ("-", "--", ":", "-.")
 MOST_LINES, MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 8, 200, 24  # that one picture can show
@@ -56,6 +60,30 @@ LOOK = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
 }
+
+
+def of_script(files: Sequence[Path], figure: str, script: str, read: Callable[[Any], Drawn]) -> Drawn:
+    """What a figure draws of the one file of JSON that a script printed.
+
+    Args:
+        files: that were named.
+        figure, script: for errors.
+        read: takes it out of the JSON, and raises a `LookupError` where there is none.
+
+    Raises:
+        ConfigError: there are several files, or it is another.
+    """
+    (path, *others) = files or [Path("results")]
+    try:
+        found = read(json_of(contents(path)))
+    except (OSError, ResultsError, *DAMAGED) as error:
+        raise ConfigError(
+            f"figure={figure}: {path}: expected one file, what scripts/{script}.py prints last, such as "
+            f"results/{script}_cpu.json ({type(error).__name__})"
+        ) from error
+    if others:
+        raise ConfigError(f"figure={figure}: {1 + len(others)} files; expected one")
+    return found
 
 
 def printed(size: str) -> Any:

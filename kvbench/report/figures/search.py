@@ -9,11 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvbench.config import ConfigError
 from kvbench.report.data.style import ORANGE, PURPLE, Style, styles_of
-from kvbench.report.figures.panels import grid, legend, line_look
+from kvbench.report.figures.panels import grid, legend, line_look, of_script
 from kvbench.report.figures.pareto import FRONT
-from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
 TREES = styles_of(["icecache", "icecache_plus"])
@@ -39,18 +37,7 @@ def search(files: Sequence[Path]) -> Figure:
     Raises:
         ConfigError: it is not.
     """
-    (path, *others) = files or [Path("results")]
-    try:
-        runs = {(run["keys"], run["n"]): _one_by_one(run) for run in json_of(contents(path))["runs"]}
-        if not runs:
-            raise LookupError
-    except (OSError, ResultsError, *DAMAGED) as error:
-        raise ConfigError(
-            f"figure=search: {path}: expected one file, what scripts/bench_index.py prints last, such as "
-            f"results/bench_index_cpu.json ({type(error).__name__})"
-        ) from error
-    if others:
-        raise ConfigError(f"figure=search: {1 + len(others)} files; expected one")
+    runs = of_script(files, "search", "bench_index", _runs)
     kinds, sizes = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
     title = "recall of the exact top k against the time of a query, on one thread"
     figure, axes = grid(len(kinds), len(sizes), title, 1.9)
@@ -69,6 +56,13 @@ def search(files: Sequence[Path]) -> Figure:
         [], [], color=FRONT["color"], label="the same bytes at the pace of one pass over all keys", **SAME_BYTES
     )
     return legend(figure, axes, "", [pace])
+
+
+def _runs(found: Any) -> dict[tuple[Any, Any], Any]:
+    runs = {(run["keys"], run["n"]): _one_by_one(run) for run in found["runs"]}
+    if not runs:
+        raise LookupError
+    return runs
 
 
 def _one_by_one(run: Mapping[str, Any]) -> Mapping[str, Any]:
