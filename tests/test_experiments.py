@@ -76,8 +76,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[DictCo
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Nothing of the hub is cached, and it may be asked for all; call it with why it is out of reach, or None."""
+def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], None]:
+    """No model was ever fetched, and the hub may be asked for all; call it with why it is out of reach, or None."""
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     monkeypatch.setattr(hub, "cached_folder", lambda hub_id: None)
     monkeypatch.setattr(HubFile, "cached", lambda file: None)

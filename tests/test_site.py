@@ -18,6 +18,7 @@ from site_runs import ARMS, DENSE, INDEX, answers, cells_of, made, stored_arms
 import kvbench.report.site as site_package
 from kvbench.cli.report import main
 from kvbench.config import choices
+from kvbench.report.claims.page import DECIDING
 from kvbench.report.claims.verdict import Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.style import style_of
@@ -434,7 +435,7 @@ def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selec
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference", "claims"])
 def test_the_site_of_the_runs_that_come_with_kvbench_is_true_and_small(name: str, tmp_path: Path) -> None:
-    judges = ("claims", "quantised")
+    judges = [archive.removesuffix(".tar.xz") for archive in DECIDING]
     for one in {name, *judges}:
         (tmp_path / one).mkdir()
         subprocess.run(["tar", "-xf", ROOT / f"results/{one}.tar.xz", "-C", tmp_path / one], check=True)

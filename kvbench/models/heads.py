@@ -1,7 +1,7 @@
 """Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they are of.
 
 A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each layer, tabs between.
-Those of kvbench's own models lie in `kvbench/assets/heads`, a user's under `$KVBENCH_HOME/heads`. Imports no torch.
+Those of models that need no hub lie in `kvbench/assets/heads`, a user's under `$KVBENCH_HOME/heads`. Imports no torch.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ def untimed(runs: Runs) -> list[str]:
 def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
     """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as well."""
     bare = arms["probe_every"] == 0
-    others = runs.settings.loc[arms.index].drop(columns="probe.every", errors="ignore").map(str).apply(tuple, axis=1)
+    settings = runs.words.loc[arms.index].drop(columns="probe.every", errors="ignore")
+    others = pd.Series(list(map(tuple, settings.values)), index=arms.index, dtype=object)
     return bare | ((arms["task"] == "fidelity") & ~others.isin(set(others[bare])))
 
 
@@ -214,7 +215,7 @@ def panels_of(
     Raises:
         ConfigError: more panels or arms than the figure of this name can show.
     """
-    settings = runs.settings.loc[arms.index].map(str)
+    settings = runs.words.loc[arms.index]
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
@@ -326,10 +327,10 @@ def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
 
 def _variants(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Of each series the method, the settings in which it differs from the method's others, and its arms by budget."""
-    of_variants = [key for key in runs.settings if key.startswith(OF_VARIANTS)]
+    of_variants = [key for key in runs.words if key.startswith(OF_VARIANTS) and key != without]
     for method in in_order(arms["method"]):
         own = arms[arms["method"] == method]
-        settings = runs.settings.loc[own.index, [key for key in of_variants if key != without]].map(str)
+        settings = runs.words.loc[own.index, of_variants]
         alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
         varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
         variants = {
