@@ -309,7 +309,8 @@ class Served:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes for keys and values: of blocks, beside them, and of both."""
-        blocks = sum(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
+        # each says the size of the one allocation in which groups of layers lie over each other
+        blocks = max(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
         beside = 0 if self._full else self._llm.collective_rpc("kvbench_counts")[0].get("side_bytes", 0)
         return {"blocks": blocks, "beside": beside, "all": blocks + beside}
 

@@ -120,7 +120,7 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], label: str = "") ->
     """
     found = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
     entries = {one[label]: one for one in found} if label else found
-    made = {(name,): [_number(one, column) for column in columns.values()] for name, one in entries.items()}
+    made = {(str(name),): [_number(one, column) for column in columns.values()] for name, one in entries.items()}
     return Shown((["method"], list(columns)), made)
 
 
