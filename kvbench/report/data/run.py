@@ -26,7 +26,6 @@ from kvbench.runs.summary import by_machine, summarise_repeats
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question", "generated", *GREEDY)
 CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
-OF_ALL = ("task", "model", "kv", "decode")  # settings that pictures name, differ they or not
 OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Run.arm` and not in its settings
 # What full attention does not depend on.
 NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers", "probe.every"} | {
@@ -341,10 +340,10 @@ class Runs:
         return self._each[index]
 
     @functools.cached_property
-    def words(self) -> pd.DataFrame:
-        """The settings as text: those in which any two runs differ, and `OF_ALL`."""
-        words = self.settings.map(str).astype(object)
-        return words[[key for key in words if key in OF_ALL or words[key].nunique() > 1]]
+    def differing(self) -> pd.DataFrame:
+        """The settings in which any two of the runs differ, as text."""
+        text = self.settings.map(str).astype(object)
+        return text[[key for key in text if text[key].nunique() > 1]]
 
     @functools.cached_property
     def full(self) -> dict[tuple[str, ...], list[Run]]:

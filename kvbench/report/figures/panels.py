@@ -191,7 +191,7 @@ def untimed(runs: Runs) -> list[str]:
 def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
     """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as well."""
     bare = arms["probe_every"] == 0
-    settings = runs.words.loc[arms.index].drop(columns="probe.every", errors="ignore")
+    settings = runs.differing.loc[arms.index].drop(columns="probe.every", errors="ignore")
     others = pd.Series(list(map(tuple, settings.values)), index=arms.index, dtype=object)
     return bare | ((arms["task"] == "fidelity") & ~others.isin(set(others[bare])))
 
@@ -215,14 +215,13 @@ def panels_of(
     Raises:
         ConfigError: more panels or arms than the figure of this name can show.
     """
-    settings = runs.words.loc[arms.index]
+    settings = runs.differing.loc[arms.index]
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
     found = []
-    for _, own in arms.groupby([common[key] for key in common], sort=False):
-        task, model = own[["task", "model"]].iloc[0]
-        others = common[(common["task"] == task) & (common["model"] == model)]
+    for (task, model, *_), own in arms.groupby(["task", "model", *(common[key] for key in common)], sort=False):
+        others = common[(arms["task"] == task) & (arms["model"] == model)]
         varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[own.index[0]]
         apart = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
@@ -327,10 +326,10 @@ def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
 
 def _variants(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Of each series the method, the settings in which it differs from the method's others, and its arms by budget."""
-    of_variants = [key for key in runs.words if key.startswith(OF_VARIANTS) and key != without]
+    of_variants = [key for key in runs.differing if key.startswith(OF_VARIANTS) and key != without]
     for method in in_order(arms["method"]):
         own = arms[arms["method"] == method]
-        settings = runs.words.loc[own.index, of_variants]
+        settings = runs.differing.loc[own.index, of_variants]
         alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
         varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
         variants = {
