@@ -492,6 +492,11 @@ class Method:
         for length in self.shape.lengths:
             self.budget.check_prompt(length)
 
+    @property
+    def at_rest(self) -> bool:
+        """Every decode step attends all that is held, asked after `begin`: `append` and `select` need not be called."""
+        return False
+
     def home(self, layer: int) -> Literal["device", "host"]:
         """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to say."""
         assert self.needs.home != "by_layer", f"{type(self).__name__} does not say where the tokens of a layer live"

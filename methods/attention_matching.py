@@ -44,7 +44,7 @@ class AttentionMatching(Scorer):
             self.needs = Needs(prefix=True, query_window=sys.maxsize)
 
     @property
-    def _in_place(self) -> bool:
+    def at_rest(self) -> bool:
         """What is held is attended with weights."""
         return False
 

@@ -10,6 +10,11 @@ class Full(Method):
 
     needs = Needs(crops=True)
 
+    @property
+    def at_rest(self) -> bool:
+        """Nothing is ever chosen."""
+        return True
+
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """No limit."""
         return None

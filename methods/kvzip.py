@@ -105,7 +105,7 @@ class KVzip(Scorer):
             if not whole:
                 room = ROLLING_WINDOW if self.budget.counts_generated else None
                 self.view.keep(layer, stacked([_ids(row[at]).to(device) for row in kept]), room)
-            if not self._in_place:
+            if not self.at_rest:
                 self.scored[layer] = [_ids(row[at]).to(device) for row in older]
         self.scores = {}
 

@@ -478,6 +478,19 @@ def test_audit_is_the_same_whether_tokens_are_copied_or_attended_in_place(case: 
     assert in_place.audit == copied.audit | words
 
 
+@each_method_in_turn
+def test_a_method_at_rest_need_not_be_asked(case: Case, accounting: str) -> None:
+    fixed = stream(150, 97, 40, steps=40, layers=4)
+    asked = drive(fixed, case.build(), SMALL, accounting=accounting, dense_layers=(1,))
+    if not asked.engine.method.at_rest:
+        pytest.skip("it is asked in every step")
+    unasked = case.build()
+    unasked.append = unasked.select = lambda *_: None  # type: ignore[method-assign, assignment]
+    alone = drive(fixed, unasked, SMALL, accounting=accounting, dense_layers=(1,))
+    assert all(at.in_place for at in asked.seen)
+    assert same_attended(asked.seen, alone.seen) and asked.audit == alone.audit
+
+
 # Around each other and around whole pages; the steps run over page and budget edges.
 LENGTHS = [20, 48, 65, 100, 127]
 BUDGETS = [48, 55, 63, 64, 65, 99, 100, 127, 134]

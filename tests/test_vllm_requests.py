@@ -216,7 +216,10 @@ class Checked(Requests):
                 self.turned += bool(ours_too)
                 continue
             self.decoded += 1
-            assert len(ours) == len(alone.seen) and ours[-1].lengths == (len(scheduled.token_ids),)
+            if engine.method.at_rest and (engine.seat or all(store.complete for store in engine.stores.values())):
+                assert not ours and all(one.in_place for one in alone.seen), "nobody asks it"
+                ours = [replace(one, index=engine.stores[one.layer].device.token_ids()) for one in alone.seen]
+            assert len(ours) == len(alone.seen) and alone.seen[-1].lengths == (len(scheduled.token_ids),)
             by_layer = {one.layer: (one, other) for one, other in zip(ours, alone.seen, strict=True)}
             for layer, (_, _, out, _) in enumerate(self.attended):
                 one, other = by_layer.get(layer, (None, None))
@@ -420,14 +423,18 @@ def test_what_would_write_into_blocks_that_are_not_its_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize("token", [10, 62])
-def test_a_request_whose_keys_are_no_numbers_is_told_of_and_takes_no_other_with_it(token: int) -> None:
+@pytest.mark.parametrize(("method", "frees"), [("quest", False), ("snapkv", True)])
+def test_a_request_whose_keys_are_no_numbers_is_told_of_and_takes_no_other_with_it(
+    method: str, frees: bool, token: int
+) -> None:
     """In its prompt, or in a decode step; vLLM attends for it from then on."""
     fixed = [stream(60, steps=40, head_dim=32, seed=seed) for seed in (1, 2)]
     fixed[0].keys[1, 0, 1, token] = torch.nan
 
     def served(*requests: int) -> Requests:
-        serving = Serving(Plan("quest", 48), "vec", fixed)
-        serving.requests = Requests(serving.plan, shape_of(fixed[0]), **settings_of(serving.plan, fixed[0]))  # type: ignore[assignment]
+        serving = Serving(Plan(method, 48, dense_layers=(0,)), "vec", fixed, frees=frees)
+        settings = settings_of(serving.plan, fixed[0])
+        serving.requests = Requests(serving.plan, shape_of(fixed[0]), serving.side, **settings)  # type: ignore[assignment]
         serving.requests.memory.update({layer: Memory(cache, "vec") for layer, cache in enumerate(serving.caches)})
         for count in [60] + [1] * 5:
             serving.step(dict.fromkeys(requests, count))

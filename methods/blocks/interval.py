@@ -50,6 +50,11 @@ class Interval(Scorer):
         self.interval = interval
         self.needs = replace(self.needs, queries=self.needs.query_window > 0)
 
+    @property
+    def at_rest(self) -> bool:
+        """What is held is cut, again and again."""
+        return False
+
     def recent(self, capacity: int) -> int:
         """Last tokens that stay whatever their scores."""
         return min(self.window, capacity // 4) if self.budget.counts_generated else self.window

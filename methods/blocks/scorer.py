@@ -79,8 +79,8 @@ class Scorer(KeepsEnds):
         return last | (torch.arange(last.shape[2], device=last.device) < ends)
 
     @property
-    def _in_place(self) -> bool:
-        """All that is held is attended: generated tokens do not count, and no query head chooses for itself."""
+    def at_rest(self) -> bool:
+        """Where generated tokens do not count, and no query head chooses for itself."""
         return self.granularity != "query_head" and not self.budget.counts_generated
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -106,12 +106,12 @@ class Scorer(KeepsEnds):
         """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         whole = counts == [*prompt.lengths]
-        if whole and self._in_place:
+        if whole and self.at_rest:
             return
         kept, _ = self.best(layer, prompt)
         if not whole:
             self.view.keep(layer, kept, ROLLING_WINDOW if self.budget.counts_generated else None)
-        if not self._in_place:
+        if not self.at_rest:
             self.scored[layer] = [
                 _without(row[:, :most], *recent)
                 for row, recent, most in zip(kept, self.recents, self._kept_most(layer, prompt), strict=True)
@@ -153,7 +153,7 @@ class Scorer(KeepsEnds):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held, in place, or of each head what is its own and what C still holds."""
-        return None if self._in_place else Selection(self._attended(layer))
+        return None if self.at_rest else Selection(self._attended(layer))
 
     def end_step(self) -> None:
         """Now and then forget what has left the rolling window."""

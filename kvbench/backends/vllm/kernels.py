@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvbench.kernels.attend import LIST_PIECE, join, queries, scratch, shares, space, write_piece
-from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, weigh
+from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, vectors, weigh
 from kvbench.kernels.threads import claim, in_threads
-from kvbench.kernels.vectors import LANES, LOWEST, inner, kernel
+from kvbench.kernels.vectors import LANES, LOWEST, NOTHING, inner, kernel, load, plus, splat, store, times
 
 
 @kernel
@@ -16,7 +16,8 @@ def attend_blocks(  # type: ignore[no-untyped-def]
 ):
     """Attention over lists of tokens that lie in a serving engine's blocks, in several threads.
 
-    A few rows at a time are copied out of their block, and attended while they are in the cache.
+    Where a block has float32 in no tiles, its keys are met dimension by dimension and its values where they lie. Else a
+    few rows at a time are copied out of it, and attended while they are in the cache.
 
     Args:
         threads, before, asked, index, bias, own, logits, results, out: as of `attend_lists`, without extra entries.
@@ -47,6 +48,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     own_keys, own_values = np.empty((BLOCK, head_dim // pair), cache.dtype), np.empty((BLOCK, head_dim), number.dtype)
     keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
     size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
+    plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
         keys[i], values[i] = own_keys.ctypes.data + i * size, own_values.ctypes.data + i * size
     asked, own_most, own_total, own_sums = scratch(query)
@@ -68,11 +70,17 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                     ids[rows], rank[rows] = index[row, own_list, place], place
                     rows += 1
                 place += 1
-            _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
+            if plain:
+                _find_values(ids, rows, tables[row], cache, head, size, values)
+            else:
+                _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
             if own:
                 for i in range(rows):
                     keys[i] = own + ((row * heads + head) * count + rank[i]) * size
-            score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
+            if plain and not own:
+                _score_columns(asked, ids, rows, tables[row], cache, head, block)
+            else:
+                score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
             scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
@@ -85,6 +93,47 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
             add_values(block, values, (0, 0), rows, (keys[:0], 0), own_sums, stored)
         write_piece(results[at, before + piece], own_most, own_total, own_sums, stored)
         item = claim(claims)
+
+
+@inner
+def _find_values(ids, rows, table, cache, head, row, values):  # type: ignore[no-untyped-def]
+    """The addresses of the values of ids[:rows], of so many bytes each, in blocks without tiles."""
+    half = cache.shape[3] * cache.itemsize
+    size = half // row
+    for i in range(rows):
+        block, at = table[ids[i] // size], ids[i] % size
+        values[i] = cache.ctypes.data + ((block * cache.shape[1] + head) * 2 + 1) * half + at * row
+
+
+@inner
+def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignore[no-untyped-def]
+    """As `score`, of float32 keys ids[:rows] in blocks without tiles: neighbours in a block by vectors, a query each.
+
+    A vector's last lanes may be of what follows in the block, and are passed over.
+    """
+    many, head_dim = query.shape
+    half = cache.shape[3] * cache.itemsize
+    apart, size, few = half // head_dim, cache.shape[3] // head_dim, np.empty(LANES, np.float32)
+    i = 0
+    while i < rows:
+        at, run = ids[i] % size, 1
+        while run < LANES and i + run < rows and at + run < size and ids[i + run] == ids[i] + run:
+            run += 1
+        first = cache.ctypes.data + (table[ids[i] // size] * cache.shape[1] + head) * 2 * half + 4 * at
+        for r in range(many):
+            a = b = splat(NOTHING)
+            for j in range(0, head_dim - 1, 2):
+                a = plus(a, times(load(first + j * apart), splat(query[r, j])))
+                b = plus(b, times(load(first + (j + 1) * apart), splat(query[r, j + 1])))
+            if head_dim % 2:
+                a = plus(a, times(load(first + (head_dim - 1) * apart), splat(query[r, head_dim - 1])))
+            store(few.ctypes.data, plus(a, b))
+            for k in range(run):
+                logits[r, i + k] = few[k]
+        i += run
+    for r in range(many):
+        for i in range(rows, vectors(rows)):
+            logits[r, i] = -np.inf
 
 
 @kernel

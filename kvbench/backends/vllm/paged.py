@@ -92,9 +92,13 @@ class Table:
     def __init__(self, groups: Sequence[int] = ()) -> None:
         self.blocks, self._groups = torch.empty(1, 0, dtype=torch.int64), groups
 
+    def group(self, layer: int) -> int:
+        """The row of `blocks` that is a layer's."""
+        return self._groups[layer] if self._groups else 0
+
     def of(self, layer: int) -> torch.Tensor:
         """Those of a layer, [blocks]."""
-        return self.blocks[self._groups[layer] if self._groups else 0]
+        return self.blocks[self.group(layer)]
 
 
 @dataclass(frozen=True, eq=False)

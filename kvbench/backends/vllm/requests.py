@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,15 @@ from kvbench.attention import cpu
 from kvbench.attention.torch import turn
 from kvbench.backends.vllm.paged import Memory, PagedStore, PagedTier, Table, attend_blocks
 from kvbench.backends.vllm.plan import Plan
-from kvbench.backends.vllm.side import Seat, Side, SideTier, Whole, attend_some, attend_whole
+from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
+from kvbench.backends.vllm.standing import Standing
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.engine import Engine
+from kvbench.engine.engine import Engine, check_finite, seen_finite
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
 
 REPORTS = 1000  # ended requests whose audits are kept, the last ones
+NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +60,9 @@ class _Executor:
 
     Attributes:
         whole: all tokens were asked for, which vLLM shall attend.
-        held: where the prompt is freed, all that was asked for, to be attended with other requests' at once.
     """
 
-    name, note, in_place = "vllm", None, True
-
-    held: Whole | None
-
-    def __init__(self) -> None:
-        self.whole, self.held = False, None
+    name, note, in_place, whole = "vllm", None, True, False
 
     def __call__(
         self,
@@ -77,12 +74,9 @@ class _Executor:
     ) -> tuple[Tensor, Tensor | None]:
         """One decode step's attention in one layer; without meaning where it is left to others."""
         tier = store.device
+        self.whole = selection is None and store.complete and not isinstance(tier, SideTier)
         if isinstance(tier, SideTier):
-            self.whole, self.held = False, Whole.of(tier) if selection is None else None
-            if self.held:
-                return query, None
             return attend_some(query, tier, selection or Selection(tier.token_ids()), scaling), None
-        self.whole, self.held = selection is None and store.complete, None
         if self.whole:
             return query, None
         if store.host is not None:
@@ -112,6 +106,7 @@ class RequestEngine(Engine):
         finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
         instead: why full attention stands in for the engine's method; "" where it does not.
         entries: keys that full attention would have attended in sparse layers, of all KV heads and decode steps.
+        table: its blocks.
     """
 
     finite, instead, entries = True, "", 0
@@ -124,7 +119,7 @@ class RequestEngine(Engine):
         seat: Seat | None = None,
         **settings: Any,
     ) -> None:
-        self._memory, self._table, self.seat = memory, Table(groups), seat
+        self._memory, self.table, self.seat = memory, Table(groups), seat
         super().__init__(*arguments, attention="torch", **settings)
         self._own = self.executor = _Executor()  # type: ignore[assignment]
         cpu.compile_kernels(self.shape.dtype)
@@ -133,7 +128,7 @@ class RequestEngine(Engine):
         if self._copied(layer):
             return super()._store(layer, shared)
         if layer not in self.stores:
-            place = self._memory[layer], self._table, layer
+            place = self._memory[layer], self.table, layer
             seat = self.seat if layer in self._sparse else None
             tier = PagedTier(*place) if seat is None else SideTier(*place, seat)
             self.stores[layer] = PagedStore(tier, spans=self.spans)
@@ -153,7 +148,7 @@ class RequestEngine(Engine):
         self._decodes = False
         if not self.finite:
             return
-        self._table.blocks = scheduled.blocks
+        self.table.blocks = scheduled.blocks
         prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
         self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
         self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]  # not taken in yet
@@ -168,15 +163,31 @@ class RequestEngine(Engine):
             self.start_chunk(ids[:, scheduled.computed : end])
 
     @property
-    def held(self) -> Whole | None:
-        """Of the layer that was last asked for, all that it attends, where it has not done so itself."""
-        return self._own.held if self._decodes else None
+    def stands(self) -> bool:
+        """The pass is a decode step in which every layer attends all that it holds, see `Standing`."""
+        return self._decodes and self.method.at_rest and self._positions is None and self._uncut
+
+    @cached_property
+    def _uncut(self) -> bool:
+        """Of what was copied all is attended; of a prompt that is not freed all is."""
+        tiers = {layer: store.device for layer, store in self.stores.items()}
+        return all(
+            tier.kept is not None and not tier.cut if isinstance(tier, SideTier) else self.stores[layer].complete
+            for layer, tier in tiers.items()
+        )
+
+    def stood(self) -> None:
+        """The step is over, and who attended all layers has asked neither method nor stores."""
+        for layer, store in self.stores.items():
+            store.append(NOTHING, NOTHING)  # which vLLM has written
+            if layer in self._sparse:
+                self.audit.attended(layer, None, store.device.numbers)
+        self.method.end_step()
 
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention of one layer, [1, H, q, D] each; None: vLLM shall attend all tokens.
 
-        Of fewer tokens than were given it is that of the last ones, and vLLM shall attend the others. What comes out
-        has no meaning where `held` is left to attend.
+        Of fewer tokens than were given it is that of the last ones, and vLLM shall attend the others.
         """
         try:
             return self._attended(layer, query, key, value) if self.finite else None
@@ -184,13 +195,20 @@ class RequestEngine(Engine):
             self.finite = self._decodes = False
             return None
 
+    def refuse(self, layer: int, query: Tensor, key: Tensor) -> None:
+        """As `attend_new` does, let vLLM attend all from now on, if these are not finite."""
+        try:
+            check_finite(layer, query, key, decoding=True)
+        except FloatingPointError:
+            self.finite = self._decodes = False
+
     def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
             attended = self.attend(layer, query, key, value)
             return None if self._own.whole else attended
         if not self.prefilled:
             if self._passed.start < self._passed.stop and self._copied(layer):
-                before = self._memory[layer].first(self._table.of(layer), self._passed.stop)
+                before = self._memory[layer].first(self.table.of(layer), self._passed.stop)
                 held_key, held_value = (part[:, :, self._passed] for part in before)
                 self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
@@ -220,7 +238,7 @@ class RequestEngine(Engine):
             self.method.step(token[None], at, torch.ones(1, dtype=torch.bool))
             for layer, store in self.stores.items():
                 here = at.expand(1, self.shape.kv_heads, 1)
-                key, value = self._memory[layer].rows(self._table.of(layer), here)
+                key, value = self._memory[layer].rows(self.table.of(layer), here)
                 store.append(key, value)
                 if layer in self._sparse:
                     self.method.append(layer, key, value)
@@ -290,7 +308,9 @@ class Requests:
         self._passing: list[RequestEngine] = []
         self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
         self._attended = 0.0
-        self._outputs: list[tuple[slice | list[int], Tensor]] = []
+        self._resting: dict[int, RequestEngine] = {}  # of the pass, those at rest
+        self._standing = Standing()
+        self._outputs: list[tuple[slice | Tensor, Tensor]] = []
 
     def forget(self, requests: Iterable[str]) -> None:
         """These have ended, or lost their memory."""
@@ -331,6 +351,15 @@ class Requests:
         self._passing = [self._engine(scheduled) for scheduled in rows]
         for engine, scheduled in zip(self._passing, rows, strict=True):
             engine.start_pass(scheduled)
+        self._stand()
+
+    def _stand(self) -> None:
+        """Find who in the pass is at rest; in step after step it is mostly the same."""
+        self._resting = {row: engine for row, engine in enumerate(self._passing) if engine.stands}
+        if (engines := [*self._resting.values()]) != self._standing.engines:
+            self._standing = Standing(engines)
+        if engines:
+            self._standing.start_pass()
 
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
         """The request's own, or a new one: its first pass, or it was preempted and is read again."""
@@ -365,24 +394,44 @@ class Requests:
             The others, which vLLM shall attend: all tokens, causally. It may write over what requests have attended
             themselves, of all their tokens or the last ones: `finish` comes after.
         """
-        others, rows, held, self._outputs = [], [], [], []
+        self._outputs = []
+        others = self._attend_standing(layer, query, key, starts)
         for row, engine in enumerate(self._passing):
+            if row in self._resting:
+                continue
             tokens = slice(starts[row], starts[row + 1])
             new = (part[tokens].transpose(0, 1)[None] for part in (query, key, value))
             attended = engine.attend_new(layer, *new)
             if attended is None:
                 others.append(row)
-            elif engine.held is not None:
-                rows.append(starts[row])
-                held.append(engine.held)
             else:
                 own = slice(tokens.stop - attended.shape[2], tokens.stop)
                 self._outputs.append((own, attended[0].transpose(0, 1)))
                 if own != tokens:
                     others.append(row)
-        if held:
-            self._outputs.append((rows, attend_whole(query[rows][:, :, None], held, self._shape.scaling)[:, :, 0]))
-        return others
+        return sorted(others)
+
+    def _attend_standing(self, layer: int, query: Tensor, key: Tensor, starts: list[int]) -> list[int]:
+        """As `attend`, for those at rest."""
+        if not self._resting:
+            return []
+        at = torch.tensor([starts[row] for row in self._resting])
+        asked, new = query[at], key[at]
+        if layer in self._shape.sparse_layers and not seen_finite(asked, new) and self._refused(layer, asked, new):
+            return self._attend_standing(layer, query, key, starts)
+        attended = self._standing.attend(layer, asked, self._shape.scaling)
+        if attended is None:
+            return [*self._resting]
+        self._outputs.append((at, attended))
+        return []
+
+    def _refused(self, layer: int, query: Tensor, key: Tensor) -> bool:
+        """Whether those at rest became fewer: vLLM attends all for a request whose queries or keys are not finite."""
+        for engine, *one in zip(self._resting.values(), query, key, strict=True):
+            engine.refuse(layer, *(part[None, :, None] for part in one))
+        before = len(self._resting)
+        self._stand()
+        return len(self._resting) < before
 
     def finish(self, out: Tensor) -> None:
         """Write what requests have attended themselves in the layer, [T, Hq, D]."""
@@ -398,6 +447,8 @@ class Requests:
         if logits is not None and not bool((finite := logits.amax(dim=1).isfinite()).all()):
             for row in (~finite).nonzero()[:, 0].tolist():
                 self._passing[row].finite = False
+        for engine in self._resting.values():
+            engine.stood()
         for engine in self._passing:
             engine.end_pass()
         self._passing = []

@@ -7,16 +7,13 @@ together, however these share it out. Tokens that are generated lie in vLLM's bl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvbench.attention.cpu import (
-    NO_BIAS,
     NO_EXTRA,
     NO_HOST,
     STORED,
@@ -219,51 +216,6 @@ class SideTier(PagedTier):
         if self.kept is None:
             return located
         return replace(located, slots=self.kept.find(index)[0] + self.kept.first[..., None])
-
-
-class Whole(NamedTuple):
-    """All that a request holds in one layer, between two changes of it: its copies, and what came since.
-
-    Attributes:
-        tier: where it is; uncut.
-        kept: the copies.
-        since: tokens that came after the prompt.
-    """
-
-    tier: SideTier
-    kept: _Kept
-    since: int
-
-    @classmethod
-    def of(cls, tier: SideTier) -> Whole | None:
-        """What a request holds; None: not all that was copied."""
-        if tier.kept is None or tier.cut:
-            return None
-        return cls(tier, tier.kept, tier.longest - tier.kept.longest)
-
-
-def attend_whole(query: torch.Tensor, rows: Sequence[Whole], scaling: float) -> torch.Tensor:
-    """Attention of requests, [B, Hq, 1, D], each to all that it holds in one layer."""
-    tiers, kept, since = zip(*rows, strict=True)
-    used, first = (np.concatenate([part.reshape(-1).numpy() for part in parts]) for parts in _numbers(kept))
-    count, pool, stored = max(since), kept[0].pool, stored_as(tiers[0].codecs)
-    step, came = np.arange(count), np.array(since)[:, None]
-    index = np.where(step < came, step + np.array([tier.prompt for tier in tiers])[:, None], -1)[:, None]
-    blocks = tiers[0].memory.blocks(torch.stack([tier.table for tier in tiers]))
-    copies = used, first, np.zeros_like(used), addresses(*pool, None), stored
-    parts = [
-        Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), copies),
-        Part(
-            kernels.attend_blocks,
-            attend.pieces_of(count, attend.LIST_PIECE),
-            (index, NO_BIAS, blocks, 0, STORED[query.dtype]),
-        ),
-    ]
-    return run(query, scaling, len(used), parts, 0)[0]
-
-
-def _numbers(kept: Sequence[_Kept]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [own.used for own in kept], [own.first for own in kept]
 
 
 def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scaling: float) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""Decode steps of requests whose methods are at rest: in each layer all of them attend what they hold by one call.
+
+Between two passes of the same requests nothing of the prompts' copies changes, and of what came since only how many
+tokens there are; so a layer costs the same Python whether one request runs or sixteen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvbench.attention.cpu import NO_BIAS, STORED, Part, addresses, run, stored_as
+from kvbench.backends.vllm import kernels
+from kvbench.backends.vllm.paged import Memory, Table
+from kvbench.backends.vllm.side import SideTier
+from kvbench.kernels import attend
+from kvbench.memory.store import LayerStore
+from kvbench.method import Shape
+
+
+class Resting(Protocol):
+    """A request whose method is at rest, as its engine has it."""
+
+    @property
+    def shape(self) -> Shape:
+        """With the length of its prompt."""
+
+    @property
+    def stores(self) -> Mapping[int, LayerStore]:
+        """Of each layer."""
+
+    @property
+    def table(self) -> Table:
+        """Its blocks."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Its tokens, that of this pass aside, of one row."""
+
+
+class Copies(NamedTuple):
+    """What requests hold of their prompts in one layer.
+
+    Attributes:
+        memory: of the layer, where what came since lies.
+        part: their attention to the copies.
+        lists: KV heads of all requests.
+    """
+
+    memory: Memory
+    part: Part
+    lists: int
+
+
+class Standing:
+    """The requests of a pass that are at rest.
+
+    Args:
+        engines: theirs; all decode.
+
+    Attributes:
+        engines: the same.
+    """
+
+    def __init__(self, engines: Sequence[Resting] = ()) -> None:
+        self.engines = list(engines)
+        self._copies: dict[int, Copies | None] = {}
+
+    def start_pass(self) -> None:
+        """A decode step of each begins: one token more than it held."""
+        prompts, lengths = np.array([(one.shape.lengths[0], one.lengths[0] + 1) for one in self.engines]).T
+        self._since = int((lengths - prompts).max())
+        ids = prompts[:, None] + np.arange(self._since)
+        self._index: NDArray[np.int64] = np.where(ids < lengths[:, None], ids, -1)[:, None]
+        tables = torch.stack([engine.table.blocks for engine in self.engines], dim=1)
+        self._tables = tables.contiguous()  # [groups, B, blocks]
+
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor | None:
+        """Attention of one layer, [B, Hq, D] as the query; None: vLLM shall attend all tokens."""
+        if layer not in self._copies:
+            self._copies[layer] = self._of(layer)
+        held = self._copies[layer]
+        if held is None:
+            return None
+        blocks = held.memory.blocks(self._tables[self.engines[0].table.group(layer)])
+        since = self._index, NO_BIAS, blocks, 0, STORED[query.dtype]
+        parts = [held.part, Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since)]
+        return run(query[:, :, None], scaling, held.lists, parts, 0)[0][:, :, 0]
+
+    def _of(self, layer: int) -> Copies | None:
+        devices = [engine.stores[layer].device for engine in self.engines]
+        tiers = [tier for tier in devices if isinstance(tier, SideTier)]
+        kept = [tier.kept for tier in tiers if tier.kept is not None]
+        if not kept:
+            return None
+        each = [one.used for one in kept], [one.first for one in kept]
+        used, first = (torch.cat(parts).view(-1).numpy() for parts in each)
+        given = used, first, np.zeros_like(used), addresses(*kept[0].pool, None), stored_as(tiers[0].codecs)
+        part = Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), given)
+        return Copies(tiers[0].memory, part, len(used))
