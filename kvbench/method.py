@@ -111,6 +111,7 @@ class Needs:
         on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
         rebuilds_keys: `Selection.keys` are those of all tokens off the device, so that only their values are moved up;
             on the device the stored keys count.
+        writes: `View.write` gives tokens that stay other keys or values.
         positions: "original" RoPE positions, or "cache": those inside the selection, without its gaps (StreamingLLM).
     """
 
@@ -130,6 +131,7 @@ class Needs:
     cache: DeviceCache = DeviceCache()
     on_drop: Literal["discard", "offload"] = "discard"
     rebuilds_keys: bool = False
+    writes: bool = False
     positions: Literal["original", "cache"] = "original"
 
     def __post_init__(self) -> None:
@@ -494,7 +496,10 @@ class Method:
 
     @property
     def at_rest(self) -> bool:
-        """Every decode step attends all that is held, asked after `begin`: `append` and `select` need not be called."""
+        """After the prompt nothing is chosen, dropped or written: all that is held is attended.
+
+        Asked after `begin`. `append` and `select` need not be called; `step` and `end_step` are.
+        """
         return False
 
     def home(self, layer: int) -> Literal["device", "host"]:

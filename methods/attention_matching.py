@@ -39,9 +39,9 @@ class AttentionMatching(Scorer):
 
     def __init__(self, queries: Literal["context", "replay"] = "context", most: int = 50000) -> None:
         self.queries, self.most = queries, most
-        self.needs = Needs(prefix=True, replay=Replay(None, ASK))
+        self.needs = Needs(prefix=True, replay=Replay(None, ASK), writes=True)
         if queries == "context":
-            self.needs = Needs(prefix=True, query_window=sys.maxsize)
+            self.needs = Needs(prefix=True, query_window=sys.maxsize, writes=True)
 
     @property
     def at_rest(self) -> bool:

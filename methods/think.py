@@ -43,7 +43,7 @@ class ThinK(SnapKV):
     ) -> None:
         super().__init__(window, kernel, pooling, join, granularity)
         self.channels, self.whole = channels, whole
-        self.needs = Needs(query_window=max(window, QUERIES))
+        self.needs = Needs(query_window=max(window, QUERIES), writes=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle which rows are cut; their channels follow."""

@@ -108,7 +108,7 @@ def _reported(command: str) -> Shown:
     return Shown((labels, grid.columns), {line.labels: line.texts for line in lines})
 
 
-def _filed(file: str, rows: str, columns: Mapping[str, str], label: str = "") -> Shown:
+def _filed(file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str, str] | None = None) -> Shown:
     """Numbers of a JSON file of results/.
 
     Args:
@@ -116,12 +116,15 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], label: str = "") ->
         rows: the path of an object, whose keys are the rows, or of a list.
         columns: by heading a path from a row, its keys joined by "|"; or "PATH / PATH", a ratio, "PATH ± PATH",
             "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a quantity's has its unit.
-        label: of a list's entries, the key of their name.
+        labels: of a list's entries, by heading the keys of what they are named by.
     """
     found = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
-    entries = {one[label]: one for one in found} if label else found
-    made = {(str(name),): [_number(one, column) for column in columns.values()] for name, one in entries.items()}
-    return Shown((["method"], list(columns)), made)
+    labels = labels or {}
+    names = [tuple(one[key] for key in labels.values()) for one in found] if labels else [(name,) for name in found]
+    entries = zip(names, found if labels else found.values(), strict=True)
+    made = {tuple(map(str, name)): [_number(one, column) for column in columns.values()] for name, one in entries}
+    assert len(made) == len(names), f"{file}: entries of one name"
+    return Shown(([*labels] or ["method"], list(columns)), made)
 
 
 def _at(found: Any, path: str) -> Any:

@@ -39,6 +39,7 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
+from kvbench.memory.view import StoreView
 from kvbench.method import Method, Prompt
 
 STEPS = 5
@@ -479,16 +480,25 @@ def test_audit_is_the_same_whether_tokens_are_copied_or_attended_in_place(case: 
 
 
 @each_method_in_turn
-def test_a_method_at_rest_need_not_be_asked(case: Case, accounting: str) -> None:
+def test_a_method_at_rest_need_not_be_asked(case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = stream(150, 97, 40, steps=40, layers=4)
     asked = drive(fixed, case.build(), SMALL, accounting=accounting, dense_layers=(1,))
     if not asked.engine.method.at_rest:
         pytest.skip("it is asked in every step")
     unasked = case.build()
     unasked.append = unasked.select = lambda *_: None  # type: ignore[method-assign, assignment]
+    unasked.step = lambda *_: monkeypatch.setattr(StoreView, "keep", None)  # type: ignore[method-assign]
     alone = drive(fixed, unasked, SMALL, accounting=accounting, dense_layers=(1,))
     assert all(at.in_place for at in asked.seen)
     assert same_attended(asked.seen, alone.seen) and asked.audit == alone.audit
+
+
+@each_method_in_turn
+def test_who_writes_keys_or_values_anew_says_so(case: Case, accounting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = [], StoreView.write
+    monkeypatch.setattr(StoreView, "write", lambda view, *given, **named: written.append(write(view, *given, **named)))
+    drive(stream(150, 97, 40, steps=4, layers=2), method := case.build(), SMALL, accounting=accounting)
+    assert bool(written) == method.needs.writes
 
 
 # Around each other and around whole pages; the steps run over page and budget edges.

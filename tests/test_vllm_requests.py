@@ -43,7 +43,8 @@ def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key
 
 
 LAYOUTS = pytest.mark.parametrize(
-    ("isa", "dtype"), [("vec", torch.float32), ("amx", torch.float32), ("amx", torch.bfloat16)]
+    ("isa", "dtype"),
+    [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.float32), ("amx", torch.bfloat16)],
 )
 BLOCKS = torch.tensor([2, 0])
 
@@ -86,6 +87,7 @@ def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa:
     more = Extra(replaced[:, :, :3], replaced[:, :, 3:6], weight[..., :3])
     selections = [
         Selection(index),
+        Selection(torch.arange(12, 40).expand(1, heads, -1)),
         Selection(index, log_weight=weight),
         Selection(index, log_weight=weight, extra=more),
     ]
@@ -94,6 +96,23 @@ def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa:
         expected, _ = reference.attend(query, store, selection, 0.3)
         close = CLOSE if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
+@LAYOUTS
+def test_a_part_of_a_list_that_names_no_token_adds_nothing(isa: str, dtype: torch.dtype) -> None:
+    """However far its tokens' logits lie below those of other requests."""
+    cache = torch.zeros(4, 2, SIZE, 2 * 32, dtype=dtype)
+    value = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for token in range(64):
+        for head in range(2):
+            write(cache, isa, token // SIZE, head, token % SIZE, torch.ones(32, dtype=dtype), value[token])
+    query = torch.ones(2, 2, 1, 32, dtype=dtype) * torch.tensor([10, -10])[:, None, None, None]
+    index = torch.full((2, 1, 300), -1)
+    index[0, :, ::5], index[1, :, :64] = torch.arange(60), torch.arange(64)
+    found = attend_blocks(query, Memory(cache, isa).blocks(torch.tensor([[0, 1]] * 2)), Selection(index), 1.0)
+    for row, count in enumerate((60, 64)):
+        expected = value[:count].float().mean(0).to(dtype).expand(2, 1, 32)
+        torch.testing.assert_close(found[row], expected, atol=2e-2 if dtype == torch.bfloat16 else CLOSE, rtol=0)
 
 
 def shape_of(fixed: Stream, *lengths: int) -> Shape:
@@ -454,6 +473,7 @@ def test_a_request_whose_keys_are_no_numbers_is_told_of_and_takes_no_other_with_
         ({"method": "racc"}, "method=racc: it moves tokens between two memories"),
         ({"method": "h2o_prompt"}, "method=h2o_prompt: it looks into the attention of the prompt"),
         ({"method": "rkv"}, "method=rkv: it learns from the query of every step"),
+        ({"method": "think", "budget": 0.5}, "budget=0.5: think writes keys or values anew"),
         ({"budget": 8}, "budget=8: below the minimum of quest, 48 tokens"),
         ({"dense_layers": [-1]}, r"dense_layers=\[-1\]: expected indices of the model's layers"),
         ({"page": 16}, f"additional_config.{KEY}.page: no such key"),

@@ -70,6 +70,8 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                     ids[rows], rank[rows] = index[row, own_list, place], place
                     rows += 1
                 place += 1
+            if not rows:
+                break
             if plain:
                 _find_values(ids, rows, tables[row], cache, head, size, values)
             else:
@@ -122,11 +124,9 @@ def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignor
         first = cache.ctypes.data + (table[ids[i] // size] * cache.shape[1] + head) * 2 * half + 4 * at
         for r in range(many):
             a = b = splat(NOTHING)
-            for j in range(0, head_dim - 1, 2):
+            for j in range(0, head_dim, 2):
                 a = plus(a, times(load(first + j * apart), splat(query[r, j])))
                 b = plus(b, times(load(first + (j + 1) * apart), splat(query[r, j + 1])))
-            if head_dim % 2:
-                a = plus(a, times(load(first + (head_dim - 1) * apart), splat(query[r, head_dim - 1])))
             store(few.ctypes.data, plus(a, b))
             for k in range(run):
                 logits[r, i + k] = few[k]

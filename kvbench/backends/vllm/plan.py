@@ -49,6 +49,11 @@ class Plan:
         self.sizes()
         if reason := next(_unsupported(self.build().needs), None):
             raise ConfigError(f"method={self.method}: {reason}; take another method, or backend=hf")
+        if self.writes and not self.frees:
+            raise ConfigError(
+                f"budget={show(self.budget)}: {self.method} writes keys or values anew, into copies that are made "
+                "for a budget in tokens alone; expected one, such as 256, or backend=hf"
+            )
 
     def build(self) -> Method:
         """A method object, which serves one request."""
@@ -59,6 +64,11 @@ class Plan:
     def frees(self) -> bool:
         """Whether the method drops tokens, to a number that is known before a prompt is."""
         return self.build().evicts != "never" and isinstance(self.sizes().size, int)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the method gives tokens other keys or values: where prompts are freed, in copies of its own."""
+        return self.build().needs.writes
 
     def sizes(self) -> Budget:
         """The budget of every request."""

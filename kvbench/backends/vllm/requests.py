@@ -170,10 +170,9 @@ class RequestEngine(Engine):
     @cached_property
     def _uncut(self) -> bool:
         """Of what was copied all is attended; of a prompt that is not freed all is."""
-        tiers = {layer: store.device for layer, store in self.stores.items()}
         return all(
-            tier.kept is not None and not tier.cut if isinstance(tier, SideTier) else self.stores[layer].complete
-            for layer, tier in tiers.items()
+            not tier.cut if isinstance(tier := store.device, SideTier) else store.complete
+            for store in self.stores.values()
         )
 
     def stood(self) -> None:
@@ -451,4 +450,4 @@ class Requests:
             engine.stood()
         for engine in self._passing:
             engine.end_pass()
-        self._passing = []
+        self._passing, self._resting = [], {}

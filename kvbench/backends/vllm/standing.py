@@ -93,11 +93,11 @@ class Standing:
         return run(query[:, :, None], scaling, held.lists, parts, 0)[0][:, :, 0]
 
     def _of(self, layer: int) -> Copies | None:
-        devices = [engine.stores[layer].device for engine in self.engines]
-        tiers = [tier for tier in devices if isinstance(tier, SideTier)]
-        kept = [tier.kept for tier in tiers if tier.kept is not None]
-        if not kept:
+        tiers = [tier for one in self.engines if isinstance(tier := one.stores[layer].device, SideTier)]
+        if not tiers:  # no request has copies in this layer
             return None
+        kept = [tier.kept for tier in tiers if tier.kept is not None]
+        assert len(kept) == len(self.engines), "all have copies, once their prompts are over"
         each = [one.used for one in kept], [one.first for one in kept]
         used, first = (torch.cat(parts).view(-1).numpy() for parts in each)
         given = used, first, np.zeros_like(used), addresses(*kept[0].pool, None), stored_as(tiers[0].codecs)

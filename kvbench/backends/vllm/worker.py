@@ -102,13 +102,18 @@ class Worker(CPUWorker):  # type: ignore[misc]
         plan = plan_of({KEY: given})
         if plan is not None:
             refuse(self.vllm_config, plan)
+        own = None if plan is None else freed_by(self.vllm_config, plan)
         if self._freed is not None:
-            own = None if plan is None else freed_by(self.vllm_config, plan)
             if own is None or own.layers != self._freed.layers or own.rows > self._freed.rows:
                 raise ConfigError(
                     f"method={'null' if plan is None else plan.method}: this engine frees what {self._freed.method} "
                     "drops of prompts; expected a method that drops as much in the same layers, or another engine"
                 )
+        elif plan is not None and plan.writes and own is not None:
+            raise ConfigError(
+                f"method={plan.method}: it writes keys or values anew, and this engine frees no prompts; expected one "
+                "that was started with it"
+            )
         self._plan, self._requests = plan, None
 
     def kvbench_reports(self) -> dict[str, dict[str, Any]]:
