@@ -16,8 +16,8 @@ def attend_blocks(  # type: ignore[no-untyped-def]
 ):
     """Attention over lists of tokens that lie in a serving engine's blocks, in several threads.
 
-    Where a block has float32 in no tiles, its keys are met dimension by dimension and its values where they lie. Else a
-    few rows at a time are copied out of it, and attended while they are in the cache.
+    Of blocks with float32 in no tiles keys of neighbours are met dimension by dimension, and values where they lie; of
+    others a few rows at a time are copied, and attended while they are in the cache.
 
     Args:
         threads, before, asked, index, bias, own, logits, results, out: as of `attend_lists`, without extra entries.
@@ -50,7 +50,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
     plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
-        keys[i], values[i] = own_keys.ctypes.data + i * size, own_values.ctypes.data + i * size
+        keys[i] = own_keys.ctypes.data + i * size
     asked, own_most, own_total, own_sums = scratch(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), cache.shape[1]
@@ -72,16 +72,15 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                 place += 1
             if not rows:
                 break
-            if plain:
+            if plain and not own and _neighbours(ids, rows):
                 _find_values(ids, rows, tables[row], cache, head, size, values)
-            else:
-                _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
-            if own:
-                for i in range(rows):
-                    keys[i] = own + ((row * heads + head) * count + rank[i]) * size
-            if plain and not own:
                 _score_columns(asked, ids, rows, tables[row], cache, head, block)
             else:
+                _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
+                for i in range(rows):
+                    values[i] = own_values.ctypes.data + i * size
+                    if own:
+                        keys[i] = own + ((row * heads + head) * count + rank[i]) * size
                 score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
             scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
@@ -95,6 +94,15 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
             add_values(block, values, (0, 0), rows, (keys[:0], 0), own_sums, stored)
         write_piece(results[at, before + piece], own_most, own_total, own_sums, stored)
         item = claim(claims)
+
+
+@inner
+def _neighbours(ids, rows):  # type: ignore[no-untyped-def]
+    """Whether half of ids[:rows] come right after the one before."""
+    found = 0
+    for i in range(1, rows):
+        found += ids[i] == ids[i - 1] + 1
+    return 2 * found >= rows
 
 
 @inner
