@@ -1,7 +1,8 @@
 """Decode steps of requests whose methods are at rest: in each layer all of them attend what they hold by one call.
 
 Between two passes of the same requests nothing of the prompts' copies changes, and of what came since only how many
-tokens there are; so a layer costs the same Python whether one request runs or sixteen.
+tokens there are; so a layer costs the same Python whether one request runs or sixteen. What the pass adds to each
+request is noted when it is over.
 """
 
 from __future__ import annotations
