@@ -25,10 +25,10 @@ from kvbench.attention import cpu
 from kvbench.attention.torch import turn
 from kvbench.backends.vllm.paged import Memory, PagedStore, PagedTier, Table, attend_blocks
 from kvbench.backends.vllm.plan import Plan
+from kvbench.backends.vllm.resting import Together
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
-from kvbench.backends.vllm.standing import Standing
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.engine import Engine, check_finite, seen_finite
+from kvbench.engine.engine import Engine, seen_finite
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
 
@@ -163,8 +163,8 @@ class RequestEngine(Engine):
             self.start_chunk(ids[:, scheduled.computed : end])
 
     @property
-    def stands(self) -> bool:
-        """The pass is a decode step in which every layer attends all that it holds, see `Standing`."""
+    def rests(self) -> bool:
+        """The pass is a decode step in which every layer attends all that it holds, see `Together`."""
         return self._decodes and self.method.at_rest and self._positions is None and self._uncut
 
     @cached_property
@@ -175,7 +175,7 @@ class RequestEngine(Engine):
             for store in self.stores.values()
         )
 
-    def stood(self) -> None:
+    def end_rest(self) -> None:
         """The step is over, and who attended all layers has asked neither method nor stores."""
         for layer, store in self.stores.items():
             store.append(NOTHING, NOTHING)  # which vLLM has written
@@ -191,15 +191,12 @@ class RequestEngine(Engine):
         try:
             return self._attended(layer, query, key, value) if self.finite else None
         except FloatingPointError:  # of this request: the others of the pass go on
-            self.finite = self._decodes = False
+            self.give_up()
             return None
 
-    def refuse(self, layer: int, query: Tensor, key: Tensor) -> None:
-        """As `attend_new` does, let vLLM attend all from now on, if these are not finite."""
-        try:
-            check_finite(layer, query, key, decoding=True)
-        except FloatingPointError:
-            self.finite = self._decodes = False
+    def give_up(self) -> None:
+        """Let vLLM attend all from now on: there are vectors that no method can rank."""
+        self.finite = self._decodes = False
 
     def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
@@ -308,7 +305,7 @@ class Requests:
         self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
         self._attended = 0.0
         self._resting: dict[int, RequestEngine] = {}  # of the pass, those at rest
-        self._standing = Standing()
+        self._together = Together()
         self._outputs: list[tuple[slice | Tensor, Tensor]] = []
 
     def forget(self, requests: Iterable[str]) -> None:
@@ -350,15 +347,15 @@ class Requests:
         self._passing = [self._engine(scheduled) for scheduled in rows]
         for engine, scheduled in zip(self._passing, rows, strict=True):
             engine.start_pass(scheduled)
-        self._stand()
+        self._find_resting()
 
-    def _stand(self) -> None:
+    def _find_resting(self) -> None:
         """Find who in the pass is at rest; in step after step it is mostly the same."""
-        self._resting = {row: engine for row, engine in enumerate(self._passing) if engine.stands}
-        if (engines := [*self._resting.values()]) != self._standing.engines:
-            self._standing = Standing(engines)
+        self._resting = {row: engine for row, engine in enumerate(self._passing) if engine.rests}
+        if (engines := [*self._resting.values()]) != self._together.engines:
+            self._together = Together(engines)
         if engines:
-            self._standing.start_pass()
+            self._together.start_pass()
 
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
         """The request's own, or a new one: its first pass, or it was preempted and is read again."""
@@ -394,7 +391,7 @@ class Requests:
             themselves, of all their tokens or the last ones: `finish` comes after.
         """
         self._outputs = []
-        others = self._attend_standing(layer, query, key, starts)
+        others = self._attend_resting(layer, query, key, starts)
         for row, engine in enumerate(self._passing):
             if row in self._resting:
                 continue
@@ -410,26 +407,28 @@ class Requests:
                     others.append(row)
         return sorted(others)
 
-    def _attend_standing(self, layer: int, query: Tensor, key: Tensor, starts: list[int]) -> list[int]:
+    def _attend_resting(self, layer: int, query: Tensor, key: Tensor, starts: list[int]) -> list[int]:
         """As `attend`, for those at rest."""
         if not self._resting:
             return []
         at = torch.tensor([starts[row] for row in self._resting])
         asked, new = query[at], key[at]
-        if layer in self._shape.sparse_layers and not seen_finite(asked, new) and self._refused(layer, asked, new):
-            return self._attend_standing(layer, query, key, starts)
-        attended = self._standing.attend(layer, asked, self._shape.scaling)
+        if layer in self._shape.sparse_layers and not seen_finite(asked, new) and self._refused(asked, new):
+            return self._attend_resting(layer, query, key, starts)
+        attended = self._together.attend(layer, asked, self._shape.scaling)
         if attended is None:
             return [*self._resting]
         self._outputs.append((at, attended))
         return []
 
-    def _refused(self, layer: int, query: Tensor, key: Tensor) -> bool:
+    def _refused(self, query: Tensor, key: Tensor) -> bool:
         """Whether those at rest became fewer: vLLM attends all for a request whose queries or keys are not finite."""
-        for engine, *one in zip(self._resting.values(), query, key, strict=True):
-            engine.refuse(layer, *(part[None, :, None] for part in one))
+        finite = query.flatten(1).isfinite().all(dim=1) & key.flatten(1).isfinite().all(dim=1)
+        for engine, fine in zip(self._resting.values(), finite.tolist(), strict=True):
+            if not fine:
+                engine.give_up()
         before = len(self._resting)
-        self._stand()
+        self._find_resting()
         return len(self._resting) < before
 
     def finish(self, out: Tensor) -> None:
@@ -447,7 +446,7 @@ class Requests:
             for row in (~finite).nonzero()[:, 0].tolist():
                 self._passing[row].finite = False
         for engine in self._resting.values():
-            engine.stood()
+            engine.end_rest()
         for engine in self._passing:
             engine.end_pass()
         self._passing, self._resting = [], {}

@@ -58,7 +58,7 @@ class Copies(NamedTuple):
     lists: int
 
 
-class Standing:
+class Together:
     """The requests of a pass that are at rest.
 
     Args:
