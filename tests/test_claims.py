@@ -99,7 +99,7 @@ def test_samples_that_were_asked_count_where_only_some_answers_do(tmp_path: Path
     asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "among": "method=full"}
     found = sampled.sampled(collect([tmp_path]), asked)
     assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(200 / 3), 4)
-    assert "3 of 4" in found.note
+    assert "3 of 4" in found.note and found.kept == 0.75
 
 
 def test_a_share_that_is_whole_in_all_samples_is_no_score_of_0_or_1(tmp_path: Path, bed: None) -> None:
@@ -188,6 +188,54 @@ def test_times_are_ranged_over_repeats_and_ratios_resampled_over_texts(tmp_path:
     assert ratio.low is not None and ratio.high is not None and 2 <= ratio.low < ratio.value < ratio.high <= 8
     half = sampled.sampled(collect([tmp_path]), {**asked, "over": "method=snapkv budget=64"})
     assert half[:4] == (*[pytest.approx(2.0)] * 3, 3), "one over the other on the same texts, resampled together"
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ([("a CPU", 2)] * 4, ""),
+        ([("a CPU", 2)] * 3 + [("another CPU", 2)], "differ in machine"),
+        ([("a CPU", 2)] * 2 + [("a CPU", 4)] * 2, "differ in machine"),
+        ([("a CPU", 2), ("another CPU", 2)] * 2, "several machines"),
+    ],
+)
+def test_times_of_several_machines_or_threads_are_no_repeats(
+    places: list[tuple[str, int]], told: str, tmp_path: Path, bed: None
+) -> None:
+    """Two runs, which differ in their seed, of each of two arms; and no matter which is read first."""
+    arms = [("full", None, 1), ("full", None, 2), ("quest", 64, 1), ("quest", 64, 2)]
+    for (method, budget, seed), (device, threads) in zip(arms, places, strict=True):
+        machine = {"device": device, "threads": threads, "cores": 4}
+        records = [record(str(one), "", 1.0, tpot_ms={"mean": 5.0 + seed}, machine=machine) for one in range(2)]
+        stored(tmp_path, method, budget, records, config={"seed": seed})
+    asked = {"bed": "made", "of": "method=quest budget=64", "over": "method=full", "value": "tpot_ms.mean"}
+    for runs in (collect([tmp_path]), [*collect([tmp_path])][::-1]):
+        found = sampled.sampled(runs, {**asked, "interval": "mean"})  # type: ignore[arg-type]
+        assert (isinstance(found, Missing) and told in found.why) if told else isinstance(found, Finding)
+    assert isinstance(sampled.sampled(collect([tmp_path]), {**asked, "value": "score"}), Finding)
+
+
+def test_what_scores_nothing_divides_nothing(tmp_path: Path, bed: None) -> None:
+    asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "over": "method=full"}
+    stored(tmp_path, "quest", 64, [1.0] * 8)
+    stored(tmp_path, "full", None, [0.0] * 8)
+    found = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(found, Missing) and found.why.startswith("method=full has 0")
+    stored(tmp_path, "full", None, [1.0] + [0.0] * 7, config={"seed": 1})
+    stored(tmp_path, "quest", 64, [1.0] * 8, config={"seed": 1})
+    found = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(found, Finding) and found.low is None, "some resamples have nothing to divide by"
+
+
+def test_samples_that_choose_a_rival_are_among_those_that_are_asked_for(tmp_path: Path, bed: None) -> None:
+    """Of 40 prompts 20 choose and 20 are compared; one more compared sample takes two prompts."""
+    scores = {"full": [1.0, 1.0, 0.0, 0.0] * 10, "snapkv": [1.0, 1.0, 1.0, 0.0] * 10, "h2o": [0.0] * 40}
+    for method, own in scores.items():
+        stored(tmp_path, method, None if method == "full" else 64, own)
+    asked = {"bed": "made", "value": "score", "of": "method=full"}
+    asked |= {"less": ["method=snapkv budget=64", "method=h2o budget=64"]}  # type: ignore[dict-item]
+    found = sampled.sampled(collect([tmp_path]), asked)
+    assert isinstance(found, Finding) and (found.n, found.taken, found.kept) == (20, 2.0, 1.0)
 
 
 def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:

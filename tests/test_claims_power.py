@@ -93,6 +93,16 @@ def test_the_samples_that_are_asked_for_decide_if_mean_and_spread_stay(factor: i
     assert wanted == next(n for n in range(100, 2000) if _low(n) >= 96.5)
 
 
+def test_samples_that_are_dropped_or_choose_a_rival_are_asked_for_too() -> None:
+    shares = proportion([np.repeat([100.0, 0.0], [39, 1])])[:3]
+    of_40, of_100 = (Finding(*shares, n, "", Interval.WILSON, 40 / n) for n in (40, 100))
+    whole, part = (samples_wanted(of_file(93), found) for found in (of_40, of_100))
+    assert whole is not None and part is not None and part == pytest.approx(2.5 * whole, abs=2)
+    half = Finding(1.0, -1.0, 3.0, 40, "", Interval.BOOTSTRAP, taken=2.0)  # 160 of them would end at 0
+    told = lacks(of_file(0), half, None)
+    assert told.startswith("320 samples, 160 of them") and "240 more" in told
+
+
 def _low(n: int) -> float:
     """The lower end of Wilson's interval of 98 % of n."""
     share = 0.98

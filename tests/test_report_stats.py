@@ -38,6 +38,15 @@ def test_of_many_samples_it_is_close_to_the_normal_interval():
     assert (found.low, found.high) == pytest.approx((70 - error, 70 + error), abs=0.1 * error)
 
 
+@pytest.mark.parametrize("strata, size", [(13, 2), (13, 4), (1, 12)])
+def test_it_is_as_wide_as_the_spread_within_strata_says(strata, size):
+    """By the unbiased variance of a stratified mean, which small strata would halve if they were drawn n of n."""
+    values = [np.random.default_rng((7, stratum)).normal(50, 10, size) for stratum in range(strata)]
+    found = estimate(values)
+    variance = sum(own.var(ddof=1) / size for own in values) / strata**2
+    assert found.high - found.low == pytest.approx(2 * 1.96 * variance**0.5, rel=0.12)
+
+
 def test_strata_of_one_size_are_resampled_apart():
     values = np.repeat([0.0, 100.0], [50, 50])
     one, both = estimate([values]), estimate([values, values])

@@ -23,8 +23,10 @@ def lacks(criterion: Criterion, found: Finding | Missing, runs: Runs | None) -> 
     wanted = samples_wanted(criterion, found)
     if wanted is None:
         return "more samples would not decide it"
-    more = max(1, wanted - found.n)
-    words = f"{_rounded(wanted)} samples would decide it, if mean and spread stay, {_rounded(more)} more"
+    more, choosing = math.ceil(max(1, wanted - found.n) * found.taken), math.ceil(wanted * (found.taken - 1))
+    choose = f", {_rounded(choosing)} of them to choose the rival," if choosing else ""
+    total = f"{_rounded(wanted + choosing)} samples{choose}"
+    words = f"{total} would decide it, if mean and spread stay, {_rounded(more)} more"
     if wanted > HOPELESS * found.n >= HOPELESS * criterion.n:  # of fewer than it asks for the spread is not known
         return f"{words}: it will stay undecided"
     minutes = minutes_a_sample(criterion, runs)
@@ -49,7 +51,7 @@ def _until(found: Finding, bound: float) -> int:
     """The samples with which the interval would end at a bound."""
     apart = abs(found.value - bound)
     if found.interval is Interval.WILSON:  # of scores, 0 to 100
-        return math.ceil(Z**2 * bound * (100 - bound) / apart**2)
+        return math.ceil(Z**2 * bound * (100 - bound) / apart**2 / found.kept)
     half = found.value - found.low if bound < found.value else found.high - found.value  # type: ignore[operator]
     wanted = math.ceil(found.n * (half / apart) ** 2)
     if found.interval is Interval.STUDENT:

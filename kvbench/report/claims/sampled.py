@@ -27,7 +27,7 @@ from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import decoded_alike
 from kvbench.report.data.stats import difference, estimate, is_0_1, proportion, ratio, repeated
 from kvbench.runs.stored import Record
-from kvbench.runs.summary import is_disturbed
+from kvbench.runs.summary import by_machine, is_disturbed
 
 # What an arm's words mean where they do not name these keys.
 USUAL = {
@@ -61,66 +61,91 @@ class Reading(NamedTuple):
     below: float = float("nan")
 
 
+class Compared(NamedTuple):
+    """Samples that count.
+
+    Attributes:
+        values: [n] of each group of samples, less those of another arm where a criterion asks for it.
+        below: likewise what divides them; [] where nothing does.
+        kept, taken: as of `Finding`.
+    """
+
+    values: list[np.ndarray]
+    below: list[np.ndarray]
+    kept: float
+    taken: float
+
+
 def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     """The number that a criterion asks for."""
     arms = arms_of(asked)
     found: dict[str, list[dict[Key, Reading]]] = {}
-    taken: dict[str, Run] = {}
+    chosen: dict[str, list[Run]] = {}
     for name, several in arms.items():
         value = "score" if name == "among" else asked["value"]
         for words in several:
-            chosen = runs_of(runs, asked["bed"], words, times=is_time(value))
-            if isinstance(chosen, Missing):
-                return chosen
-            taken[words] = chosen[0]
-            found.setdefault(name, []).append(_readings(chosen, value, asked.get("lengths", []), name == "of"))
-    if apart := _differing(asked["bed"], taken):
+            those = runs_of(runs, asked["bed"], words, times=is_time(value))
+            if isinstance(those, Missing):
+                return those
+            chosen[words] = those
+            found.setdefault(name, []).append(_readings(those, value, asked.get("lengths", []), name == "of"))
+    if apart := _differing(asked, chosen):
         return apart
-    decoded = {run.is_together for run in taken.values()}
-    mixed = "some of these arms decoded together with others, some alone" if len(decoded) > 1 else ""
-    ours = found["of"][0]
-    known = found["among"][0] if "among" in found else {}
-    both = ours.keys() & known.keys()
+    command = beds()[asked["bed"]].command
+    compared = _compared(asked, found)
+    if not compared.values:
+        return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {command}")
+    if compared.below and not (np.all if "interval" in asked else np.any)(np.concatenate(compared.below)):
+        return Missing(f"{' or '.join(arms.get('over', arms['of']))} has 0 there, which divides nothing; {command}")
+    finding = _found(asked, compared, chosen[arms["of"][0]][0])
+    decoded = {run.is_together for several in chosen.values() for run in several}
+    n = round(finding.n / compared.kept)
+    notes = [
+        f"over the {finding.n} of {n} that {arms['among'][0]} answers" if "among" in arms else "",
+        "some of these arms decoded together with others, some alone" if len(decoded) > 1 else "",
+    ]
+    return finding._replace(n=n, note="; ".join(filter(None, notes)), kept=compared.kept, taken=compared.taken)
+
+
+def _compared(asked: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[Key, Reading]]]) -> Compared:
+    """The samples that all arms have, by group."""
+    ours, kept, taken = found["of"][0], 1.0, 1.0
     if "among" in found:
+        known = found["among"][0]
+        both = ours.keys() & known.keys()
         ours = {key: ours[key] for key in both if known[key].value == 100}
-    others = found.get("less") or found.get("over") or []
+        kept = len(ours) / max(1, len(both))
+    others = found.get("less") or found.get("over") or [ours]
     shared = (key for key in ours if all(key in other for other in others))
     keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
-    theirs: dict[Key, Reading] = others[0] if others else {}
+    theirs = others[0]
     if len(others) > 1:
         theirs = max(others, key=lambda other: sum(other[key].value for key in keys[::2]))
-        keys = keys[1::2]
-    if not keys:
-        return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {beds()[asked['bed']].command}")
+        taken, keys = len(keys) / max(1, len(keys[1::2])), keys[1::2]
     groups = dict.fromkeys(ours[key].group for key in keys)
     strata = [[key for key in keys if ours[key].group == group] for group in groups]
-    values = [np.array([ours[key].value for key in own]) for own in strata]
+    values, other = ([np.array([of[key].value for key in own]) for own in strata] for of in (ours, theirs))
+    below = other if "over" in found else [np.array([ours[key].below for key in own]) for own in strata]
     if "less" in found:
-        values = [own - [theirs[key].value for key in rows] for own, rows in zip(values, strata, strict=True)]
-    below = None
-    if "over" in found:
-        below = [np.array([theirs[key].value for key in own]) for own in strata]
-    elif "/" in asked["value"]:
-        below = [np.array([ours[key].below for key in own]) for own in strata]
+        values = [one - another for one, another in zip(values, other, strict=True)]
+    return Compared(values, below if "over" in found or "/" in asked["value"] else [], kept, taken)
+
+
+def _found(asked: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
+    """The number with its interval; `run` is of the arm whose number it is."""
+    values, below = compared.values, compared.below
     if "interval" in asked:
         every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)  # of a ratio the samples' own
         if asked["interval"] == "range":
-            return ranged(every, mixed)
-        return Finding(*repeated(every)[:4], mixed, Interval.STUDENT)
+            return ranged(every)
+        return Finding(*repeated(every)[:4], interval=Interval.STUDENT)
     if below:
-        return Finding(*ratio(values, below)[:4], mixed, Interval.BOOTSTRAP)
-    if asked["value"] == "score" and "less" in found:
-        return Finding(*difference(values)[:4], mixed, Interval.TANGO)
-    # Scores that are all 100 have an interval, too.
-    whole = asked["value"] == "score" and all(map(is_0_1, values))
-    of = taken[arms["of"][0]]
-    whole = whole and of.scored_as not in of.beside.graded
-    made = Interval.WILSON if whole else Interval.BOOTSTRAP
-    finding = Finding(*(proportion(values) if whole else estimate(values))[:4], mixed, made)
-    if not both:
-        return finding
-    among = f"over the {finding.n} of {len(both)} that {arms['among'][0]} answers"
-    return finding._replace(n=len(both), note="; ".join(filter(None, [among, mixed])))
+        return Finding(*ratio(values, below)[:4], interval=Interval.BOOTSTRAP)
+    if asked["value"] == "score" and "less" in asked:
+        return Finding(*difference(values)[:4], interval=Interval.TANGO)
+    if asked["value"] == "score" and all(map(is_0_1, values)) and run.scored_as not in run.beside.graded:
+        return Finding(*proportion(values)[:4], interval=Interval.WILSON)  # scores that are all 100 have one, too
+    return Finding(*estimate(values)[:4], interval=Interval.BOOTSTRAP)
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -152,22 +177,32 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
     return chosen
 
 
-def _differing(bed: str, taken: Mapping[str, Run]) -> Missing | None:
+def _differing(asked: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
     """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
-    asked = {word.partition("=")[0] for words in taken for word in words.split()}
+    named = {word.partition("=")[0] for words in chosen for word in words.split()}
     kinds = []
-    for run in taken.values():
-        own = run.but_for_seed.items()
+    for runs in chosen.values():
+        own = runs[0].but_for_seed.items()
         kind = {key: show(value) for key, value in own if key in ALIKE or is_shared(key)}
-        kind |= {"task's data": str(run.arm["data"])}
-        if run.is_timed:
-            kind["machine"] = str(run.arm["measured_on"])
-        kinds.append({key: value for key, value in kind.items() if key not in asked})
+        kind |= {"task's data": str(runs[0].arm["data"])}
+        kinds.append({key: value for key, value in kind.items() if key not in named})
+    if is_time(asked["value"]):
+        for kind, runs in zip(kinds, chosen.values(), strict=True):
+            kind["machine"] = " as well as ".join(_machines(runs))
+    command = beds()[asked["bed"]].command
     for key in sorted(set().union(*kinds)):
         if len({kind.get(key) for kind in kinds}) > 1:
-            values = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(taken, kinds, strict=True))
-            return Missing(f"runs that differ in {key}, {values}; {beds()[bed].command}")
+            values = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(chosen, kinds, strict=True))
+            return Missing(f"runs that differ in {key}, {values}; {command}")
+    if " as well as " in (machine := kinds[0].get("machine", "")):
+        return Missing(f"runs on several machines, {machine}; choose those of one; {command}")
     return None
+
+
+def _machines(runs: Sequence[Run]) -> list[str]:
+    """On which machines, with how many threads, the times of these runs were taken."""
+    records = [one for run in runs for one in run.samples() if not is_disturbed(one)]
+    return sorted(by_machine(records))
 
 
 def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:

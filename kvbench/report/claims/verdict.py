@@ -48,6 +48,8 @@ class Finding(NamedTuple):
         n: samples.
         note: what it is of, in words.
         interval: how the interval was made.
+        kept: of n the share that the interval is over.
+        taken: samples that were taken for each of n; where there are several rivals others choose the best.
     """
 
     value: float
@@ -56,6 +58,8 @@ class Finding(NamedTuple):
     n: int
     note: str = ""
     interval: Interval = Interval.RANGE
+    kept: float = 1.0
+    taken: float = 1.0
 
 
 class Missing(NamedTuple):

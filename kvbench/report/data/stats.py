@@ -2,9 +2,11 @@
 repeats by Student, of others by bootstrap; paired ones.
 
 Scores come in strata, one array for each group of samples (subset, length); the estimate is the plain mean of their
-means. A bootstrap resamples each stratum on its own. Strata of one sample show no spread alone; they are resampled as
-one stratum, which shows at least the spread that they have (collapsed strata: Cochran, Sampling Techniques, 1977,
-5A.12). The resamples follow from a fixed seed: the same scores give the same interval in every process.
+means. A bootstrap resamples each stratum on its own, n samples by n - 1 of them: n of n would have (n - 1) / n of the
+variance that the mean has, of pairs half (Rao and Wu, Resampling Inference With Complex Survey Data, 1988). Strata of
+one sample show no spread alone; they are resampled as one stratum, which shows at least the spread that they have
+(collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). The resamples follow from a fixed seed: the same scores
+give the same interval in every process.
 """
 
 from __future__ import annotations
@@ -166,12 +168,13 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
     """The mean of the strata's means of one number over that of another, taken on the same samples (paired bootstrap).
 
     Args:
-        above, below: [n] each, none empty. There is no interval where one stratum alone has one sample.
+        above, below: [n] each, none empty; not all of below are 0. There is no interval where one stratum alone has one
+            sample, and where below is 0 on so many that a resample has nothing else.
     """
     n = sum(map(len, above))
     mean = sum(float(own.mean()) for own in above) / sum(float(own.mean()) for own in below)
     tops, bottoms = _resampled(above), _resampled(below)
-    if tops is None or bottoms is None:
+    if tops is None or bottoms is None or not bottoms.all():
         return Estimate(mean, None, None, n)
     tail = (100 - COVERAGE) / 2
     low, high = np.percentile(tops / bottoms, [tail, 100 - tail])
@@ -192,6 +195,6 @@ def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=32)
 def _weights(n: int, stratum: int) -> np.ndarray:
-    """[RESAMPLES, n] how much of a resample of n samples each is; strata of one size have weights of their own."""
+    """[RESAMPLES, n] how much of a resample each of n samples is; strata of one size have weights of their own."""
     rng = np.random.default_rng((SEED, n, stratum))
-    return rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n
+    return rng.multinomial(n - 1, np.full(n, 1 / n), size=RESAMPLES) / (n - 1)
