@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_runs import csv_lines, record, records, stored
 
 from kvbench.config import ConfigError
-from kvbench.report.data.frame import collect
+from kvbench.report.data.control import gain_of
+from kvbench.report.data.frame import collect, gathered
 from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import pivot
 
@@ -34,6 +36,17 @@ def test_a_gain_is_paired_with_random_tokens_of_the_same_budget(runs: Path) -> N
     assert found["snapkv"]["gain"] == pytest.approx(30) and found["h2o"]["gain"] == pytest.approx(-50)
     assert found["snapkv"]["gain_low"] < 30 < found["snapkv"]["gain_high"]
     assert "gain" not in found["random"]
+
+
+@pytest.mark.parametrize("more", [{"protocol": {"accounting": "unified"}}, {"dense_layers": [0, 1]}])
+def test_a_control_whose_budget_is_counted_otherwise_is_none(runs: Path, more: dict[str, Any]) -> None:
+    """Whichever is read first."""
+    stored(runs, "random", 64, [0.0] * 10, **more)
+    stored(runs, "quest", 64, [1.0] * 10, **more)
+    found = collect([runs])
+    for order in (found, gathered([*found][::-1], [])):
+        gains = {run.arm["method"]: found.mean for run in order if (found := gain_of(run)) is not None}
+        assert gains["quest"] == 100 and gains["snapkv"] == pytest.approx(30)
 
 
 def test_full_attention_and_runs_without_a_control_have_no_gain(runs: Path, tmp_path_factory) -> None:

@@ -209,6 +209,15 @@ CHANGED: dict[str, tuple[Callable[[Files], Files | None], str]] = {
     "more dense layers": (each_sample(lambda one: one["audit"].update(dense_share=0.5)), "of the layers dense"),
     "other prompts": (each_sample(lambda one: one.update(prompt_tokens=1000)), "4 prompts are not the board's"),
     "other samples": (each_sample(lambda one: one.update(id=f"x{one['id']}")), "lacks 4 of the board's 4 samples"),
+    "a KL where none is asked": (
+        each_sample(lambda one: one.update(fidelity={"kl_mean": 0.0, "nll": 2.0, "nll_full": 2.0})),
+        "4 prompts are not the board's",
+    ),
+    "groups that weigh the right ones more": (
+        each_sample(lambda one: one.update(group=f"x{one['id']}" if one["scores"]["accuracy"] else "bad")),
+        "4 prompts are not the board's",
+    ),
+    "no facts": (each_sample(lambda one: one.pop("meta")), "4 prompts are not the board's"),
     "another budget in run.yaml": (
         lambda files: files.update({of("run.yaml", files): files[of("run.yaml", files)].replace(b"64", b"32")}),
         "run.yaml was changed",
@@ -259,6 +268,68 @@ def test_a_changed_submission_fails_and_gives_no_row(case: str, own: Path, tmp_p
 def test_dropped_samples_are_missed(own: Path, tmp_path: Path) -> None:
     found = held(own, given(tmp_path, scores=SCORES[:3]))[0]
     assert not found.rows and any("lacks 1 of the board's 4 samples, such as 3" in one for one in found.reasons)
+
+
+def test_the_better_of_several_answers_is_no_prompt_s_score(tmp_path: Path) -> None:
+    """Of two answers to each prompt the board has both."""
+    for method in ("full", "quest"):
+        each = [{"sample": f"{n // 2}", "id": f"{n // 2}-{n % 2}"} for n in range(8)]
+        own = arm(tmp_path / "board", method, None if method == "full" else 64, (1.0, 0.0) * 4)
+        written = (own / "samples.jsonl").read_text().splitlines()
+        lines = [json.loads(line) | more for line, more in zip(written, each, strict=True)]
+        (own / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    archive = given(tmp_path, scores=(1.0,) * 4)
+    better = each_sample(lambda one: one.update(sample=one["id"], id=f"{one['id']}-0"))
+    found = held(tmp_path / "board", changed(archive, better))[0]
+    assert not found.rows and any("lacks 4 of the board's 8 samples" in reason for reason in found.reasons)
+
+
+def test_a_kl_of_chosen_texts_alone_gives_no_row(tmp_path: Path) -> None:
+    near = {"fidelity": {**NEAR, "kl_mean": 0.6}}
+    for method in ("full", "quest"):
+        arm(tmp_path / "board", method, None if method == "full" else 64, record=near)
+    archive = given(tmp_path, record=near)
+    assert held(tmp_path / "board", archive)[0].rows
+    found = held(tmp_path / "board", changed(archive, each_sample(lambda one: one["id"] > "1" and one.pop("fidelity"))))
+    assert not found[0].rows and any("2 prompts are not the board's" in reason for reason in found[0].reasons)
+
+
+def test_an_arm_that_is_there_twice_under_another_option_is_known_by_its_times(own: Path, tmp_path: Path) -> None:
+    def twice(files: Files) -> Files:
+        other = settings(lambda run: run["identity"]["config"]["method"].update(page=7))({**files})
+        return files | {name: data for name, data in other.items() if name != NAME}
+
+    found = held(own, changed(given(tmp_path), twice))[0]
+    assert not found.rows and any("samples have the times of" in reason for reason in found.reasons)
+
+
+def test_a_sample_that_was_tried_again_is_packed_once(own: Path, tmp_path: Path) -> None:
+    folder = arm(tmp_path / "runs")
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    failed = json.dumps({**json.loads(lines[0]), "error": "out of memory"}) + "\n"
+    (folder / "samples.jsonl").write_text("".join([failed, *lines]))
+    assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / "mine.tar.xz")]) == 0
+    assert held(own, tmp_path / "mine.tar.xz")[0].rows
+    (folder / "samples.jsonl").write_text("".join([*lines, lines[0]]))
+    assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / "twice.tar.xz")]) == 1
+
+
+def test_a_folder_of_a_long_name_is_named(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = arm(tmp_path / "runs")
+    away = tmp_path / ("x" * 160) / ("y" * 160) / folder.name
+    away.parent.mkdir(parents=True)
+    folder.rename(away)
+    assert submit([str(tmp_path / ("x" * 160)), "--out", str(tmp_path / "mine.tar.xz")]) == 2
+    assert str(away) in capsys.readouterr().err and not (tmp_path / "mine.tar.xz").exists()
+
+
+def test_the_worst_run_of_others_makes_no_method_of_the_board_rank(tmp_path: Path) -> None:
+    """Full attention's interval is wider than the board's scores lie apart, and not than with the submission's."""
+    for method, right in (("full", 20), ("quest", 22), ("snapkv", 21)):
+        arm(tmp_path / "board", method, None if method == "full" else 64, [1.0] * right + [0.0] * (40 - right))
+    archive = given(tmp_path, scores=[0.0] * 40)
+    found, runs = checked([archive], collect([tmp_path / "board"]))
+    assert len(found[0].rows) == 1 and all("wider" in run.ranks_none for run in runs)
 
 
 @pytest.mark.parametrize("change", ["another byte", "a file more", "a file less"])

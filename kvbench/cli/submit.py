@@ -68,7 +68,11 @@ def _submit(folders: Sequence[Path], out: Path, who: str) -> int:
         print("nothing packed; run what is missing, or name the folders of the whole runs alone", file=sys.stderr)
         return 1
     packed = {"/".join(("runs", *Path(run.arm["path"]).absolute().parts[-4:])): run.arm["path"] for run in runs}
-    size = write_archive(out, with_manifest(compacted(packed), name, link))
+    try:
+        size = write_archive(out, with_manifest(compacted(packed), name, link))
+    except ValueError as error:
+        longest = max((str(Path(run.arm["path"]).absolute()) for run in runs), key=len)
+        raise ConfigError(f"{longest}: {error}; expected folders as a run makes them, task/model/arm/id") from error
     _say(runs, out, size, f"{name}, {link}" if link else name, len(older))
     return 0
 

@@ -31,6 +31,7 @@ FORMAT = 1  # of everything in a run folder; raised when an older reader would m
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
+MOST_LISTS = 2**22  # and mappings in the JSON of a file: empty ones of three bytes take 70 in memory
 OF_RUNS = MOST_BYTES.keys()  # a folder with one of these is a run's
 DEEPEST = 32  # levels of a run.yaml; ours have six
 
@@ -172,9 +173,10 @@ def json_of(data: bytes) -> Any:
     """The JSON value in some bytes of UTF-8.
 
     Raises:
-        ValueError: it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, or a text
-            with half a character.
+        ValueError: it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, a text
+            with half a character, or more than `MOST_LISTS` lists and mappings.
     """
+    _refuse_crowd(data)
     text = data.decode("utf-8")
     try:
         if _LARGE.search(text):
@@ -186,6 +188,11 @@ def json_of(data: bytes) -> Any:
         return found
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _refuse_crowd(data: bytes) -> None:
+    if (found := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
+        raise ValueError(f"{found} lists and mappings; expected at most {MOST_LISTS}")
 
 
 def _fitting(digits: str) -> int:
@@ -393,8 +400,11 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
     """
     try:
         data = contents(path)
+        _refuse_crowd(data)
     except FileNotFoundError:
         data = b""
+    except ValueError as error:
+        raise ResultsError(f"{path}: {error}") from error
     lines = data.split(b"\n")[:-1]
     records: dict[str, Record] = {}
     end = 0

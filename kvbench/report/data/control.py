@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvbench.report.data.run import YARDSTICK, Run, missing
+from kvbench.report.data.run import OF_SPARSE, YARDSTICK, Run, missing
 from kvbench.report.data.stats import Estimate
 
 CONTROL = "random"
@@ -23,8 +23,13 @@ def protected(run: Run) -> float:
 
 
 def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
-    """A score less the control's of the same budget on the same samples, in points; None for full attention, the
-    control itself, and where no control ran beside it."""
-    alike = (one for one in run.beside if one.kind == run.kind and one.arm["budget"] == run.arm["budget"])
+    """A score less the control's of the same budget, counted alike, on the same samples, in points; None for full
+    attention, the control itself, and where no control ran beside it."""
+    alike = (one for one in run.beside if _counted(one) == _counted(run) and one.kind == run.kind)
     control = None if run.arm["method"] == YARDSTICK else control_among(alike)
     return None if control is None or control.index == run.index else run.against([control], groups)
+
+
+def _counted(run: Run) -> tuple[str, ...]:
+    """The budget, and what else decides how much of a prompt it is."""
+    return tuple(run.label(key) for key in ("budget", "kv", *OF_SPARSE))

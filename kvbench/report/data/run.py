@@ -32,6 +32,9 @@ NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers"
     f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
 }
 
+# What sparse arms share besides where their budgets mean the same.
+OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
+
 
 class LeftOut(NamedTuple):
     """A run that is not in the frames, and why."""
@@ -309,7 +312,8 @@ class Runs:
             model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
             keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
             probe_every, device, dtype, shared_prefill, decode ("together" or "alone"), device_name (of the machine
-            that the times are of), data (a hash), metric, finished, updated; spread, the least and the largest of
+            that the times are of), data (a hash), metric, finished, updated; submitted, True for a run of others that
+            stands on a board, which has no say in what ranks the board's methods; spread, the least and the largest of
             several repeats or seeds by name; and each of `kvbench.runs.quantities`, of which score is 0-100: of several
             groups the plain mean of theirs, else the mean over samples. What a run recorded beside these has a column
             "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the method's own
@@ -356,11 +360,12 @@ class Runs:
 
     @functools.cached_property
     def scored(self) -> dict[tuple[str, ...], list[float]]:
-        """The scores of all runs, by what runs must share to be compared."""
-        found: dict[tuple[str, ...], list[float]] = {}
+        """The scores by what runs must share to be compared; of a board with runs of others its own ones."""
+        own, submitted = dict[tuple[str, ...], list[float]](), dict[tuple[str, ...], list[float]]()
         for run in self:
+            found = submitted if run.arm.get("submitted") is True else own
             found.setdefault(run.kind, []).append(float(run.arm["score"]))
-        return found
+        return submitted | own
 
     @functools.cached_property
     def graded(self) -> set[tuple[str, str]]:

@@ -105,7 +105,7 @@ def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
     found = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
-        answers = record.get("answers") or [key for key in [record["meta"].get("key")] if key is not None]
+        answers = record.get("answers") or [key for key in [(record.get("meta") or {}).get("key")] if key is not None]
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
         found[f"{record['id']}{which}"] = {

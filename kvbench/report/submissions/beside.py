@@ -15,25 +15,24 @@ from typing import Any
 
 from kvbench.config import choices, method_config, show
 from kvbench.report.data.compact import rounded
-from kvbench.report.data.run import Run, Runs, is_shared, missing
+from kvbench.report.data.run import OF_SPARSE, Run, Runs, is_shared, missing
 from kvbench.report.submissions.whole import NEAR, times_of
 from kvbench.runs.code import harness_sources, module_sources, source_hash
-from kvbench.runs.stored import read_run_yaml
+from kvbench.runs.stored import Record, read_run_yaml
 
 ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
 # What a run may have otherwise and still be the same arm: how it was computed, and what one run of several is.
 NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "probe.every"}
-OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
 NAME = r"[a-z][a-z0-9_]{0,39}"
 LOOKS = str.maketrans("013", "ole", "_")
 
 # What each check is about, for readers.
 BESIDE = {
     "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
-    "samples": "the board's prompts, all of them and no others, by length and facts; scores of the task's kind",
+    "samples": "the board's prompts, all and no others, by group, length and facts; scores and KL of the task's kind",
     "memory": "no less than the layers that stay dense; as many of these as the board's arms leave",
     "name": "a shipped method's name is of that method, and no other name looks like one",
-    "times": "no sample has the times of another arm's",
+    "times": "no sample has the times of another arm's, of the board or of the submission",
 }
 
 
@@ -144,12 +143,19 @@ def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
 
 
 def _prompts(run: Run) -> dict[str, Any]:
-    """What is known of each prompt: its length, how much of it was cut, and the facts that its task notes."""
-    facts = ("prompt_tokens", "cut_tokens", "meta")
+    """What is known of each answer's prompt: its name and group, its length, how much of it was cut, and the facts that
+    its task notes; and whether a KL was taken there, of how many steps."""
+    facts = ("sample", "group", "prompt_tokens", "cut_tokens", "meta")
     return {
-        record.get("sample") or record["id"]: rounded([record.get(name) or None for name in facts])
+        record["id"]: rounded([*(record.get(name) or None for name in facts), _kl_steps(record)])
         for record in run.samples()
     }
+
+
+def _kl_steps(record: Record) -> int | None:
+    """The steps of which a sample has a KL; None: it has none."""
+    near = record.get("fidelity")
+    return len((near.get("steps") or {}).get("kl") or ()) if near else None
 
 
 def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:

@@ -6,7 +6,7 @@ A submission fails as a whole: who changed one run may have changed others. Its 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kvbench.report.data.frame import collect, gathered
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.submissions.beside import BESIDE, Board, arm_of, beside_words, code_of
 from kvbench.report.submissions.manifest import Manifest, read
-from kvbench.report.submissions.whole import ALONE, faults, named
+from kvbench.report.submissions.whole import ALONE, faults, named, times_of
 from kvbench.runs.archive import SUFFIX
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, printable, what_of
 
@@ -83,6 +83,7 @@ def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]
     """Hold each run of a submission against the board."""
     one.reasons += [f"{path.name}: {why}" for path, why in runs.left_out]
     one.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
+    one.reasons += _copied(runs)
     for run in runs:
         reasons = faults(run) or board.faults(run, runs)
         one.reasons += [f"{named(run)}: {reason}" for reason in [*reasons, *_taken(one, run, board, owners)]]
@@ -95,6 +96,7 @@ def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]
             assert full is not None
             if not apart:  # the prompts are the same one by one, whatever the code that makes them has become
                 run.arm["data"] = full.arm["data"]
+            run.arm["submitted"] = True
             one.rows.append(run)
             one.code.append(code_of(run))
 
@@ -107,6 +109,15 @@ def _taken(one: Submitted, run: Run, board: Board, owners: dict[str, Submitted])
         theirs = next(row for row in owner.rows if row.arm["method"] == method)
         if code_of(theirs) != code_of(run):
             yield f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"
+
+
+def _copied(runs: Runs) -> Iterator[str]:
+    """Runs that are copies of another arm's of their submission."""
+    first = dict[tuple[float, ...], Run]()
+    for run in runs:
+        alike = [first.setdefault(times, run) for record in run.samples() if (times := times_of(record))]
+        if other := next((one for one in alike if arm_of(one) != arm_of(run)), None):
+            yield f"{named(run)}: samples have the times of {named(other)}, to the last digit"
 
 
 def _first(run: Run, rows: Iterable[Run]) -> Run | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,7 @@ from typing import Any
 from kvbench.report.data.run import Run, missing
 from kvbench.runs.identity import run_id
 from kvbench.runs.quantities import is_number
-from kvbench.runs.stored import Record, contents, json_in, read_run_yaml
+from kvbench.runs.stored import Record, contents, json_in, json_of, read_run_yaml
 from kvbench.runs.summary import summarise
 
 NEAR = 1e-3  # relative: samples are packed with five digits
@@ -56,8 +57,9 @@ def _unfit(run: Run, path: Path) -> Iterator[str]:
     if arm["failed"]:
         first = next(str(record["error"]) for record in run.samples() if record.get("error"))
         yield f"{arm['failed']} of {arm['n']} samples failed ({first[:120]}); the same command tries them again"
-    if contents(path / "samples.jsonl").count(b"\n") != len(run.samples()):
-        yield "a sample is there twice"
+    written = [json_of(line) for line in contents(path / "samples.jsonl").splitlines()]
+    if twice := [id for id, n in Counter(one["id"] for one in written if not one.get("error")).items() if n > 1]:
+        yield f"sample {twice[0]} is there twice"
     if arm["probe_every"]:
         yield f"probe.every={arm['probe_every']}: probes cost time and memory; expected a run with probe.every=0"
     if read_run_yaml(path)["config"].get("smoke"):
