@@ -5,8 +5,10 @@ Scores come in strata, one array for each group of samples (subset, length); the
 means. A bootstrap resamples each stratum on its own, n samples by n - 1 of them: n of n would have (n - 1) / n of the
 variance that the mean has, of pairs half (Rao and Wu, Resampling Inference With Complex Survey Data, 1988). Strata of
 one sample show no spread alone; they are resampled as one stratum, which shows at least the spread that they have
-(collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). The resamples follow from a fixed seed: the same scores
-give the same interval in every process.
+(collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). Small strata whose samples are all alike show none
+either, such as tasks that are answered always or never: what they may hide is added as Wilson's interval has it,
+between the least and the largest sample of all strata, for all of them together (stratified as by Yan and Su 2010). The
+resamples follow from a fixed seed: the same scores give the same interval in every process.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def proportion(strata: Sequence[np.ndarray]) -> Estimate:
 
 
 def estimate(strata: Sequence[np.ndarray]) -> Estimate:
-    """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron 1979).
+    """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron 1979), wider by what
+    strata without spread may hide.
 
     Args:
         strata: [n] each, none empty; scores, or differences of scores on the same samples (paired bootstrap). There is
@@ -101,8 +104,19 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
     if means is None:
         return Estimate(mean, None, None, n)
     tail = (100 - COVERAGE) / 2
-    low, high = np.percentile(means, [tail, 100 - tail])
-    return Estimate(mean, float(low), float(high), n, n <= RANGE_UP_TO)
+    ends, every = np.percentile(means, [tail, 100 - tail]), np.concatenate(strata)
+    low, high = (
+        mean + side * math.hypot(max(0.0, side * (end - mean)), _hidden(strata, bound))
+        for side, end, bound in zip((-1, 1), ends, (every.min(), every.max()), strict=True)
+    )
+    return Estimate(mean, max(low, float(every.min())), min(high, float(every.max())), n, n <= RANGE_UP_TO)
+
+
+def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
+    """How far the mean of the strata's means may lie nearer to a bound for samples that strata without spread hide."""
+    alike = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
+    shares = [Z**2 / (Z**2 + len(alike) * len(values)) for values in alike]
+    return sum(share * abs(bound - float(own[0])) for share, own in zip(shares, alike, strict=True)) / len(strata)
 
 
 def difference(strata: Sequence[np.ndarray]) -> Estimate:
