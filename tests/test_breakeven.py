@@ -125,6 +125,17 @@ def test_a_method_that_was_faster_at_every_length_is_faster_at_or_below_the_shor
     assert max(max(line.get_ydata()) for line in axis.get_lines()) < 300
 
 
+def test_a_method_is_held_against_full_attention_with_its_own_executor(tmp_path: Path) -> None:
+    """By one executor both are ten times as slow; the lines of unlike ones cross nowhere."""
+    for executor, factor in (("cpu", 1.0), ("torch", 10.0)):
+        slower = {"attention": executor}
+        timed_at(tmp_path, "full", None, {tokens: factor * ms for tokens, ms in FULL.items()}, slower)
+        timed_at(tmp_path, "quest", 64, {tokens: factor * ms for tokens, ms in TWENTY.items()}, slower)
+    (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
+    named = [line.get_label() for line in axis.get_lines() if "Quest" in line.get_label()]
+    assert len(named) == 2 and all("faster from 2000" in label for label in named)
+
+
 def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
     runs = collect([results])
     with pytest.raises(ConfigError, match=r"^figure=breakeven: .*method=full"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import random
 import shutil
@@ -84,6 +85,21 @@ def test_the_harness_core_is_what_changes_numbers():
 def test_a_tasks_sources_hold_its_prompt_strings():
     found = names(module_sources("kvbench.tasks.passkey.Passkey"), CHECKOUT / "kvbench")
     assert {"tasks/passkey.py", "tasks/data/passkey.yaml"} <= found
+
+
+# What several modules of a task read is in no run id: whoever changes such a file gives it another name.
+SHARED_DATA = {
+    "longproc/data/strings.yaml": "b01e468519f79baf8bba417ffaffe2555ad4a10edd429caaa66aadec3849ed6e",
+    "ruler/data/wonderwords.json": "04130d003b9cdfc37d43ac5c04dacf53f47f6b07a163e25c6db5ff101db988af",
+}
+
+
+def test_data_that_makes_prompts_is_in_the_run_id_or_does_not_change():
+    tasks = PACKAGE / "tasks"
+    files = [path for path in tasks.rglob("data/*") if path.is_file()]
+    alone = {path for path in files if not (path.parent.parent / f"{path.stem}.py").is_file()}
+    found = {str(path.relative_to(tasks)): hashlib.sha256(path.read_bytes()).hexdigest() for path in alone}
+    assert found == SHARED_DATA
 
 
 def test_a_tasks_sources_hold_nothing_of_the_harness():

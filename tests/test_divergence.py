@@ -141,6 +141,6 @@ def test_reports_show_a_selection_with_errors_and_all_that_is_asked_for(tmp_path
         shown = capsys.readouterr().out
         assert ratio.replace("±", sign) in shown and rms.replace("±", sign) in shown
     (line,) = csv_lines(capsys, tmp_path, "--rows", "budget", "--values", "fidelity")
-    assert float(line["delta_p_rms_error"]) == pytest.approx(100 * near["delta_p_rms_error"])
+    assert float(line["delta_p_rms_error"]) == pytest.approx(near["delta_p_rms_error"])
     absent = {"kl_p99_9", "delta_p_p0_1", "delta_p_p99_9"}
     assert near.keys() - {"kl_stderr"} <= line.keys() and not absent & line.keys()

@@ -22,6 +22,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from report_runs import record, stored
+from report_runs import timed as timed_at
 from rich.console import Console
 
 from kvbench.cli.compose import composed
@@ -298,6 +299,23 @@ def test_recall_stands_at_its_page_size(runs):
     pages = runs.settings.loc[quest.index, "method.page_size"].astype(int)
     assert recalls == [quest.loc[pages == size, "recall"].item() for size in (8, 16)]
     assert legend_texts(figure) == ["Quest 64"], "SnapKV has no pages"
+
+
+def test_two_options_that_vary_have_a_panel_each(tmp_path):
+    for method, option in (("lychee", "cluster_size"), ("quest", "page_size")):
+        for size in (4, 8):
+            own = {"name": method, "minimum": {"paper": 16}, option: size}
+            probed = [record(f"{one}", "", 1.0, probe={"recall": 0.5}) for one in range(2)]
+            stored(tmp_path, method, 64, probed, config={"method": own, "probe": {"every": 2}})
+    labels = [axis.get_xlabel() for axis in figures.draw("clusters", collect([tmp_path])).axes]
+    assert labels == ["chunks per cluster", "tokens per page"]
+
+
+def test_a_length_that_was_timed_beside_other_work_alone_has_no_point(tmp_path):
+    busy = {"machine": {"device": "cpu", "threads": 2, "cores": 2, "others": 1.0}}
+    lines = [timed_at(1024, 5.0), timed_at(2048, 6.0), timed_at(4096, 200.0, **busy)]
+    stored(tmp_path, "quest", 64, lines, task="latency", options={"lengths": [1024, 2048, 4096]})
+    assert curve(figures.draw("length", collect([tmp_path])), "Quest 64")[1] == [5.0, 6.0]
 
 
 def test_options_that_differ_are_named_in_the_legend(runs):

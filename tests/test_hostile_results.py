@@ -147,6 +147,14 @@ BAD_FILES: dict[str, tuple[str, Any]] = {
 }
 
 
+def test_texts_full_of_brackets_are_read(tmp_path: Path) -> None:
+    texts = [{**record(1.0), "output": "{[" * 2**22 + '\\"'}]
+    hostile.stored(
+        tmp_path, "quest", samples=texts, config={"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
+    )
+    assert [len(run.samples()) for run in collect([tmp_path])] == [1]
+
+
 @pytest.mark.parametrize("bad", BAD_FILES)
 def test_a_bad_file_costs_its_own_run_alone(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

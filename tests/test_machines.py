@@ -184,6 +184,30 @@ def test_the_parts_of_a_step_are_of_one_repeat_and_add_up_to_its_time(tmp_path) 
     assert found["tpot_ms_mean"] == 11 == found["breakdown_ms.model"] + found["breakdown_ms.attention"]
 
 
+def test_of_two_repeats_both_time_and_parts_are_the_mean(tmp_path) -> None:
+    """And a part that one length alone has is no other's."""
+    parts = [{"model": 4.0, "attention": 1.0}, {"model": 9.0, "attention": 6.0}]
+    samples = [{**repeat(index, sum(own.values()), None), "breakdown_ms": own} for index, own in enumerate(parts)]
+    long = {**repeat(2, 20.0, None), "id": "latency-2048-1-0", "meta": {"length": 2048, "batch": 1}}
+    long |= {"breakdown_ms": {"model": 8.0, "gather": 12.0}}
+    stored(tmp_path, "full", None, [*samples, long], task="latency", options={"keys": "model", "prefill": True})
+    found = {place.tokens: line for place, line in collect([tmp_path])[0].cells().items()}
+    short, other = found[min(found)], found[2048]
+    assert short["tpot_ms_mean"] == 10 == short["breakdown_ms.model"] + short["breakdown_ms.attention"]
+    assert "breakdown_ms.gather" not in short and other["breakdown_ms.gather"] == 12
+
+
+def test_random_weights_of_two_shapes_are_two_models(tmp_path) -> None:
+    for layers in (2, 4):
+        shape = {"model_shape": {"num_hidden_layers": layers}, "model_revision": "dummy-0"}
+        stored(tmp_path, "full", None, [1.0] * 8, **shape)
+        stored(tmp_path, "quest", 64, [1.0] * 8, **shape)
+    runs = collect([tmp_path])
+    assert len(runs.arms) == 4 and not runs.left_out
+    shapes = [(run.settings["model.config.num_hidden_layers"], run.full()) for run in runs]
+    assert all(full.settings["model.config.num_hidden_layers"] == layers for layers, full in shapes)
+
+
 def test_repeats_that_differ_by_more_than_a_factor_are_marked(tmp_path, capsys) -> None:
     options = {"lengths": [1024], "keys": "model", "prefill": True}
     samples = [repeat(number, ms, None) for number, ms in enumerate((4.0, 380.0, 4.2))]

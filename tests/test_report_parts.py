@@ -49,6 +49,23 @@ def test_a_control_whose_budget_is_counted_otherwise_is_none(runs: Path, more: d
         assert gains["quest"] == 100 and gains["snapkv"] == pytest.approx(30)
 
 
+def test_a_control_is_the_whole_one_and_of_the_same_kind_of_keys_and_values(runs: Path) -> None:
+    """Not the probe run over two samples; and in the picture as in the table."""
+    stored(runs, "random", 64, [0.0, 0.0], config={"probe": {"every": 4}})
+    eight = {"kv": {"device": "int8", "host": "int8"}}
+    stored(runs, "random", 64, [0.0] * 10, config=eight)
+    stored(runs, "quest", 64, [1.0] * 10, config=eight)
+    found = {(run.arm["method"], str(run.settings["kv"])): gain_of(run) for run in collect([runs])}
+    assert found["snapkv", "native"] is not None and found["snapkv", "native"][::3] == (pytest.approx(30), 10)
+    (axis,) = figures.draw("gain", collect([runs])).axes
+    drawn = dict(zip([text.get_text() for text in axis.get_yticklabels()], places_of(axis), strict=True))
+    assert sorted(drawn.values()) == pytest.approx([-50, 30, 100])
+
+
+def places_of(axis: Any) -> list[float]:
+    return [float(bars.lines[0].get_xdata()[0]) for bars in axis.containers]
+
+
 def test_full_attention_and_runs_without_a_control_have_no_gain(runs: Path, tmp_path_factory) -> None:
     assert "gain" not in numbers(runs, "gain")["full"]
     alone = tmp_path_factory.mktemp("alone")

@@ -56,6 +56,7 @@ TYPES: dict[str, type] = {
 }
 _LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
 
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ENTERED = re.compile(re.escape(SUFFIX) + "/")  # in a path that may lead into an archive
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -191,8 +192,13 @@ def json_of(data: bytes) -> Any:
 
 
 def _refuse_crowd(data: bytes) -> None:
-    if (found := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
+    if _begun(data) > MOST_LISTS and (found := _begun(_TEXT.sub(b"", data))) > MOST_LISTS:
         raise ValueError(f"{found} lists and mappings; expected at most {MOST_LISTS}")
+
+
+def _begun(data: bytes) -> int:
+    """Brackets that begin a list or a mapping, or stand in a text."""
+    return data.count(b"[") + data.count(b"{")
 
 
 def _fitting(digits: str) -> int:

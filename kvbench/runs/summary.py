@@ -139,12 +139,13 @@ def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
     """As `summarise`, of repeats of one timed sample on one machine: each time is the median of `repeats` of them.
 
-    The parts of a step are those of the repeat with the median time per token, so that they still add up to it.
+    The parts of a step are those of the repeat with the median time per token, of an even number the mean of the two in
+    the middle, so that they still add up to it.
     `spread` has the least and the largest of each, as pairs by the names in `latency`; {} of a single one.
     """
     timed = timed_alike(records)
     ordered = sorted(timed, key=lambda record: _times(record).get("tpot_ms_mean") or 0.0)
-    middle = ordered[(len(ordered) - 1) // 2 :][:1]
+    middle = ordered[max(0, len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
     least, largest = (_latency(timed, end) for end in (min, max))
     several = [name for name in least if is_number(least[name])] if len(timed) > 1 else []
     return {

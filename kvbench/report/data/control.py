@@ -10,10 +10,18 @@ from kvbench.report.data.stats import Estimate
 CONTROL = "random"
 
 
-def control_among(runs: Iterable[Run]) -> Run | None:
-    """The run of random tokens; of several that which protects most of the prompt's ends."""
-    found = [run for run in runs if run.arm["method"] == CONTROL]
-    return max(found, key=protected, default=None)
+def control_of(run: Run, among: Iterable[Run]) -> Run | None:
+    """The run of random tokens with the same budget, counted alike, on the same samples; None where there is none.
+
+    Of several that which protects most of the prompt's ends, then without probes, with the most samples, the newest.
+    """
+    alike = (one for one in among if one.arm["method"] == CONTROL and one.kind == run.kind)
+    found = [one for one in alike if _counted(one) == _counted(run)]
+    return max(
+        found,
+        key=lambda one: (protected(one), not one.arm["probe_every"], one.arm["n"], one.arm["updated"]),
+        default=None,
+    )
 
 
 def protected(run: Run) -> float:
@@ -23,10 +31,8 @@ def protected(run: Run) -> float:
 
 
 def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
-    """A score less the control's of the same budget, counted alike, on the same samples, in points; None for full
-    attention, the control itself, and where no control ran beside it."""
-    alike = (one for one in run.beside if _counted(one) == _counted(run) and one.kind == run.kind)
-    control = None if run.arm["method"] == YARDSTICK else control_among(alike)
+    """A score less the control's, in points; None for full attention, the control itself, and where none ran beside."""
+    control = None if run.arm["method"] == YARDSTICK else control_of(run, run.beside)
     return None if control is None or control.index == run.index else run.against([control], groups)
 
 

@@ -140,6 +140,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "dtype": identity["dtype"],
         "dense_layers": show(identity["dense_layers"]),
     }
+    shape = identity.get("model_shape") or {}  # of random weights, whose name does not say it
+    settings |= {f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()}
     protocol = {**GREEDY, **own["protocol"]}
     sections = {"protocol": protocol, "probe": own["probe"], "method": method, "task": task}
     for section, values in sections.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.report.data.run import Run, Runs, Scores, columns_of, framed
+from kvbench.report.data.run import Run, Runs, Scores, framed, with_summary
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import answers_of, summarise
 
@@ -43,7 +43,7 @@ def _arm(run: Run, records: list[Record] | None) -> dict[str, object]:
     """A line of `Runs.arms` of these samples."""
     if records is None:
         return run.arm
-    return {**run.arm, **columns_of(summarise(records, run.arm["metric"]), run.arm["budget"]), "spread": {}}
+    return {**with_summary(run.arm, summarise(records, run.arm["metric"])), "spread": {}}
 
 
 def _scores(scores: Scores, records: list[Record] | None) -> Scores:

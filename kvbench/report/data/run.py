@@ -193,7 +193,7 @@ class Run:
             for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, which is shown
                 name = machine or str(self.arm["device_name"])
                 summary = summarise_repeats(own, self.arm["metric"])
-                line = {**self.arm, **columns_of(summary, self.arm["budget"]), "n": summary["repeats"]}
+                line = {**with_summary(self.arm, summary), "n": summary["repeats"]}
                 found[TimedCell(*place, name)] = {**line, "device_name": name, "spread": summary["spread"]}
         return found
 
@@ -391,6 +391,12 @@ def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
     """All that a summary holds, by column; without a budget nothing is compared with one."""
     absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens"))
     return {**dict.fromkeys(QUANTITIES), **recorded(summary), **absent}
+
+
+def with_summary(arm: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its own summary's."""
+    kept = {key: value for key, value in arm.items() if "." not in key}
+    return {**kept, **columns_of(summary, arm["budget"])}
 
 
 def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogFormatter
@@ -44,8 +46,8 @@ def breakeven(runs: Runs) -> Figure:
     refuse_crowd("breakeven", len(panels), "models, protocols, batches and machines", MOST_PANELS)
     figure, axes = tiled(len(panels), "time per token against context length", 2.8)
     for axis, (panel, drawn) in zip(axes.flat, panels, strict=False):
-        full = next(times for _, _, run, times in drawn if run.is_full)
-        for label, style, _, times in drawn:
+        for label, style, run, times in drawn:
+            full = _beside(run, drawn)
             start = None if times is full else crossing(times, full)
             bound = "at or below" if start == min(times) else "from"
             faster = f": faster {bound} {thousands(round(start))}" if start else ""
@@ -57,6 +59,12 @@ def breakeven(runs: Runs) -> Figure:
         axis.yaxis.set_minor_formatter(LogFormatter())
         mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
     return finished(figure, axes, [panel for panel, _ in panels], times=True)
+
+
+def _beside(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:
+    """The times of full attention; of several the run with the most settings in common counts."""
+    fulls = [(one, times) for _, _, one, times in drawn if one.is_full]
+    return max(fulls, key=lambda one: sum(one[0].label(key) == run.label(key) for key in run.settings))[1]
 
 
 def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:

@@ -24,8 +24,8 @@ def clusters(runs: Runs) -> Figure:
             sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[own.index]
             varied = sizes.groupby([own["method"], own["budget"]]).transform("nunique") > 1
             if varied.any():
-                own = own[varied].assign(size=sizes[varied].astype(float))
-                panels.append((option, panel._replace(arms=own)))
+                several = own[varied].assign(size=sizes[varied].astype(float))
+                panels.append((option, panel._replace(arms=several)))
     if not panels:
         keys = " or ".join(SIZES)
         raise ConfigError(

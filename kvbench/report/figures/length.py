@@ -22,7 +22,7 @@ from kvbench.report.figures.panels import (
     untimed,
 )
 from kvbench.runs.quantities import QUANTITIES
-from kvbench.runs.summary import timed_alike
+from kvbench.runs.summary import is_disturbed, timed_alike
 
 
 def length(runs: Runs) -> Figure:
@@ -50,7 +50,7 @@ def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series
         for one in run.timed_samples():
             if one.get("tpot_ms") and "length" in one["meta"]:
                 by_length.setdefault(one["meta"]["length"], []).append(one)
-        samples = [one for alike in by_length.values() for one in timed_alike(alike)]
+        samples = [one for alike in by_length.values() for one in timed_alike(alike) if not is_disturbed(one)]
         times = pd.DataFrame(
             {
                 "length": [sample["meta"]["length"] for sample in samples],

@@ -298,5 +298,6 @@ def csv_text(tables: Sequence[Table]) -> str:
 
 def _stored(table: Table, cell: Cell, name: str) -> float | str:
     """A number of a cell as it was stored, where a printed table has it in the unit of its heading."""
-    line = table.lines.get(name.removesuffix("_low").removesuffix("_high"))
+    names = [name, *(name.removesuffix(end) for end in ("_low", "_high", "_error"))]
+    line = next((table.lines[one] for one in names if one in table.lines), None)
     return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""

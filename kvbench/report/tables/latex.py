@@ -213,7 +213,8 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
 def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     """Whether a number may be called best: it was counted, or is of samples that rank methods."""
     name = "score" if name in SCORES else name
-    n = cell.numbers.get(f"{name}_samples", cell.numbers.get("samples", 0))
+    own = "samples" if name == "score" else f"{name}_samples"
+    n = cell.numbers.get(own, cell.numbers.get("samples", 0))
     ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
     return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or ranks_methods(cell)))
 

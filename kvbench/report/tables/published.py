@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,14 +56,19 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
     _, chosen = over_seeds(runs, _near(paper, select(runs, where))) if runs else (None, [])
-    fitting = _fitting(paper, chosen)
+    whole = {
+        row: tuple(dict.fromkeys(group for groups in own for group in _groups_of(groups)))
+        for row, own in frame.groupby("row", sort=False)["group"]
+    }
+    fitting = _fitting(paper, chosen, whole)
     used = sorted({run for alike in fitting.values() for run in alike}, key=lambda run: run.index)
     asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
     mixed, together = marks_of_mixed(used, sorted(asked), allow_mixed), marks_of_decoding(used)
     mixed = {run: mixed.get(run, "") + together.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
-        ours = _ours(paper, line, fitting[line.Index], mixed) if fitting[line.Index] else Cell()
+        alike, groups = fitting[line.Index], _needed(line, whole)
+        ours = _ours(paper, line, groups, alike, mixed) if alike else Cell()
         numbers = dict(ours.numbers)
         if not missing(line.value):
             numbers["published"] = line.value
@@ -99,20 +104,22 @@ def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     return [run for run in chosen if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there]
 
 
-def _fitting(paper: PaperTable, chosen: Sequence[Run]) -> dict[int, list[Run]]:
+def _needed(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The groups of samples of a published cell: of an average those of its row."""
+    return whole[line.row] if line.metric == "macro" else _groups_of(line.group)
+
+
+def _fitting(paper: PaperTable, chosen: Sequence[Run], whole: Mapping[str, tuple[str, ...]]) -> dict[int, list[Run]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
-    frame, found = paper.frame, {}
-    needed = {
-        row: tuple(group for groups in own for group in _groups_of(groups))
-        for row, own in frame.groupby("row", sort=False)["group"]
-    }
-    for line in frame.itertuples():
-        fitting = [run for run in chosen if _fits(run, line, needed[line.row], line.model)]
-        found[line.Index] = fitting or [run for run in chosen if _fits(run, line, needed[line.row], paper.stand_in)]
+    found = {}
+    for line in paper.frame.itertuples():
+        needed = _needed(line, whole)
+        fitting = [run for run in chosen if _fits(run, line, needed, line.model)]
+        found[line.Index] = fitting or [run for run in chosen if _fits(run, line, needed, paper.stand_in)]
     return found
 
 
-def _fits(run: Run, line: Any, whole: tuple[str, ...], model: str | None) -> bool:
+def _fits(run: Run, line: Any, needed: tuple[str, ...], model: str | None) -> bool:
     """Whether a run is one of `model` that a published cell could stand beside."""
     arm = run.arm
     if not line.metric or tuple(arm[key] for key in KIND) != (model, line.method, line.task):
@@ -125,16 +132,14 @@ def _fits(run: Run, line: Any, whole: tuple[str, ...], model: str | None) -> boo
     asked = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
     if any(run.label(key) != value for key, value in asked.items() if key not in CHOOSE_SAMPLES):
         return False
-    needed = whole if line.metric == "macro" else _groups_of(line.group)
     return set(needed) <= set(run.scores.groups)
 
 
-def _ours(paper: PaperTable, line: Any, alike: Sequence[Run], mixed: dict[Run, str]) -> Cell:
-    """What the one run that fits a published cell found there."""
+def _ours(paper: PaperTable, line: Any, groups: tuple[str, ...], alike: Sequence[Run], mixed: dict[Run, str]) -> Cell:
+    """What the one run that fits a published cell found there, in these groups of samples."""
     alike = decoded_alike(alike)
     refuse_several(alike, f"{line.row}, {line.column}")
     run = scored(alike)[0]
-    groups = _groups_of(line.group)
     if paper.timed:
         return _timed_cell(run, line, mixed.get(run, ""))
     marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
