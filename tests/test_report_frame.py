@@ -226,6 +226,18 @@ def test_frames_of_nothing_usable_are_empty(tmp_path):
     assert len(runs.arms) == len(runs.settings) == 0 and len(runs.left_out) == 1
 
 
+def test_a_run_whose_shards_are_under_way_has_their_samples(tmp_path):
+    path = stored(tmp_path, finished=False)
+    lines = (path / "samples.jsonl").read_text().splitlines(keepends=True)
+    for place, line in enumerate(lines):
+        shard = path / "shards" / f"{place}-of-2"
+        shard.mkdir(parents=True)
+        (shard / "samples.jsonl").write_text(line)
+    (path / "samples.jsonl").unlink()
+    (run,) = collect([tmp_path], unfinished=True)
+    assert len(run.samples()) == len(run.scores.ids) == 2 and not run.arm["finished"]
+
+
 def test_chosen_runs_keep_their_numbers_and_scores(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", samples={"a": [1.0, 0.0], "b": [1.0, 1.0]})

@@ -449,6 +449,13 @@ def read_run(folder: Path) -> dict[str, Record]:
     return records | of_shards(folder, records)
 
 
+def samples_so_far(folder: Path) -> dict[str, Record]:
+    """The record of every sample of a finished run; of another what its shards have, too."""
+    if is_there(folder / "summary.json"):
+        return read_samples(folder / "samples.jsonl")[0]
+    return read_run(folder)
+
+
 def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
     """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
     found: dict[str, Record] = {}

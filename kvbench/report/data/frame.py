@@ -33,8 +33,8 @@ from kvbench.runs.stored import (
     json_in,
     printable,
     read_run_yaml,
-    read_samples,
     runs_in,
+    samples_so_far,
     what_of,
 )
 from kvbench.runs.summary import answers_of, machine_name, summarise
@@ -97,7 +97,7 @@ def _read(path: Path, unfinished: bool) -> _Read:
         ResultsError: why it cannot be used.
     """
     written = read_run_yaml(path) if is_there(path / "run.yaml") else {}
-    records, _ = read_samples(path / "samples.jsonl")
+    records = samples_so_far(path)
     if tear := tear_of(path, len(records)):
         raise ResultsError(tear)
     finished = is_there(path / "summary.json")

@@ -20,7 +20,7 @@ from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import FEWEST, LEAST, Estimate, difference, estimate, is_0_1, proportion
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
-from kvbench.runs.stored import Record, read_samples
+from kvbench.runs.stored import Record, samples_so_far
 from kvbench.runs.summary import by_machine, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
@@ -175,7 +175,7 @@ class Run:
         Raises:
             ResultsError: a line is damaged.
         """
-        return [one for path in self.arm["paths"] for one in read_samples(Path(path) / "samples.jsonl")[0].values()]
+        return [one for path in self.arm["paths"] for one in samples_so_far(Path(path)).values()]
 
     def timed_samples(self) -> list[Record]:
         """The samples that were timed on the machine that its times are of."""
