@@ -116,11 +116,11 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str
         rows: the path of an object, whose keys are the rows, or of a list.
         columns: by heading a path from a row, its keys joined by "|"; or "PATH / PATH", a ratio, "PATH ± PATH",
             "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a quantity's has its unit.
-        labels: of a list's entries, by heading the keys of what they are named by.
+        labels: of a list's entries, by heading the paths of what they are named by.
     """
     found = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
     labels = labels or {}
-    names = [tuple(one[key] for key in labels.values()) for one in found] if labels else [(name,) for name in found]
+    names = [tuple(_at(one, path) for path in labels.values()) if labels else (one,) for one in found]
     entries = zip(names, found if labels else found.values(), strict=True)
     made = {tuple(map(str, name)): [_number(one, column) for column in columns.values()] for name, one in entries}
     assert len(made) == len(names), f"{file}: entries of one name"

@@ -31,6 +31,7 @@ SWEEPS = (
     "claims",
     "controls",
     "fidelity_budgets",
+    "in_vllm",
     "latency_gpu",
     "quantised",
     "quantised_long",
