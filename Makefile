@@ -21,7 +21,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, hours; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-known  the same of twenty arms on Qwen2.5-Coder-0.5B; LIMIT=3, DTYPE=float32, GSM8K=FOLDER of its problems"
+	@echo "make reference-known  texts and RULER on Qwen2.5-Coder-0.5B; LIMIT=3, DTYPE=float32, GSM8K=FOLDER of problems"
 	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"

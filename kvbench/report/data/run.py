@@ -32,7 +32,7 @@ NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers"
     f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
 }
 
-# What sparse arms share besides where their budgets mean the same.
+# What sparse arms share, besides, where their budgets mean the same.
 OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
 
 
