@@ -109,7 +109,9 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
         mean + side * math.hypot(max(0.0, side * (end - mean)), _hidden(strata, bound))
         for side, end, bound in zip((-1, 1), ends, (every.min(), every.max()), strict=True)
     )
-    return Estimate(mean, max(low, float(every.min())), min(high, float(every.max())), n, n <= RANGE_UP_TO)
+    # The mean of scores that are all alike may be a last bit off them.
+    low, high = min(mean, max(low, float(every.min()))), max(mean, min(high, float(every.max())))
+    return Estimate(mean, low, high, n, n <= RANGE_UP_TO)
 
 
 def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
