@@ -133,6 +133,15 @@ def test_a_question_of_an_unknown_kind_costs_itself_alone(tmp_path: Path) -> Non
     ]
 
 
+def test_a_question_without_a_letter_to_be_right_or_with_another_s_id_costs_itself_alone(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps([asked(0), asked(1, answer="(B)"), asked(0)]))
+    found = {one.id: one.error for one in LongBenchV2(data_dir=str(tmp_path)).samples(None, 0)}
+    good = [id for id, error in found.items() if not error]
+    assert len(found) == 3 and len(good) == 1
+    assert any("field answer: " in error for error in found.values())
+    assert any("field _id: 0 " in error for error in found.values())
+
+
 # -- GPQA --------------------------------------------------------------------------------------------------------------
 
 

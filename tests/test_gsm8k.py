@@ -275,7 +275,7 @@ def test_a_bad_line_fails_its_own_sample_and_no_other(data_dir):
     lines[3] = "{"
     lines[5] = json.dumps({"question": "How many?"})
     lines[7] = json.dumps({"question": "How many?", "answer": "12"})
-    lines[9] = json.dumps({"question": "How many?", "answer": "#### many"})
+    lines[9] = json.dumps({"question": "How many?", "answer": "#### 8 apples"})
     (data_dir / "test.jsonl").write_text("\n".join(lines))
     samples = {sample.id: sample for sample in task("wei8", data_dir).samples(None, seed=0)}
     errors = {key: sample.error for key, sample in samples.items() if sample.error}

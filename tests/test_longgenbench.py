@@ -17,6 +17,7 @@ from kvbench.cli.compose import composed
 from kvbench.cli.judge import main as judge
 from kvbench.config import ConfigError
 from kvbench.runs.run import run
+from kvbench.runs.summary import summarise
 from kvbench.tasks import Sample, longgenbench
 from kvbench.tasks.longgenbench import LongGenBench, ManyProblems
 
@@ -196,3 +197,22 @@ def test_answers_are_those_of_the_official_pattern(parts):
 
 def test_an_output_full_of_beginnings_is_read_once():
     assert longgenbench.answers_in("Answer_1:" * 10**5 + " " * 10**6) == []
+
+
+def test_a_bad_line_counts_in_its_own_scenario_and_one_without_any_in_none(folder: Path, tmp_path: Path) -> None:
+    bad = [ROW | {"number": 0}, "no prompt"]
+    (folder / "Dataset_short.json").write_text(json.dumps([ROW, ROW | {"type": "Block"}, *bad]))
+    found = list(LongGenBench(data_dir=str(folder)).samples(None, 0))
+    assert sorted((one.group, bool(one.error)) for one in found) == [
+        ("", True), ("Block", False), ("Floor", False), ("Floor", True)
+    ]  # fmt: skip
+    records = [
+        {"id": one.id, "group": one.group, "scores": {"completion": 1.0}, "error": one.error or None} for one in found
+    ]
+    summary = summarise(records, "completion")
+    assert summary["macro"]["score"] == pytest.approx((50 + 100) / 2) and summary["failed"] == 2
+
+
+def test_a_number_without_end_is_no_part(folder: Path) -> None:
+    task, sample = floors(folder)
+    assert task.score(sample, " hall. #*# Floor " + "7" * 5000) == {"completion": 0.25}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_countdown_s_search_is_written_as_published() -> None:
         ("9 + 16 = 24\n24 - 18 = 6\n6 + 6 = 12", False),  # wrong arithmetic
         ("__import__('os') = 1\n1 = 1\n1 = 1", False),
         ("16 / 0 = 0\n1 = 1\n1 = 1", False),
+        (f"1{'0' * 400} / 3 = 5\n1 = 1\n1 = 1", False),
     ],
 )
 def test_a_solution_is_checked_by_its_arithmetic(text: str, right: bool) -> None:
@@ -185,6 +187,12 @@ def test_bad_input_is_refused_in_one_line(folder: Path, monkeypatch: pytest.Monk
         ("countdown_0.5k", {"nums": ["9", 16, 6, 18]}),
         ("pseudo_to_code_0.5k", {"pseudocode_lines": [1, 2]}),
         ("tom_tracking_0.5k", {"solution": "in the hall"}),
+        # what nothing, or all, would be right by
+        ("html_to_tsv_0.5k", {"gt": "name\tsize"}),
+        ("path_traversal_0.5k", {"answer_nl": " "}),
+        ("pseudo_to_code_0.5k", {"testcases": []}),
+        ("pseudo_to_code_0.5k", {"testcases": [[["1"]]]}),
+        ("pseudo_to_code_0.5k", {"testcases": [[["1"], [2]]]}),
     ],
 )
 def test_a_bad_row_costs_one_sample(name: str, changed: dict[str, Any], folder: Path) -> None:
@@ -212,3 +220,12 @@ def test_every_real_reference_is_right(name: str) -> None:
     found = list(task.samples(None, 0))
     assert len(found) == 200
     assert all(task.score(one, WHOLE.get(name, "{}").format(one.answers[0]))["score"] == 1 for one in found)
+
+
+@with_compiler
+def test_what_a_program_leaves_behind_ends_with_it(folder: Path, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    code = f'if (!fork()) {{ sleep(1); ofstream("{late}") << 1; }}'
+    assert cpp.passes(f"#include <unistd.h>\nint main() {{ {code} return 0; }}", [[[""], [""]]]) is False
+    time.sleep(1.5)
+    assert not late.exists()

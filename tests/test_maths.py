@@ -76,6 +76,13 @@ def test_aime_has_a_group_a_year(folder: Path) -> None:
         Aime([2023])
 
 
+def test_a_problem_without_an_answer_fails_itself_alone(tmp_path: Path) -> None:
+    rows = [{"problem": "What?", "answer": answer} for answer in ("7", " ", True)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {one.id: one.error for one in Math500(data_dir=str(tmp_path)).samples(None, 0)}
+    assert [bool(found[f"math500-{place}"]) for place in range(3)] == [False, True, True]
+
+
 @with_data
 def test_all_gold_answers_of_the_real_problems_are_right() -> None:
     task = Aime([2024, 2025], data_dir=str(DATA / "aime"))

@@ -96,7 +96,21 @@ def test_a_bad_line_names_file_line_and_field_and_costs_no_other():
         "set.jsonl, line 7: not UTF-8",
     ]
     assert said[5].startswith("set.jsonl, line 8: not JSON (")
-    assert said[6].startswith("set.jsonl, line 9: field text: ")
+    assert said[6] == "set.jsonl, line 9: holds half a character (a lone surrogate)"
+
+
+def test_half_a_character_is_refused_wherever_a_row_has_it():
+    [row] = read_jsonl("set.jsonl", [b'{"text": "a", "answers": ["a\\ud800"], "classes": null}'], FIELDS)
+    assert row.error and not row.data
+
+
+def test_cells_of_a_csv_are_the_texts_that_stand_there(tmp_path):
+    (tmp_path / "a.csv").write_text("word,number,empty\nNone,.50,\nNA,0.00000000001234,\n")
+    rows = rows_of(LocalFile(tmp_path / "a.csv", "task.data_dir"), {"word": str})
+    assert [row.data for row in rows] == [
+        {"word": "None", "number": ".50", "empty": None},
+        {"word": "NA", "number": "0.00000000001234", "empty": None},
+    ]
 
 
 @pytest.mark.parametrize(

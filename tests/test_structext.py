@@ -38,7 +38,7 @@ def test_prompts_with_so_many_examples_and_the_hint_or_not_are_asked(folder: str
         assert len(task) == len(found) and all(sample.error or sample.chat for sample in found)
         return sorted((sample.id.removeprefix("structext-"), sample.group) for sample in found)
 
-    bad = [("5", ""), ("6", "")]
+    bad = [("5", ""), ("6", "json")]  # a line that is bad says its language, where it can
     assert asked(0, False) == [("0", "json"), ("1", "csv"), *bad]
     assert asked(0, True) == [("2", "json"), *bad]
     assert asked(3, False) == [("3", "json"), ("4", "csv"), *bad]

@@ -262,14 +262,16 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
 
 
 def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """The plain mean over groups, whatever their sizes, and its standard error."""
-    if not groups:
+    """The plain mean over groups, whatever their sizes, and its standard error; samples that say no group are in none.
+    """
+    own = [group for name, group in groups.items() if name]
+    if not own:
         return {}
-    errors = [group["stderr"] for group in groups.values()]
+    errors = [group["stderr"] for group in own]
     known = None not in errors
     return {
-        "score": math.fsum(group["score"] for group in groups.values()) / len(groups),
-        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(groups) if known else None,
+        "score": math.fsum(group["score"] for group in own) / len(own),
+        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(own) if known else None,
     }
 
 

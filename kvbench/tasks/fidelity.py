@@ -73,6 +73,8 @@ class Fidelity(Task):
                 rows = list(read_jsonl(file.name, file.read_bytes().splitlines(), {"context": str}))
             except (OSError, ValueError) as error:
                 raise ValueError(f"task.texts: {file}: cannot be read ({type(error).__name__}: {error})") from error
+            if not rows:
+                raise ValueError(f"task.texts: {file}: no text in it")
             for row in rows:
                 if row.error:
                     raise ValueError(f"task.texts: {file}: cannot be read ({row.error})")

@@ -32,6 +32,8 @@ NEW_TOKENS = 256
 STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
+GOLD = re.compile(r"-?\$?[\d,]*\.?\d+")
+
 # PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A hyphen after a digit or
 # a word is none ("5-7", "x-7").
 NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
@@ -121,9 +123,9 @@ class Gsm8k(TableTask):
 
 
 def gold_of(solution: str) -> str:
-    """The number after a solution's last "####", or ""."""
+    """The number after a solution's last "####", or "" where something else is there, too."""
     _, mark, gold = solution.rpartition("####")
-    return gold.strip() if mark and last_number(gold) is not None else ""
+    return gold.strip() if mark and GOLD.fullmatch(gold.strip()) else ""
 
 
 def before_any(stops: Iterable[str], text: str) -> str:

@@ -134,8 +134,8 @@ _RULES: Mapping[str, Callable[..., bool]] = {
     "title": lambda reply: _found(r"<<[^<>\n]*\w[^<>\n]*>>")(reply) > 0,
     "bullets": lambda reply, count: _found(r"^\s*[*-] +\S")(reply) == count,
     "paragraphs": _are_paragraphs,
-    "keyword": lambda reply, word, count: _found(rf"\b{word}\b")(reply) >= count,
-    "forbidden": lambda reply, word: _found(rf"\b{word}\b")(reply) == 0,
+    "keyword": lambda reply, word, count: _found(rf"\b{re.escape(word)}\b")(reply) >= count,
+    "forbidden": lambda reply, word: _found(rf"\b{re.escape(word)}\b")(reply) == 0,
     "letter": lambda reply, letter, count: reply.lower().count(letter) >= count,
     "placeholders": lambda reply, count: _found(r"\[[^\[\]\n]+\]")(reply) >= count,
 }

@@ -62,8 +62,20 @@ class LongBenchV2(TableTask):
 
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
-        wrong = (kind for kind, names in KINDS.items() if data[kind] not in names)
-        return next((f"field {kind}: expected one of {', '.join(KINDS[kind])}" for kind in wrong), "")
+        known = KINDS | {"answer": ("A", "B", "C", "D")}
+        wrong = (field for field, names in known.items() if data[field] not in names)
+        return next((f"field {field}: expected one of {', '.join(known[field])}" for field in wrong), "")
+
+    def read(self) -> list[tuple[str, Row]]:
+        """See `TableTask`; of questions with one id the first counts."""
+        found, rows = set[str](), list[tuple[str, Row]]()
+        for group, row in super().read():
+            key = str(row.data.get("_id"))
+            if not row.error and key in found:
+                row = row._replace(error=f"{self.files[group].label}, line {row.line}: field _id: {key} was there before")
+            found.add(key)
+            rows.append((group, row))
+        return rows
 
     def sample(self, id: str, group: str, row: Row) -> Sample:
         """A question, under the id that it has in the data."""

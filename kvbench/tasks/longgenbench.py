@@ -27,6 +27,7 @@ _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
 Size = Literal["short", "long"]
 Variant = Literal["plain", "llama3"]
 
+MOST_DIGITS = 9  # of a part's number; what goes on with digits is no part, and may be longer than Python reads
 CHECKS = ("once", "range", "periodic")
 
 PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
@@ -84,6 +85,10 @@ class LongGenBench(TableTask):
             for part, event in sample.meta[f"checks_{kind}"].items()
         }
 
+    def group_of(self, file: str, data: Mapping[str, Any]) -> str:
+        """Its scenario."""
+        return str(data.get("type", ""))
+
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
         if data["number"] < 1:
@@ -99,7 +104,7 @@ class LongGenBench(TableTask):
             prompt=data["prompt"],
             answers=(),
             max_new_tokens=self.max_new_tokens,
-            group=data["type"],
+            group=group,
             meta={field: data[field] for field in self.fields if field != "prompt"},
             stop=(_STRINGS["blocks"]["stop"],),
         )
@@ -114,7 +119,7 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
     found: dict[int, str] = {}
     for block in (meta["prefix"] + output.partition(strings["stop"])[0]).split(strings["separator"]):
         named = re.search(rf"{re.escape(meta['type'])} (\d+)", block)
-        if named:
+        if named and len(named[1]) <= MOST_DIGITS:
             found.setdefault(int(named[1]), block)
     return found
 

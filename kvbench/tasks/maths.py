@@ -8,10 +8,10 @@ expression of sympy's. Problems come from the hub, or from the files that R-KV a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -60,6 +60,11 @@ class BoxedAnswers(TableTask):
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong."""
         return {"accuracy": float(equal(sample.answers[0], output))}
+
+    def unfit(self, data: Mapping[str, Any]) -> str:
+        """See `TableTask`."""
+        answer = data["answer"]
+        return "" if str(answer).strip() and not isinstance(answer, bool) else "field answer: no formula and no number"
 
     def sample(self, id: str, group: str, row: Row) -> Sample:
         """A problem."""

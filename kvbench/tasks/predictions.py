@@ -183,5 +183,6 @@ def _rows(benchmark: Benchmark, name: str, path: Path) -> list[Row]:
 def _unfit(label: str, row: Row) -> str:
     """Why a line is no prediction of RULER's, or ""."""
     outputs = [] if row.error else row.data["outputs"]
-    fit = outputs and all(isinstance(output, str) for output in outputs)
-    return row.error or ("" if fit else f"{label}, line {row.line}: field outputs: expected one text or more")
+    fit = outputs and all(isinstance(output, str) and output.strip() for output in outputs)
+    expected = "field outputs: expected one text or more, not blank"
+    return row.error or ("" if fit else f"{label}, line {row.line}: {expected}")

@@ -39,6 +39,10 @@ class TableTask(Task):
     def sample(self, id: str, group: str, row: Row) -> Sample:
         """The sample of a good row."""
 
+    def group_of(self, file: str, data: Mapping[str, Any]) -> str:
+        """The group that a row counts towards, bad or not, or "" if what it holds does not say: its file's."""
+        return file
+
     def unfit(self, data: Mapping[str, Any]) -> str:
         """Why a row that has all fields is no sample, or ""."""
         return ""
@@ -74,8 +78,8 @@ class TableTask(Task):
         reason = "" if row.error else self.unfit(row.data)
         return row._replace(error=f"{label}, line {row.line}: {reason}") if reason else row
 
-    def _sample(self, group: str, row: Row) -> Sample:
-        id = f"{group or self.name}-{row.line - 1}"
+    def _sample(self, file: str, row: Row) -> Sample:
+        id, group = f"{file or self.name}-{row.line - 1}", self.group_of(file, row.data)
         if row.error:
             return Sample(id, "", (), self.max_new_tokens, group=group, error=row.error)
         return self.sample(id, group, row)

@@ -220,8 +220,11 @@ def _lines(path: Path) -> Iterable[bytes]:
     if path.suffix in (".parquet", ".csv"):
         import pandas
 
-        frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
-        return frame.to_json(orient="records", lines=True).encode().splitlines()
+        if path.suffix == ".csv":  # its cells are texts: .50 is not .5, and None is a word
+            frame = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
+        else:
+            frame = pandas.read_parquet(path)
+        return frame.to_json(orient="records", lines=True, double_precision=15).encode().splitlines()
     return path.read_bytes().split(b"\n")
 
 
@@ -264,6 +267,8 @@ def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple
         return {}, f"not JSON ({error})"
     if not isinstance(data, dict):
         return {}, f"expected an object with the fields {', '.join(fields)}"
+    if not _is_unicode(json.dumps(data, ensure_ascii=False)):
+        return {}, "holds half a character (a lone surrogate)"
     for name, kind in fields.items():
         if name not in data:
             return data, f"field {name}: missing"
@@ -271,8 +276,6 @@ def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple
             kinds = kind if isinstance(kind, tuple) else (kind,)
             expected = " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
             return data, f"field {name}: expected {expected}, not {type(data[name]).__name__}"
-        if isinstance(data[name], str) and not _is_unicode(data[name]):
-            return data, f"field {name}: holds half a character (a lone surrogate)"
     return data, ""
 
 

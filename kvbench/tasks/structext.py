@@ -66,6 +66,11 @@ class StrucText(TableTask):
             raise ValueError(f"task.shots={self.shots}: {label} has no such prompts with task.hint={self.hint}")
         return chosen
 
+    def group_of(self, file: str, data: Mapping[str, Any]) -> str:
+        """The language of its text."""
+        info = data.get("info")
+        return str(info.get("type", "")) if isinstance(info, dict) else ""
+
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
         lacking = sorted(ASKED - data["info"].keys())
@@ -79,7 +84,7 @@ class StrucText(TableTask):
             prompt=row.data["q"],
             answers=(row.data["a"],),
             max_new_tokens=self.max_new_tokens,
-            group=info["type"],
+            group=group,
             meta={key: info[key] for key in ("task", "depth", "width")},
             chat=True,
         )

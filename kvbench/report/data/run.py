@@ -83,9 +83,10 @@ class Scores:
         return self.kl if kl else self.values
 
     def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
-        """[n] bool of each group's samples; of all groups for ()."""
+        """[n] bool of each group's samples; of all groups for (), without failed samples that say no group."""
         names = np.array(self.groups)
-        return [names == group for group in groups or dict.fromkeys(self.groups)]
+        known = [group for group in dict.fromkeys(self.groups) if group]
+        return [names == group for group in groups or known or [""]]
 
     def known(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The values in these rows that are not NaN; of a sample that several seeds share one, their mean."""
@@ -239,7 +240,9 @@ class Run:
         }
 
     def failed(self, groups: tuple[str, ...] = ()) -> int:
-        """Failed samples of these groups."""
+        """Failed samples of these groups; of all for ()."""
+        if not groups:
+            return int(self.scores.failed.sum())
         return sum(int(self.scores.failed[rows].sum()) for rows in self.scores.strata(groups))
 
     def full(self, kv: str = str(NATIVE)) -> Run | None:

@@ -123,7 +123,7 @@ def is_solution(numbers: Sequence[int], target: int, text: str) -> bool:
                 return False
             left.remove(a)
             left.remove(b)
-        except (ValueError, StopIteration, ZeroDivisionError):
+        except (ValueError, StopIteration, ArithmeticError):
             return False
         left.append(int(result))
     return left[0] == target

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -60,6 +62,15 @@ def passes(program: str, cases: Sequence[Sequence[Sequence[str]]]) -> bool:
         return all(_prints(home, *case) for case in cases[:MOST_CASES])
 
 
+def is_case(case: Any) -> bool:
+    """Whether this is a test case: the lines of an input, and of its output."""
+    return (
+        isinstance(case, list)
+        and len(case) == 2
+        and all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in case)
+    )
+
+
 def _prints(home: Path, given: Sequence[str], expected: Sequence[str]) -> bool:
     if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(given) + "\n").encode(), {}) in OUT_OF_TIME:
         return False
@@ -87,6 +98,7 @@ def _run(command: str, home: Path, given: bytes, environment: dict[str, str]) ->
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
+            # Also what it left behind. While one of a session lives no other gets its number.
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()

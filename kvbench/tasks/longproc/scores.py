@@ -27,7 +27,7 @@ def html_to_tsv(output: str, reference: str) -> dict[str, float]:
     """Precision, recall and F1 of a table's rows, in any order."""
     fenced = re.search(r"```tsv([\s\S]*)```", output)
     table = fenced[1] if fenced else output.split("```tsv")[1] if "```tsv" in output else output
-    found, right = _rows(table), _rows(reference)
+    found, right = rows_in(table), rows_in(reference)
     nothing = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "extraction_rate": 0.0}
     if not found or not right or len(found[0]) != len(right[0]):
         return nothing
@@ -39,7 +39,7 @@ def html_to_tsv(output: str, reference: str) -> dict[str, float]:
     return {"f1": f1, "precision": precision, "recall": recall, "extraction_rate": 1.0}
 
 
-def _rows(table: str) -> list[tuple[str, ...]]:
+def rows_in(table: str) -> list[tuple[str, ...]]:
     """The rows of a TSV table after its header, in plain letters; [] of what is none.
 
     A last row of another length is left out, one before it is a row of "N/A".

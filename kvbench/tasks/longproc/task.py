@@ -160,7 +160,7 @@ class LongProc(Task):
             parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
             prompt = "" if row.error else template.format(**parts)
             question = "" if row.error else template.partition(CONTEXT.get(kind, template))[2].format(**parts)
-        except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             row = row._replace(error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}")
         if row.error:
             return Sample(id, "", (), new_tokens, group=name, error=row.error)
@@ -172,9 +172,13 @@ class LongProc(Task):
             page = self.data_dir / kind / data["html_path"]
             if not page.resolve().is_relative_to(self.data_dir.resolve()):
                 raise ValueError(f"html_path={data['html_path']}: out of the folder; expected one of its pages")
+            if not scores.rows_in(data["gt"]):
+                raise ValueError("field gt: no row below a header")
             return {**data, "html_str": page.read_text(encoding="utf-8")}, data["gt"], {}
         if kind == "pseudo_to_code":
             cases = data["testcases"][: cpp.MOST_CASES]
+            if not cases or not all(map(cpp.is_case, cases)):
+                raise ValueError("field testcases: expected one or more, each the lines of an input and of its output")
             return (
                 {"pseudocode": "\n".join(data["pseudocode_lines"])},
                 "\n".join(data["code_lines"]),
@@ -182,6 +186,8 @@ class LongProc(Task):
             )
         if kind == "path_traversal":
             start, end = data["question_repr"]
+            if not data["answer_nl"].strip():
+                raise ValueError("field answer_nl: blank")
             return {"city_context": data["context_nl"], "src_city": start, "dst_city": end}, data["answer_nl"], {}
         if kind == "tom_tracking":
             if not scores.beliefs(data["solution"]):

@@ -79,8 +79,8 @@ def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:
     """What is wrong with the fields of a line that need not be there, or hold anything; "" if nothing."""
     if not isinstance(prefix, str):
         return f"field answer_prefix: expected str, not {type(prefix).__name__}"
-    if not outputs or not all(isinstance(one, str | int | float) for one in outputs):
-        return "field outputs: expected one text or number, or more"
+    if not outputs or not all(isinstance(one, str | int | float) and str(one).strip() for one in outputs):
+        return "field outputs: expected one text or number, or more, not blank"
     return ""
 
 

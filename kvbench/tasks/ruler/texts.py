@@ -185,7 +185,8 @@ def squad(file: LocalFile, samples: int, questions: int) -> Published:
                 own = place[paragraph["context"]]
                 others = tuple(other for other in near if other != own)
                 for entry in paragraph["qas"]:
-                    answers = tuple(dict.fromkeys(answer["text"] for answer in entry["answers"]))
+                    texts = (answer["text"] for answer in entry["answers"])
+                    answers = tuple(dict.fromkeys(text for text in texts if text.strip()))
                     if answers and not entry.get("is_impossible"):
                         asked.append(Asked(entry["question"], answers, (own,), others))
         return documents, asked
@@ -208,7 +209,8 @@ def hotpotqa(file: LocalFile, samples: int, questions: int) -> Published:
             supporting = {title for title, _ in entry["supporting_facts"]}
             own = {place[_titled(title, text)]: title in supporting for title, text in entry["context"]}
             needed, near = ([index for index in own if own[index] is wanted] for wanted in (True, False))
-            asked.append(Asked(entry["question"], (entry["answer"],), tuple(needed), tuple(near)))
+            if entry["answer"].strip():
+                asked.append(Asked(entry["question"], (entry["answer"],), tuple(needed), tuple(near)))
         return documents, asked
 
     return _published(file, samples, questions, 2, "HotpotQA", read)
