@@ -372,6 +372,25 @@ def test_chunks_of_a_prompt_are_no_turns(model: PreTrainedModel) -> None:
         generated(model, {"input_ids": ids_of(1)}, KVCache(model, "quest", SMALL), prefill_chunk_size=50)
 
 
+@pytest.mark.parametrize("length", [LENGTH - 20, LENGTH + 20])
+def test_another_length_than_the_prompt_s_is_refused_and_is_no_full_attention(
+    model: PreTrainedModel, length: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"prompt_length={length}: the prompt has {LENGTH} columns"):
+        say(model, ids_of(1), KVCache(model, "quest", SMALL, prompt_length=length))
+
+
+def test_a_later_turn_whose_mask_forgot_the_padding_is_refused(model: PreTrainedModel) -> None:
+    cache = KVCache(model, "quest", SMALL)
+    ids = torch.cat([say(model, ids_of(1, 2), cache, padding=30), ids_of(3, 4, length=9)], dim=1)
+    with pytest.raises(ValueError, match="attention_mask: without the prompt's padding"):
+        say(model, ids, cache)
+    cache.reset()
+    say(model, ids_of(1, 2), cache, padding=30)
+    with pytest.raises(ValueError, match="attention_mask: without the prompt's padding"):
+        model(ids_of(1, 2, length=1), past_key_values=cache)
+
+
 @pytest.mark.parametrize("switched", [False, True])
 def test_cache_of_another_model_is_refused(model: PreTrainedModel, switched: bool) -> None:
     other = random_model("llama")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from driver import numbers, run_loop
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench.runs.run
 from kvbench.backends.hf.loading import Loaded
@@ -149,3 +150,14 @@ def test_every_model_of_conf_has_a_footprint() -> None:
         if node.get("config"):
             found = footprint(node["config"], torch.bfloat16, Prompts(4096))
             assert found is not None and min(found) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "starcoder2", "nemotron", "phi", "qwen3_moe", "gemma3_text"])
+def test_no_family_has_fewer_weights_than_are_asked_for(family: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 50, "intermediate_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 4, "moe_intermediate_size": 32} if "moe" in family else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads, **experts))
+    found = footprint(model.config.to_dict(), torch.bfloat16, Prompts(64))
+    assert found is not None and found.weights <= 2 * sum(each.numel() for each in model.parameters())

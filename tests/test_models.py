@@ -15,6 +15,7 @@ from huggingface_hub import file_download
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvbench.backends.hf.loading import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
@@ -301,13 +302,43 @@ def test_weights_that_are_not_those_of_the_config_are_refused(folder: Path, tmp_
     for key, value, line in (
         ("num_hidden_layers", 9, "its weights are without model.layers.4.input_layernorm.weight and "),
         ("intermediate_size", 64, "model.layers.0.mlp.down_proj.weight has the shape "),
+        ("num_hidden_layers", 3, "its weights hold model.layers.3.input_layernorm.weight and "),
     ):
-        copy_of = shutil.copytree(folder, tmp_path / key)
+        copy_of = shutil.copytree(folder, tmp_path / f"{key}-{value}")
         config = json.loads((copy_of / "config.json").read_text())
         (copy_of / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ConfigError) as caught:
             load(model_config(path=str(copy_of)), device="cpu")
         assert str(caught.value).startswith(f"model.path={copy_of}: {line}") and "\n" not in str(caught.value)
+
+
+def test_weights_of_a_part_that_is_read_without_them_are_refused_and_other_parts_are_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    for number, (extra, refused) in enumerate(
+        {"model.layers.0.mlp.down_proj.bias": True, "mtp.head.weight": False}.items()
+    ):
+        copy_of = shutil.copytree(folder, tmp_path / str(number))
+        held = load_file(copy_of / "model.safetensors")
+        save_file({**held, extra: torch.zeros(4)}, copy_of / "model.safetensors", {"format": "pt"})
+        if refused:
+            assert f"its weights hold {extra}, for which" in refusal(model_config(path=str(copy_of)), "cpu")
+        else:
+            assert load(model_config(path=str(copy_of)), "cpu").revision.startswith("folder-")
+
+
+def test_a_folder_s_own_code_is_not_run_whatever_stdin_says(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    copy_of = shutil.copytree(folder, tmp_path / "strange")
+    config = json.loads((copy_of / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "configuration_strange.Strange"}}
+    (copy_of / "config.json").write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (copy_of / "configuration_strange.py").write_text(f"open({str(ran)!r}, 'w')\nclass Strange: pass\n")
+    assert "strange" in refusal(model_config(path=str(copy_of)), "cpu")
+    assert not ran.exists()
 
 
 def test_a_damaged_folder_is_one_line_whatever_the_damage(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import driver
@@ -16,9 +17,11 @@ from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
+from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
 from kvbench.measure.arm import measured
 from kvbench.method import Method, Needs, Selection
+from kvbench.runs.run import run
 
 # The probe computes in fp32, the recount in fp64; every measure is of the order of 1.
 NEAR = 1e-5
@@ -206,3 +209,10 @@ def test_probed_run_publishes_no_timings(tiny: Loaded) -> None:
     probing = measured(probing_run(tiny, method_named("quest")), probed=True)
     assert set(probing) == {"probe"}
     assert 0 < probing["probe"]["recall"] < 1
+
+
+def test_a_question_read_at_once_is_part_of_what_is_compared(tmp_path: Path) -> None:
+    words = ["model=dummy-tiny", "task=passkey", "task.lengths=[300]", "task.limit=1", "protocol.question=after"]
+    summary = run(composed(*words, "method=full", "probe.every=1", f"results_dir={tmp_path}"))
+    assert (summary["n"], summary["failed"]) == (1, 0)
+    assert summary["probe"]["recall"] == 1 and summary["probe"]["mass"] == pytest.approx(1, abs=NEAR)

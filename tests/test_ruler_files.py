@@ -101,7 +101,10 @@ def test_a_bad_line_costs_one_sample(tmp_path):
         ({"answer_prefix": ["x"]}, "field answer_prefix: expected str, not list"),
         ({"outputs": []}, "field outputs: expected one text or number, or more, not blank"),
         ({"outputs": [None]}, "field outputs: expected one text or number, or more, not blank"),
-        ({"outputs": ["Paris", " "]}, "field outputs: expected one text or number, or more, not blank"),  # in every answer
+        (
+            {"outputs": ["Paris", " "]},
+            "field outputs: expected one text or number, or more, not blank",
+        ),  # in every answer
     ],
 )
 def test_a_field_that_is_none_of_ruler_s_costs_its_sample(tmp_path, changed, told):

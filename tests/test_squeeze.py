@@ -271,6 +271,12 @@ def test_layers_that_add_attention_and_mlp_at_once_are_refused() -> None:
         pass
 
 
+def test_a_model_whose_attention_has_another_name_is_refused_and_not_dense() -> None:
+    model = random_model("gpt_neox")
+    with pytest.raises(ConfigError, match="^GPTNeoXForCausalLM: no decoder layers with self_attn"):
+        KVCache(model, "squeeze", 32)
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

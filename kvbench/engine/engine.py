@@ -186,7 +186,7 @@ class Engine:
     def start_turn(self, token_ids: Tensor) -> None:
         """A pass of several more tokens of every row, token_ids [B, q], read at once; see `kvbench.engine.turn`."""
         assert self.prefilled, "the prompt is not complete"
-        pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans
+        pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans, self.probe
         self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(

@@ -57,6 +57,10 @@ class Probe:
         self._recent[layer] = deque(maxlen=RECENT_STEPS)
         self._sums[layer], self._counts[layer] = {}, {}
 
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take note of a token [B, Hkv, 1, D] that is read and not decoded, such as a later turn's."""
+        self.stores[layer].append(key, value)
+
     def step(
         self,
         layer: int,
@@ -78,9 +82,8 @@ class Probe:
             active: rows that still generate; the others are not measured.
             sinks: [Hq], see `kvbench.attention.sinks`; their share of the attention is no key's.
         """
-        shadow = self.stores[layer]
-        shadow.append(key, value)
-        chosen = self._chosen(shadow, selection, resident)
+        self.append(layer, key, value)
+        chosen = self._chosen(self.stores[layer], selection, resident)
         if self._steps[layer] % self.every == 0:
             self._measure(layer, query, chosen, out, list(active), sinks)
         self._steps[layer] += 1

@@ -16,6 +16,7 @@ from kvbench.attention.executor import Executor
 from kvbench.attention.sinks import with_sinks
 from kvbench.engine.audit import Audit
 from kvbench.engine.positions import CachePositions
+from kvbench.engine.probes import Probe
 from kvbench.memory.store import LayerStore
 from kvbench.method import Method, Shape
 from kvbench.spans import Spans
@@ -26,7 +27,7 @@ class Turn:
 
     Args:
         token_ids: [B, q].
-        shape, method, stores, positions, executor, audit, spans: of the engine that reads it.
+        shape, method, stores, positions, executor, audit, spans, probe: of the engine that reads it.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Turn:
         executor: Executor,
         audit: Audit,
         spans: Spans,
+        probe: Probe | None,
     ) -> None:
         self._tokens, self._shape, self._method, self._stores = token_ids.cpu(), shape, method, stores
         self._positions, self._executor, self._audit, self._spans = positions, executor, audit, spans
+        self._probe = probe
         self._asks = method.needs.queries or method.needs.probabilities
         # of each layer so far: query, key and value [B, H, q, D], and its sinks
         self._read: dict[int, tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]] = {}
@@ -72,6 +75,8 @@ class Turn:
                 query, key, value = (part[:, :, at : at + 1] for part in parts)
                 self._stores[layer].append(key, value)
                 if layer in self._shape.sparse_layers:
+                    if self._probe is not None:
+                        self._probe.append(layer, key, value)
                     self._learn(layer, query, key, value, sinks)
             self._method.end_step()
         self._read.clear()

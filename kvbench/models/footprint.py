@@ -18,6 +18,8 @@ from kvbench.memory.codecs import Codecs
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.models.support import text_config, windows
 
+GATED = {"llama", "mistral", "qwen2", "qwen3"}  # whether or not a config says its activation
+INNER = ("intermediate_size", "moe_intermediate_size")
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GIB = 2**30
 
@@ -62,20 +64,27 @@ def footprint(
     width, layers, heads, vocabulary = (int(shape[key]) for key in NEEDED)
     head_dim = shape.get("head_dim") or width // heads
     kv_heads = shape.get("num_key_value_heads") or heads
-    inner = shape.get("intermediate_size") or 0
-    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the three matrices of a gated MLP.
-    layer = 2 * width * head_dim * (heads + kv_heads) + 3 * width * inner
+    inner = min((size for key in INNER if (size := shape.get(key))), default=0)  # some layers may be of experts alone
+    matrices = 3 if _is_gated(shape) else 2
+    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the MLP.
+    layer = 2 * width * head_dim * (heads + kv_heads) + matrices * width * inner
     embeddings = vocabulary * width * (2 if shape.get("tie_word_embeddings") is False else 1)
     held = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
     entries = sum(held) + (layers - len(held)) * prompts.tokens
     at_once = min(prompts.tokens, prompts.chunk or prompts.tokens)
-    # Beside the hidden states, the two inner ones of the MLP and their product.
-    wide = 2 * width + 3 * inner
+    # Beside the hidden states the inner ones of the MLP, of a gated one twice, and their product.
+    wide = 2 * width + matrices * inner
     return Footprint(
         (layers * layer + embeddings) * dtype.itemsize,
         Codecs.of(kv, "host", head_dim, dtype).nbytes * kv_heads * entries * prompts.rows,
         wide * at_once * prompts.rows * dtype.itemsize,
     )
+
+
+def _is_gated(shape: Mapping[str, Any]) -> bool:
+    """Whether the MLP surely has a third matrix, the gate."""
+    kind = str(shape.get("model_type"))
+    return shape.get("hidden_act") == "silu" or kind in GATED or kind.startswith("gemma")
 
 
 def refuse_too_large(

@@ -262,8 +262,7 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
 
 
 def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """The plain mean over groups, whatever their sizes, and its standard error; samples that say no group are in none.
-    """
+    """The plain mean over groups, whatever their sizes, and its standard error; samples of no group are left out."""
     own = [group for name, group in groups.items() if name]
     if not own:
         return {}

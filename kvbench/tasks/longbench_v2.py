@@ -72,7 +72,9 @@ class LongBenchV2(TableTask):
         for group, row in super().read():
             key = str(row.data.get("_id"))
             if not row.error and key in found:
-                row = row._replace(error=f"{self.files[group].label}, line {row.line}: field _id: {key} was there before")
+                row = row._replace(
+                    error=f"{self.files[group].label}, line {row.line}: field _id: {key} was there before"
+                )
             found.add(key)
             rows.append((group, row))
         return rows

@@ -181,6 +181,20 @@ class KVCache(CountingCache):
         if started and self._prompt_length is None:
             raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
 
+    def take_token(self) -> None:
+        """Look at what `generate` has made of the whole prompt.
+
+        Raises:
+            ConfigError: there should have been more of it.
+        """
+        if self.engine is not None and not self.engine.prefilled:
+            self._refuse_length(self.get_seq_length(), "in all")
+
+    def _refuse_length(self, columns: int, how: str) -> NoReturn:
+        raise ConfigError(
+            f"prompt_length={self._prompt_length}: the prompt has {columns} columns {how}; expected those"
+        )
+
     def continue_with(self, input_ids: torch.Tensor) -> None:
         """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read.
 
@@ -202,8 +216,11 @@ class KVCache(CountingCache):
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
         self._check_rows(given[name].shape[0])
-        turn = self.engine is not None and self.engine.prefilled and width > 1
-        check_mask(mask, seen, width, self._offsets if turn else ())
+        read = self.engine is not None and self.engine.prefilled
+        if self._prompt_length is not None and not read and seen + width > self._prompt_length:
+            self._refuse_length(seen + width, "or more")
+        turn = read and width > 1
+        check_mask(mask, seen, width, self._offsets if read else ())
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
         if self._stretched:
             rotary.refuse_mixed(self._model, lengths)
@@ -357,6 +374,8 @@ def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: A
             cache.take_chunk()
         elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
             cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
+    else:
+        cache.take_token()
     prepared = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
     if prepared.get("past_key_values") is None and not cache.get_seq_length():
         prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now

@@ -21,11 +21,21 @@ def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple
 
 
 def check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequence[int]) -> None:
-    """Whether a mask is that of `width` columns after those seen, and of a later turn pads nothing but the prompt.
+    """Whether a mask is that of `width` columns after those seen, and after the prompt pads nothing else.
+
+    Args:
+        mask: [B, seen + width]; None: pads nothing.
+        offsets: columns of padding before each row of the prompt that was read; () while it is read.
 
     Raises:
         ValueError: it is not.
     """
+    unpadded = any(offsets) if mask is None else width > 1 and any(map(_pads_less, mask, offsets))
+    if unpadded:
+        raise ValueError(
+            "attention_mask: without the prompt's padding tokens would stand in other positions; expected the mask of "
+            "the whole conversation"
+        )
     if mask is None:
         return
     if mask.ndim != 2 or mask.shape[1] != seen + width:
@@ -33,8 +43,12 @@ def check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequen
             f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
             f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
         )
-    if not all(bool(row[offset:].all()) for row, offset in zip(mask, offsets, strict=False)):
+    if width > 1 and not all(bool(row[offset:].all()) for row, offset in zip(mask, offsets, strict=False)):
         raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
+
+
+def _pads_less(row: torch.Tensor, offset: int) -> bool:
+    return bool(row[:offset].any())
 
 
 def columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -222,7 +223,8 @@ def describe(
         ConfigError: no such folder, hub id not reachable, or an unsupported model.
     """
     folder = source.folder
-    where_from, settings = path if folder is None else str(folder), dict[str, Any]()
+    where_from = path if folder is None else str(folder)
+    settings: dict[str, Any] = {"trust_remote_code": False}  # else transformers asks, and takes any "y" of stdin's
     if folder is None:
         hub.refuse_out_of_reach(path)
         # Without network the cache answers at once, where the hub's library would first try for half a minute.
@@ -262,6 +264,7 @@ def _pretrained(
             **described.settings,
         )
     _refuse_random_weights(found, path)
+    _refuse_left_out(found, model, path)
     return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
 
@@ -280,6 +283,28 @@ def _refuse_random_weights(found: Mapping[str, Any], path: str, shape: str = "co
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"model.path={path}: its weights are without {missing[0]}{more}, which are in {shape}")
+
+
+def _refuse_left_out(found: Mapping[str, Any], model: PreTrainedModel, path: str) -> None:
+    """Refuse weights that belong to what config.json has: of layers after its last, or of a part whose others are read.
+
+    Weights of other parts, such as a head, or layers for predicting several tokens, are nobody's loss.
+
+    Args:
+        found, path: as of `_refuse_random_weights`.
+    """
+    parts = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    left = sorted(
+        name for name in found["unexpected_keys"] if (part := name.rpartition(".")[0]) in parts or _first(part) in parts
+    )
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(f"model.path={path}: its weights hold {left[0]}{more}, for which config.json has no place")
+
+
+def _first(part: str) -> str:
+    """The same part of the first layer."""
+    return re.sub(r"\.\d+\.", ".0.", part, count=1)
 
 
 def read_gguf(
@@ -398,7 +423,7 @@ def stop_ids_of(*sources: Any) -> tuple[int, ...]:
     # Chat models list several in their generation config and only one in the other two places.
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
+        if ids not in (None, []):
             return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
     return ()
 

@@ -29,6 +29,10 @@ def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
             if layer is not None:
                 after = _reads_residual(block).register_forward_pre_hook(partial(_tell_residual, layer))
                 handles += [block.register_forward_pre_hook(_note_residual, with_kwargs=True), after]
+        if needs.layer_similarity and not handles:
+            raise ConfigError(
+                f"{type(model).__name__}: no decoder layers with self_attn; the method compares hidden states around it"
+            )
         yield
     finally:
         for handle in handles:
