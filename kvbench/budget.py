@@ -59,6 +59,8 @@ class Budget:
             raise ConfigError(
                 f"protocol.accounting={accounting}: {name} has no rule for it; expected {' | '.join(minimum)}"
             )
+        if asked is None:
+            _check_preset(name, method.get("preset"))
         budget = cls(size_of(asked, method), accounting, generated, (minimum or {}).get(accounting) or 1, name)
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
@@ -104,6 +106,18 @@ class Budget:
     @property
     def _below_minimum(self) -> str:
         return f"below the minimum of {self.method}, {self.minimum} tokens (protocol.accounting={self.accounting})"
+
+
+def _check_preset(name: str, preset: Any) -> None:
+    """Whether a method's preset is a budget, or None.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    fits = type(preset) is int and preset >= 1 or type(preset) is float and 0 < preset <= 1
+    if preset is not None and not fits:
+        right = "tokens (256), a fraction of the prompt in (0, 1], or null"
+        raise ConfigError(f"method.preset={show(preset)}: of {name}; expected {right}")
 
 
 def size_of(asked: int | float | None, method: Mapping[str, Any]) -> int | float | None:

@@ -83,7 +83,11 @@ register_resolvers()
 
 def home() -> Path:
     """What kvbench keeps for a user: `$KVBENCH_HOME`, or a folder in the user's cache."""
-    return Path(os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)).expanduser().absolute()
+    folder = os.environ.get("KVBENCH_HOME") or user_cache_dir("kvbench", appauthor=False)
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"KVBENCH_HOME={folder}: no such user; expected a folder") from error
 
 
 def fetched_folder(model: str) -> Path:
@@ -170,7 +174,16 @@ def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, An
     Args:
         params: keys that the arms share, `hydra.sweeper.params`.
         arms: keys of each arm, `hydra.sweeper.arms`; a key of its own stands above a shared one.
+
+    Raises:
+        ConfigError: they are something else.
     """
+    if not isinstance(params or {}, Mapping):
+        raise ConfigError(f"hydra.sweeper.params={show(params)}: expected a mapping of keys to values")
+    are_listed = isinstance(arms or [], Iterable) and not isinstance(arms, str)
+    if not are_listed or not all(isinstance(arm, Mapping) for arm in arms or []):
+        given = show([*(arms or [])] if are_listed else arms)
+        raise ConfigError(f"hydra.sweeper.arms={given}: expected a list of mappings of keys to values")
     shared = dict(params or {})
     return [[f"{key}={show(value)}" for key, value in {**shared, **arm}.items()] for arm in arms or [{}]]
 

@@ -19,7 +19,7 @@ from kvbench.config import choices, nearest
 from kvbench.report.data.compact import compacted
 from kvbench.report.data.frame import collect
 from kvbench.runs.archive import SUFFIX, write_archive
-from kvbench.runs.stored import ResultsError
+from kvbench.runs.stored import ResultsError, archive_of
 
 
 def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
@@ -28,7 +28,9 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
     Raises:
         ResultsError: no finished run is there.
     """
-    folders = {str(path.relative_to(source)): path for path in map(Path, collect([source]).arms.get("path", ()))}
+    found = map(Path, collect([source]).arms.get("path", ()))
+    # An archive among them, such as the target, is none of the runs.
+    folders = {str(path.relative_to(source)): path for path in found if archive_of(path) == archive_of(source)}
     if not folders:
         raise ResultsError(f"{source}: no finished run there")
     return compacted(folders, outputs)
@@ -52,7 +54,7 @@ def main() -> None:
         parser.error(f"{target}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
     try:
         size = write_archive(target, compact(arguments.source, outputs))
-    except (ResultsError, ValueError) as error:
+    except (ResultsError, ValueError, OSError) as error:
         parser.error(str(error))
     print(f"{len(collect([target]).arms)} runs, {size / 2**20:.1f} MiB in {target}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -49,6 +50,14 @@ def test_a_packed_archive_packs_to_itself(runs: Path, tmp_path: Path, monkeypatc
     for source, target in ((runs, "first"), (tmp_path / "first.tar.xz", "second")):
         called(monkeypatch, source, tmp_path / f"{target}.tar.xz")
     assert (tmp_path / "first.tar.xz").read_bytes() == (tmp_path / "second.tar.xz").read_bytes()
+
+
+def test_an_archive_among_the_runs_is_none_of_them(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Path(shutil.copytree(runs, tmp_path / "copy"))
+    called(monkeypatch, copy, copy / "kept.tar.xz")
+    before = (copy / "kept.tar.xz").read_bytes()
+    called(monkeypatch, copy, copy / "kept.tar.xz")
+    assert (copy / "kept.tar.xz").read_bytes() == before
 
 
 def test_no_path_and_no_process_of_this_machine_is_packed(runs: Path) -> None:

@@ -60,6 +60,18 @@ def test_answers_are_kept_in_a_file_for_each_thing_that_generates() -> None:
     assert command.cache_of("kept", setup_config({"method": "full", "threads": 1})) in files
 
 
+def test_answers_of_other_code_are_kept_in_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = command.cache_of("kept", setup_config({"method": "quest"}))
+    monkeypatch.setattr(command, "source_hash", lambda *_: "another")
+    assert command.cache_of("kept", setup_config({"method": "quest"})) != before
+
+
+@pytest.mark.parametrize("word", ["--model_args", "--model=hf", "-a", "-M"])
+def test_lm_evals_own_words_for_the_model_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"^lm-eval {word.partition('=')[0]}: "):
+        command.refuse_named_otherwise(["--tasks", "gsm8k", word, "budget=64"])
+
+
 @pytest.mark.parametrize(
     "words",
     [["method=full", "method=quest"], ["method=full", "--method", "quest"], ["budget=64", "--budget=128"]],

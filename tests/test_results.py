@@ -235,6 +235,50 @@ def test_a_record_that_could_not_be_read_back_is_refused_unwritten(tmp_path, rec
     assert lines(folder.path) == []
 
 
+@pytest.mark.parametrize("odd", [{"meta": {"n": 2**64}}, {"answers": ["\ud83d"]}, {"prompt_tokens": 3.0}])
+def test_a_record_that_the_next_start_would_not_take_is_refused_and_the_others_stay(tmp_path, odd):
+    with opened(tmp_path) as folder:
+        folder.add({"id": "a"})
+        with pytest.raises(ResultsError, match="the record of b could not be read back"):
+            folder.add({"id": "b", **odd})
+    with opened(tmp_path) as folder:
+        assert [*folder.records] == ["a"] == [line["id"] for line in lines(folder.path)]
+
+
+def test_a_whole_last_line_that_is_no_record_is_named_and_not_cut_off(tmp_path):
+    path = written(tmp_path, {"id": "a"})
+    with (path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"id": "b", "n": 18446744073709551616}\n')
+    with pytest.raises(ResultsError, match="line 2 is damaged"):
+        opened(tmp_path)
+    assert len((path / "samples.jsonl").read_bytes().splitlines()) == 2
+
+
+def made_by(results_dir: Path, limit: int | None, version: str, *ids: str) -> dict:
+    """The config in run.yaml after a start of this version that ran these samples."""
+    config = {"task": {"limit": limit}, "versions": {"torch": version}}
+    with RunFolder.open(results_dir, "passkey", "tiny", "quest-64", IDENTITY, config) as folder:
+        folder.expect(limit or 9)
+        for id in ids:
+            folder.add({"id": id})
+    return yaml.safe_load((folder.path / "run.yaml").read_text())["config"]
+
+
+def test_a_start_that_ran_nothing_leaves_what_the_run_says_of_itself(tmp_path):
+    assert made_by(tmp_path, 3, "1", "a", "b", "c") == {"task": {"limit": 3}, "versions": {"torch": "1"}}
+    assert made_by(tmp_path, 1, "2") == {"task": {"limit": 3}, "versions": {"torch": "1"}}
+    assert made_by(tmp_path, 4, "2") == {"task": {"limit": 4}, "versions": {"torch": "1"}}
+    assert made_by(tmp_path, None, "2", "d") == {"task": {"limit": None}, "versions": {"torch": "2"}}
+    assert made_by(tmp_path, 1, "3", "a") == {"task": {"limit": None}, "versions": {"torch": "3"}}
+
+
+def test_an_empty_run_yaml_is_as_none(tmp_path):
+    path = written(tmp_path, {"id": "a"})
+    (path / "run.yaml").write_text("")
+    assert written(tmp_path) == path
+    assert yaml.safe_load((path / "run.yaml").read_text())["run_id"] == path.name
+
+
 def test_other_identities_get_other_folders(tmp_path):
     written(tmp_path, {"id": "a"})
     with opened(tmp_path, IDENTITY | {"budget": 128}) as folder:

@@ -337,6 +337,16 @@ def test_samples_that_a_finished_run_lost_are_named_and_run_again(
     assert "task.lengths=[512]" in told.replace("'", "") and "task.limit=3" in told
 
 
+def test_a_start_for_fewer_samples_does_not_finish_a_run_that_lost_some(tmp_path: Path, configured: Any) -> None:
+    run(configured())
+    folder = only_folder(tmp_path)
+    first, _, _ = (folder / "samples.jsonl").read_text().partition("\n")
+    (folder / "samples.jsonl").write_text(first + "\n")
+    with pytest.raises(ResultsError, match="2 of its 3 samples are missing; .*task.limit=3"):
+        run(configured("task.limit=1"))
+    assert run(configured())["n"] == 3
+
+
 NUMBERS = ["method.page_size=8", "budget=128", "task.lengths=[513]", "model=dummy-qwen3"]
 MORE = slow("seed=1", "protocol.accounting=unified", "protocol.dense_layers=[0]", "method=topk")
 

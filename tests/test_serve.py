@@ -112,6 +112,7 @@ def test_an_environment_without_vllm_is_not_started_again_and_again(
         ("method=quest --port 0", "--port 0: expected 1 to 65535"),
         ("method=quest --port many", "argument --port: invalid int value"),
         ("method=quest --host 203.0.113.7", "--host 203.0.113.7 --port 8000: "),
+        ("method=quest --host a..b", "--host a..b --port 8000: no name of a host"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -57,7 +57,7 @@ ONE_OF = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
-    "engine.name": ("hf", "vllm"),
+    "backend.name": ("hf", "vllm"),
 }
 
 # The lowest value of each whole number, and whether null will do.

@@ -153,7 +153,10 @@ def as_yaml(asked: Asked, part: str, package: str | None = None, resolve: bool =
     keys = [str(key) for key in asked.config if part == "all" or (part == "hydra") == (key == "hydra")]
     shown = OmegaConf.masked_copy(asked.config, keys)
     if resolve:
-        OmegaConf.resolve(shown)
+        try:
+            OmegaConf.resolve(shown)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"--resolve: {reason(error)}") from error
     found = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
     if found is None:
         raise ConfigError(f"--package={package}: no such key of the config")

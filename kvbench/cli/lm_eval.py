@@ -22,7 +22,9 @@ from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
 from kvbench.measure.protocol import GREEDY
-from kvbench.runs.identity import run_id
+from kvbench.models import hub
+from kvbench.runs.code import harness_sources, module_sources, source_hash
+from kvbench.runs.identity import backend_name, run_id
 
 NEEDED = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     given = {key: value for key, value in flags.items() if value is not None}
     refuse_twice([*words, *(f"{'model.path' if key == 'pretrained' else key}={given[key]}" for key in given)])
     settings |= given
+    refuse_named_otherwise(theirs)
     config = setup_config(settings)
     if own.use_cache:
         theirs += ["--use_cache", cache_of(own.use_cache, config)]
@@ -82,8 +85,29 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def cache_of(file: str, config: Mapping[str, Any]) -> str:
-    """The file of answers of what generates: lm-eval keeps those of all its models alike."""
-    return f"{file}-{run_id({key: value for key, value in config.items() if key not in ('threads', 'memory_check')})}"
+    """The file of answers of what generates, its code and weights: lm-eval keeps those of all its models alike."""
+    harness = harness_sources(backend_name(config))
+    what = {
+        "config": {key: value for key, value in config.items() if key not in ("threads", "memory_check")},
+        "harness": source_hash(harness),
+        "method": source_hash(module_sources(config["method"]["_target_"]), harness),
+        "weights": hub.weights_of(hub.source_of(config["model"]), config["seed"]),
+    }
+    return f"{file}-{run_id(what)}"
+
+
+def refuse_named_otherwise(words: Sequence[str]) -> None:
+    """Refuse lm-eval's own ways to say what generates: answers are kept by what kvbench was told.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for word in words:
+        if word.startswith(("--model", "-M", "-a")):
+            option = word.partition("=")[0]
+            raise ConfigError(
+                f"lm-eval {option}: kvbench names its model itself; expected --method, --budget or key=value"
+            )
 
 
 def refuse_missing() -> None:

@@ -7,6 +7,7 @@ stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -25,6 +26,7 @@ from kvbench.runs.folder import ResultsError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+NO_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)  # what a system says of a path that cannot even be looked up
 TITLES = {"kv": "keys and values"}  # of groups whose plural is no word
 USAGE = """\
 kvbench: KV-cache methods compared on the same model, prompt, attention kernel and budget.
@@ -75,6 +77,11 @@ def _main(given: Sequence[str]) -> int:
             return _run(flags_in(words))
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None or error.errno not in NO_PATH:
+            raise
+        print(f"kvbench: {error.filename}: {error.strerror}; expected a path that can be read", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         print("kvbench: stopped; the same command goes on from here", file=sys.stderr)

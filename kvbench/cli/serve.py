@@ -135,8 +135,9 @@ def refuse_port(host: str, port: int) -> None:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind((host, port))
             tried.listen()
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror}; expected an address that is free") from error
+    except (OSError, UnicodeError) as error:  # the second of a name that is none
+        why = getattr(error, "strerror", "no name of a host")
+        raise ConfigError(f"--host {host} --port {port}: {why}; expected an address that is free") from error
 
 
 def _serve(run: Mapping[str, Any], source: ModelSource, address: Sequence[str], more: Sequence[str]) -> None:

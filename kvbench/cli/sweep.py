@@ -26,7 +26,9 @@ def run_sweep(asked: Asked) -> None:
         ResultsError: the jobs' own files cannot be written.
         SweepError: some did not finish.
     """
-    launcher, folder = _launcher(asked.config), Path(asked.config.hydra.sweep.dir)
+    launcher, folder = _launcher(asked.config), asked.config.hydra.sweep.dir
+    if not folder:
+        raise ConfigError("hydra.sweep.dir=: expected a folder for the jobs' own files")
     given = combinations(asked.arms or [])
     configs = list[DictConfig]()
     for words in given:
@@ -42,7 +44,7 @@ def run_sweep(asked: Asked) -> None:
         print("\n".join(described(groups)), flush=True)
     ends: list[list[Ended]] = [[] for _ in chosen]
     made = [Job([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs]
-    for number, ended in launcher.run(made, folder):
+    for number, ended in launcher.run(made, Path(folder)):
         for index, end in zip(jobs[number].arms, ended, strict=True):
             ends[index].append(end)
     print_ends(list(zip(names, map(_arm_end, ends), strict=True)))

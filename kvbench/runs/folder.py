@@ -38,8 +38,11 @@ from kvbench.runs.stored import (
     is_there,
     json_in,
     of_shards,
+    printable,
     read_run,
+    read_run_yaml,
     read_samples,
+    record_in,
     refuse_archive,
 )
 
@@ -94,6 +97,7 @@ class RunFolder:
             are as they were when this one was opened.
         done: those without an error.
         finished: the run had finished when it was opened.
+        had: samples with which it had finished, when it was opened; 0: it had not.
         tear: what had been lost since it finished, when it was opened; "" for nothing. Lost samples run again.
     """
 
@@ -136,7 +140,7 @@ class RunFolder:
             failed.push(folder._mine)
             folder.path.mkdir(parents=True, exist_ok=True)
             folder._take(shard)
-            write_whole(folder.path / "run.yaml", _run_yaml(identity, config), within=folder._own)
+            folder._begin_facts(identity, config)
             folder._write_status()
             failed.pop_all()  # from here on the locks live until the folder is closed
         return folder
@@ -164,7 +168,36 @@ class RunFolder:
         self._others = len(self.done) - done, len(self.records) - len(self.done) - (len(mine) - done)
         self._started = _started(self._own / "status.json")
         self.finished = (self.path / "summary.json").exists()
-        self.tear = lost_samples(self.path, len(self.records))
+        self.had, self.tear = samples_had(self.path), lost_samples(self.path, len(self.records))
+
+    def _begin_facts(self, identity: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """What run.yaml will say; while samples are there it is of those who made them, until another one comes.
+
+        Only that more samples are asked for is written at once: fewer are no news of a run that has more.
+        """
+        there = None
+        with suppress(ResultsError):
+            there = read_run_yaml(self.path) if self.records else None
+        if there is not None:
+            limits = [one["config"].get("task", {}).get("limit") for one in (there, {"config": config})]
+            most = None if None in limits else max(limits)
+            config = {**config, "task": {**config["task"], "limit": most}} if "task" in config else config
+            if most != limits[0]:
+                there["config"]["task"]["limit"] = most
+                self._write_facts(there)
+        self._facts: dict[str, Any] | None = _run_yaml(identity, config)
+        if there is None:
+            self._made_here()
+
+    def _made_here(self) -> None:
+        """From here on run.yaml is of this process."""
+        if self._facts is not None:
+            self._write_facts(self._facts)
+        self._facts = None
+
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True)
+        write_whole(self.path / "run.yaml", text, durable=True, within=self._own)
 
     def _know(self, records: dict[str, Record]) -> None:
         self.records = records
@@ -184,8 +217,11 @@ class RunFolder:
         self._write_status()
 
     def expect(self, total: int) -> None:
-        """Say how many samples the run shall have, those of other shards included; the pace counts from here."""
-        self._total, self._began = total, _now()
+        """Say how many samples the run shall have, those of other shards included; the pace counts from here.
+
+        A run that has more already keeps them.
+        """
+        self._total, self._began = max(total, len(self.records)), _now()
         self._write_status()
 
     def add(self, record: Mapping[str, Any], share: float = 0.0) -> None:
@@ -194,14 +230,22 @@ class RunFolder:
         Args:
             record: of the sample.
             share: of the work of this start that is done with it, 0..1; 0: not known.
+
+        Raises:
+            ResultsError: it could not be read back, or not be written.
         """
         plain: Record = _strict(record)
         if not isinstance(key := plain.get("id"), str):
             raise ValueError(f"a sample record needs an 'id' that is a string, not {key!r}")
+        line = json.dumps(plain, allow_nan=False).encode()
+        if reason := record_in(line)[1]:
+            raise ResultsError(f"{self.path}: the record of {key} could not be read back ({printable(reason)})")
+        with writing(self.path):
+            self._made_here()
         if self._own == self.path:
             (self.path / "summary.json").unlink(missing_ok=True)
         with writing(self.path), self._opened() as samples:
-            self._append(samples, json.dumps(plain, allow_nan=False).encode() + b"\n")
+            self._append(samples, line + b"\n")
             self.records[key] = plain
             if plain.get("error"):
                 self.done.pop(key, None)
@@ -357,9 +401,12 @@ def check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
         # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
-        first = re.match(rb"format: (\d{1,9})\n", contents(folder / "run.yaml"))
+        content = contents(folder / "run.yaml")
     except FileNotFoundError:
         return
+    if not content:  # after a power cut
+        return
+    first = re.match(rb"format: (\d{1,9})\n", content)
     written = int(first.group(1)) if first else "unknown"
     if written != FORMAT:
         raise ResultsError(
@@ -368,15 +415,14 @@ def check_format(folder: Path) -> None:
         )
 
 
-def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    run = {
+def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "kvbench": kvbench.__version__,
         "run_id": run_id(identity),
         "identity": _strict(identity),
         "config": _strict(config),
     }
-    return yaml.safe_dump(run, sort_keys=False, allow_unicode=True)
 
 
 def _merge_shards(folder: Path) -> None:
@@ -491,12 +537,19 @@ def tear_of(folder: Path, samples: int) -> str:
 
 def lost_samples(folder: Path, samples: int) -> str:
     """How many samples a run lacks of those that it had finished with, and the command that runs them again; or ""."""
+    had = samples_had(folder)
+    return (
+        ""
+        if samples >= had
+        else f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
+    )
+
+
+def samples_had(folder: Path) -> int:
+    """With how many samples a run had finished; 0: with none, or it is not known."""
     status, summary = json_in(folder / "status.json"), json_in(folder / "summary.json")
     counts = [summary.get("n")]
     if status.get("state") == "finished" and type(status.get("failed")) is type(status.get("done")) is int:
         counts.append(status["done"] + status["failed"])
     # One of the two files may be the damaged one.
-    had = min((count for count in counts if type(count) is int), default=0)
-    if samples >= had:
-        return ""
-    return f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
+    return min((count for count in counts if type(count) is int), default=0)

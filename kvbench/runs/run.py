@@ -113,7 +113,8 @@ def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
     have samples to run.
 
     Raises:
-        ResultsError: there are lines of no sample of the task, which the summary and every report would count.
+        ResultsError: there are lines of no sample of the task, which the summary and every report would count; or
+            fewer samples than the run had once, and this start was not for all of those.
     """
     ids = set(work.ids)
     if not folder.gathered(ids):
@@ -123,6 +124,8 @@ def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
             f"{folder.path / 'samples.jsonl'}: {len(strays)} lines are of no sample of this task, the first of "
             f"{strays[0]}; delete them"
         )
+    if len(folder.records) < folder.had:
+        raise ResultsError(f"{folder.path}: {folder.tear}")
     records = [record for key, record in folder.records.items() if key in ids]
     summary = summarise(records, arm.task.metric)
     if len(records) == len(folder.records):

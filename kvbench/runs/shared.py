@@ -103,8 +103,8 @@ def _at_once(plain: Sequence[dict[str, Any]], console: Console, shard: Shard, lo
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
-            compile_for([arm for arm, _ in running.values()], console)
             with beating([folder for _, folder in running.values()]):
+                compile_for([arm for arm, _ in running.values()], console)
                 ended, work = _run(running, console, shard)
             for index, (arm, folder) in running.items():
                 if index in ended:

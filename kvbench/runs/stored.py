@@ -415,7 +415,7 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
     records: dict[str, Record] = {}
     end = 0
     for number, line in enumerate(lines, 1):
-        record, reason = _parse(line)
+        record, reason = record_in(line)
         if record is None and number == len(lines) and not reason:
             break  # after a power cut the last line can be there in length but not in content
         if record is None:
@@ -428,12 +428,14 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
     return records, end
 
 
-def _parse(line: bytes) -> tuple[Record | None, str]:
+def record_in(line: bytes) -> tuple[Record | None, str]:
     """The record in a line; or None and, where the line is whole, what is wrong with it."""
     try:
         record = json_of(line)
-    except ValueError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return None, ""
+    except ValueError as error:
+        return None, first_line(error)
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
         return None, ""
     for key, right in TYPES.items():
