@@ -13,8 +13,8 @@ keys and reads no prompts, so that it says nothing of them.
 Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
 is there is not run again; a result has all that is there, whichever command put it there.
 
-Prints one JSON object as its last line. `cells`, one for each engine, model, N, answer and M, have their settings, and
-`arms` with medians over rounds:
+Prints one JSON object as its last line. `cells`, one for each engine, model, N, answer, number of requests and M, have
+their settings, and `arms` with medians over rounds:
   at_once_mean, at_once_peak     requests of a forward pass: mean over time, and most
   decode_at_once                 of the passes that read no prompt, the mean over time
   tokens_per_s                   generated tokens over the time of all, prompts included
@@ -64,8 +64,8 @@ MIB = 2**20
 BLOCK = 128  # tokens of a block, vLLM's default on a CPU
 WARM = 4  # steps that are not counted
 RATES = {"tokens_per_s": "tokens_per_s_ratio", "decode_tokens_per_s": "decode_ratio"}
-GROUP = ("engine", "model", "tokens", "answer", "lengths")  # between whose memories arms may cross
-SETTINGS = ("dtype", "budget", "requests", "clients", "chunk")
+GROUP = ("engine", "model", "tokens", "answer", "lengths", "requests")  # between whose memories arms may cross
+SETTINGS = ("dtype", "budget", "clients", "chunk")
 
 # Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of tokens of 19,366
 # prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.

@@ -124,6 +124,8 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str
     entries = zip(names, found if labels else found.values(), strict=True)
     made = {tuple(map(str, name)): [_number(one, column) for column in columns.values()] for name, one in entries}
     assert len(made) == len(names), f"{file}: entries of one name"
+    for heading, texts in zip(columns, zip(*made.values(), strict=True), strict=True):
+        assert {*texts} != {"-"}, f"{file}: no entry has {columns[heading]}"
     return Shown(([*labels] or ["method"], list(columns)), made)
 
 
@@ -136,7 +138,10 @@ def _at(found: Any, path: str) -> Any:
 def _number(one: Any, column: str) -> str:
     """A column's text in a row, "-" where it has none."""
     paths, _, digits = column.replace(" :", ":").partition(":")
-    values = {path: _at(one, path) for path in re.findall(r"[\w|]+", paths)}
+    try:
+        values = {path: _at(one, path) for path in re.findall(r"[\w|]+", paths)}
+    except KeyError:
+        return "-"
     if None in values.values():
         return "-"
     scaled = {path: named(path.rpartition("|")[2]).scaled(value) for path, value in values.items()}

@@ -198,7 +198,7 @@ def test_capacity_is_drawn_with_the_requests_at_once_from_what_its_script_printe
     def arm(rate: float, rows: float, **more: float) -> dict[str, float]:
         return {"decode_tokens_per_s": rate, "decode_at_once": rows, **more}
 
-    here = {"engine": "vllm", "model": "small", "tokens": 4096, "answer": 64, "lengths": "equal"}
+    here = {"engine": "vllm", "model": "small", "tokens": 4096, "answer": 64, "lengths": "equal", "requests": 16}
     arms = {
         96: {"full": arm(20.0, 1, tokens_per_s=5.0), "snapkv": arm(60.0, 6.4, tokens_per_s=7.0)},
         192: {"full": arm(80.0, 3), "snapkv": arm(70.0, 14)},
@@ -209,8 +209,8 @@ def test_capacity_is_drawn_with_the_requests_at_once_from_what_its_script_printe
     other = {**cells[0], "engine": "hf", "lengths": "conversation"}
     path.write_text(json.dumps({"cells": [*cells, other], "crossings": [crossed]}))
     served, ours = figures.draw_file("capacity", [path]).axes
-    assert served.get_title() == "small\n4,096 + 64 tokens, vLLM"
-    assert ours.get_title() == "small\nup to 4,096 + 64 tokens, KVCache"
+    assert served.get_title() == "small\n16 x 4,096 + 64 tokens, vLLM"
+    assert ours.get_title() == "small\n16 x up to 4,096 + 64 tokens, KVCache"
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in served.lines]
     for line in (([96, 192], [20, 80]), ([96, 192], [60, 70]), ([96], [7]), ([170, 170], [0, 1])):
         assert line in drawn

@@ -19,7 +19,7 @@ WHAT = (
     "numbers: requests at once; lines: passes that read no prompt; dotted: all passes, prompts included",
     "upright: from this memory on full attention is as fast",
 )
-Panel = tuple[str, str, int, int, str]  # engine, model, tokens of a prompt and of its answer, how lengths are drawn
+Panel = tuple[str, str, int, int, str, int]  # engine, model, tokens of a prompt and of its answer, lengths, requests
 Arms = dict[str, dict[int, Mapping[str, Any]]]  # by method and MiB
 
 
@@ -37,8 +37,8 @@ def capacity(files: Sequence[Path]) -> Figure:
     tall = height_for(max(map(len, panels.values())))
     figure, axes = tiled(len(panels), "tokens a second in equal memory for keys and values; up is better", tall + 0.6)
     for axis, (key, arms) in zip(axes.flat, panels.items(), strict=False):
-        engine, model, tokens, answer, lengths = key
-        size = f"{'' if lengths == 'equal' else 'up to '}{tokens:,} + {answer:,} tokens"
+        engine, model, tokens, answer, lengths, requests = key
+        size = f"{requests} x {'' if lengths == 'equal' else 'up to '}{tokens:,} + {answer:,} tokens"
         axis.set(title=f"{model}\n{size}, {ENGINES.get(engine, engine)}", ylabel="tokens a second")
         axis.set_xlabel("memory for keys and values (MiB)")
         _draw(axis, arms, styles, {method: crossed.get((*key, method)) for method in arms}, tall)
@@ -56,7 +56,10 @@ def _cells(found: Any) -> tuple[dict[Panel, Arms], dict[tuple[str | int, ...], f
 
 
 def _panel(line: Mapping[str, Any]) -> Panel:
-    return str(line["engine"]), str(line["model"]), int(line["tokens"]), int(line["answer"]), str(line["lengths"])
+    words, numbers = ("engine", "model", "lengths"), ("tokens", "answer", "requests")
+    engine, model, lengths = (str(line[name]) for name in words)
+    tokens, answer, requests = (int(line[name]) for name in numbers)
+    return engine, model, tokens, answer, lengths, requests
 
 
 def _panels(cells: Sequence[Mapping[str, Any]]) -> dict[Panel, Arms]:
