@@ -19,7 +19,7 @@ from kvbench.config import choices, nearest
 from kvbench.report.data.compact import compacted
 from kvbench.report.data.frame import collect
 from kvbench.runs.archive import SUFFIX, write_archive
-from kvbench.runs.stored import ResultsError, archive_of
+from kvbench.runs.stored import ResultsError, archive_of, runs_in
 
 
 def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
@@ -28,9 +28,9 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
     Raises:
         ResultsError: no finished run is there.
     """
-    found = map(Path, collect([source]).arms.get("path", ()))
-    # An archive among them, such as the target, is none of the runs.
-    folders = {str(path.relative_to(source)): path for path in found if archive_of(path) == archive_of(source)}
+    # An archive among the runs, such as the target, is none of them.
+    own = [path for path in runs_in([source]) if archive_of(path) == archive_of(source)]
+    folders = {str(path.relative_to(source)): path for path in map(Path, collect(own).arms.get("path", ()))}
     if not folders:
         raise ResultsError(f"{source}: no finished run there")
     return compacted(folders, outputs)

@@ -180,7 +180,7 @@ class RunFolder:
             there = read_run_yaml(self.path) if self.records else None
         if there is not None:
             limits = [one["config"].get("task", {}).get("limit") for one in (there, {"config": config})]
-            most = None if None in limits else max(limits)
+            most = max(limits) if all(type(limit) is int for limit in limits) else None
             config = {**config, "task": {**config["task"], "limit": most}} if "task" in config else config
             if most != limits[0]:
                 there["config"]["task"]["limit"] = most
@@ -538,11 +538,9 @@ def tear_of(folder: Path, samples: int) -> str:
 def lost_samples(folder: Path, samples: int) -> str:
     """How many samples a run lacks of those that it had finished with, and the command that runs them again; or ""."""
     had = samples_had(folder)
-    return (
-        ""
-        if samples >= had
-        else f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
-    )
+    if samples >= had:
+        return ""
+    return f"{had - samples} of its {had} samples are missing; {command_of(folder)} runs them again"
 
 
 def samples_had(folder: Path) -> int:
