@@ -43,7 +43,8 @@ class Budget:
         Args:
             asked: tokens (int), a fraction of the prompt (float), or None: the preset.
             method: its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each accounting,
-                None for any; `preset`, its own size, None where it has several. What is absent is unknown.
+                None for any, and no less than for "unified" where generated tokens count; `preset`, its own size, None
+                where it has several. What is absent is unknown.
             accounting, generated: see the attributes.
 
         Raises:
@@ -61,7 +62,9 @@ class Budget:
             )
         if asked is None:
             _check_preset(name, method.get("preset"))
-        budget = cls(size_of(asked, method), accounting, generated, (minimum or {}).get(accounting) or 1, name)
+        rules = (accounting, "unified") if generated == "counted" else (accounting,)
+        least = max((minimum or {}).get(rule) or 1 for rule in rules)
+        budget = cls(size_of(asked, method), accounting, generated, least, name)
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
             raise ConfigError(f"budget={preset if asked is None else f'{asked}:'} {budget._below_minimum}")
@@ -105,7 +108,9 @@ class Budget:
 
     @property
     def _below_minimum(self) -> str:
-        return f"below the minimum of {self.method}, {self.minimum} tokens (protocol.accounting={self.accounting})"
+        counted = ", protocol.generated=counted" if self.generated == "counted" else ""
+        rule = f"protocol.accounting={self.accounting}{counted}"
+        return f"below the minimum of {self.method}, {self.minimum} tokens ({rule})"
 
 
 def _check_preset(name: str, preset: Any) -> None:

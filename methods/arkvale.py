@@ -8,6 +8,8 @@ instead of the cached ones that promise the smallest.
 
 from __future__ import annotations
 
+from math import floor
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -76,7 +78,7 @@ class ArkVale(Method):
         """Pages between sinks and window in a cache of `capacity` tokens, and how many of the best are recalled."""
         pages = capacity // self.page_size
         room = pages - self.sinks - self.window
-        return room, min(max(int(self.topk_share * pages) - self.sinks - (self.window - 1), 1), room)
+        return room, min(max(floor(round(self.topk_share * pages, 9)) - self.sinks - (self.window - 1), 1), room)
 
     def _pages(self, tokens: int) -> int:
         """Pages that hold so many tokens."""

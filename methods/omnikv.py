@@ -55,7 +55,7 @@ class OmniKV(Method):
         filters = asked_about(as_deep_as_published(shape.layers) if given is None else given, layers)
         indexes = [layers.index(layer) for layer in filters]
         self.filter_of: dict[int, int] = {}  # of each layer that attends what a filter chose
-        for index, stop in zip(indexes, [*indexes[1:], len(layers)], strict=True):
+        for index, stop in zip(indexes, [*indexes, len(layers)][1:], strict=True):
             self.filter_of |= dict.fromkeys(layers[index + 1 + self.wait : stop], layers[index])
         self.chosen: dict[int, Selection] = {}
 

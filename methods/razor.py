@@ -111,10 +111,13 @@ class RazorAttention(TwoKinds):
         self.dropped[layer] = sums
         super().prefill(layer, prompt)
 
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Remember what the new token pushes out of the recent ones."""
+        self._take_in(layer, self._first(layer, self.starts))
+
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, the sinks, and the compensation token of those between."""
         selection, first = super().select(layer, query), self._first(layer, self.starts)
-        self._take_in(layer, first)
         return replace(selection, extra=self._compensation(layer, first)) if self.drops else selection
 
     def _take_in(self, layer: int, now: torch.Tensor) -> None:

@@ -143,5 +143,6 @@ class SCOPE(Evictor):
         return capacity + min(generated, window + waiting + 1)
 
     def mean_rule(self, length: int, generated: int) -> int | None:
-        """Where generated tokens count, C: a pyramid's layers share it out."""
-        return self.budget.tokens(length) if self.budget.counts_generated else None
+        """Where generated tokens count, C of each list: a pyramid's layers share it out."""
+        lists = max(1, self.lists // self.shape.kv_heads)
+        return lists * self.budget.tokens(length) if self.budget.counts_generated else None

@@ -483,6 +483,7 @@ def drive(
     budget: int | float | None,
     *,
     accounting: str = "paper",
+    generated: str = "free",
     chunk: int | None = None,
     left: bool = False,
     executor: str = "auto",
@@ -499,7 +500,7 @@ def drive(
     engine = Engine(
         shape,
         method,
-        Budget(budget, accounting),
+        Budget(budget, accounting, generated),
         offsets=offsets,
         attention=executor,
         kv=kv,

@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CLOSE, METHODS, SMALL, Case, Driven, drive, each_method, numbers, rotate, slow, stream
+from driver import (
+    CLOSE,
+    METHODS,
+    SMALL,
+    Case,
+    Driven,
+    drive,
+    each_method,
+    each_method_in_turn,
+    numbers,
+    rotate,
+    slow,
+    stream,
+)
 from test_hf import generated, random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
@@ -114,9 +127,17 @@ def test_every_method_goes_on_in_a_later_turn(
     assert audit.get("turn_tokens", 0) == (TURN + 1 + 1 + TURN + 2 + 1 if question == "after" else 0)
 
 
-def begun(fixed: Any, case: Case, budget: int) -> Driven:
+def test_dense_layers_that_leave_none_to_a_method_are_refused(sdpa: PreTrainedModel, model: PreTrainedModel) -> None:
+    layers = {"dense_layers": (0, 1, 2, 3)}
+    for name, budget in (("snapkv", SMALL), ("quest", SMALL), ("racc", None)):
+        with pytest.raises(ConfigError, match=r"^dense_layers=\[0, 1, 2, 3\]: all that have full attention"):
+            KVCache(model, name, budget, **layers)
+    assert torch.equal(say(model, ids_of(1), KVCache(model, "full", None, **layers)), say(sdpa, ids_of(1)))
+
+
+def begun(fixed: Any, case: Case, budget: int, accounting: str = "paper") -> Driven:
     """A prompt and one decode step."""
-    return drive(replace(fixed, steps=1), case.build(), budget, left=True)
+    return drive(replace(fixed, steps=1), case.build(), budget, left=True, accounting=accounting)
 
 
 def tokens_of(fixed: Any, first: int, count: int) -> list[torch.Tensor]:
@@ -164,12 +185,12 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
                     torch.testing.assert_close(out[row, head, at], expected[0].float(), rtol=0, atol=CLOSE)
 
 
-@each_method
-def test_a_turn_leaves_a_method_as_its_tokens_one_by_one_do(case: Case) -> None:
+@each_method_in_turn
+def test_a_turn_leaves_a_method_as_its_tokens_one_by_one_do(case: Case, accounting: str) -> None:
     """Keys and queries are the stream's, whatever was attended: so the next steps must select the same."""
-    fixed = stream(70, 51, steps=12)
-    steps = drive(fixed, case.build(), 49, left=True)
-    turn = begun(fixed, case, 49)
+    fixed, budget = stream(70, 51, steps=12), max(49, case.facts["minimum"][accounting] or 0)
+    steps = drive(fixed, case.build(), budget, left=True, accounting=accounting)
+    turn = begun(fixed, case, budget, accounting)
     turn.engine.start_turn(new_ids(fixed, 1, 8))
     for layer, part in enumerate(zip(*tokens_of(fixed, 1, 8), strict=True)):
         turn.engine.attend(layer, *part)
@@ -274,6 +295,8 @@ def test_copies_go_on_by_themselves(wide: PreTrainedModel, tokenizer: Any, name:
     fresh = [list(ask(cache, seed)) for cache, seed in zip(expected, (1, 2), strict=True)]
     first = begin()
     caches = [first.copy(), copy.deepcopy(first)]
+    index = first.audit()["index_bytes"]  # what a library's own memory grows by is not copied to the byte
+    assert [cache.audit()["index_bytes"] for cache in caches] == [pytest.approx(index, rel=0.01)] * 2
     del first  # what a copy still took from it would be gone
     torch.empty(10**6).fill_(torch.nan)
     both = zip(*(ask(cache, seed) for cache, seed in zip(caches, (1, 2), strict=True)), strict=True)
@@ -281,10 +304,21 @@ def test_copies_go_on_by_themselves(wide: PreTrainedModel, tokenizer: Any, name:
         for mine, theirs in zip(answers, fresh, strict=True):
             assert torch.equal(mine, theirs[step]), step
     counted = ("attended_mean", "attended_max", "moved_bytes_per_step", "read_bytes_per_step", "host_bytes")
+    counted += ("index_bytes",)
     for cache, alone in zip(caches, expected, strict=True):
         mine, theirs = cache.audit(), alone.audit()
         assert {key: mine[key] for key in counted} == {key: theirs[key] for key in counted}
         assert mine["over_rule"] is False
+
+
+@pytest.mark.parametrize("name", ["lychee", "pariskv_adaptive", "topk", "tova_decode-12"])
+def test_equal_rows_read_as_often_as_there_are_rows(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def read(rows: int) -> float:
+        cache = KVCache(model, CASES[name].build(), SMALL, tokenizer=tokenizer, dense_layers=())
+        say(model, ids_of(*[1] * rows), cache, new=20)
+        return float(cache.audit()["read_bytes_per_step"])
+
+    assert read(3) == pytest.approx(3 * read(1)) and read(1) > 0
 
 
 @pytest.mark.parametrize("name", ["full", "topk", "quest"])

@@ -172,6 +172,13 @@ def test_an_accounting_without_a_rule_is_refused():
         Budget.of(256, {"name": "racc", "minimum": {"paper": 40}}, "unified")
 
 
+def test_where_generated_tokens_count_the_least_budget_is_that_of_everything_inside():
+    facts = {"name": "knorm", "minimum": {"paper": 1, "unified": 4}}
+    assert Budget.of(3, facts, "paper").minimum == 1 and Budget.of(4, facts, "paper", "counted").minimum == 4
+    with pytest.raises(ConfigError, match=r"^budget=3: below .* 4 tokens .*protocol.generated=counted"):
+        Budget.of(3, facts, "paper", "counted")
+
+
 @given(
     budget=st.one_of(st.none(), st.integers(-5, 5000), st.floats(), st.booleans(), st.text(max_size=5)),
     least=st.one_of(st.none(), st.integers(1, 5000)),

@@ -485,3 +485,9 @@ def test_a_window_that_grows_with_the_answer_must_know_its_length() -> None:
     with pytest.raises(ConfigError, match="delta=null: strategy=adaptive"):
         drive(stream(60), method, 48, left=True)
     drive(stream(60), method_named("scope", strategy="adaptive", delta=15), 48, left=True)
+
+
+def test_scope_s_lists_of_query_heads_have_c_each_where_generated_tokens_count() -> None:
+    method = method_named("scope", granularity="query_head")
+    driven = drive(stream(1, 85, steps=12, kv_heads=1, query_heads=3), method, 56, generated="counted")
+    assert not driven.audit["over_rule"], driven.engine.audit.broken()

@@ -83,6 +83,11 @@ def test_tokens_of_layers_that_read_everything_stay_on_the_device() -> None:
     assert driven.audit["attended_mean"] == pytest.approx(mean), "layers that read everything count, too"
 
 
+def test_a_filter_after_the_last_sparse_layer_is_none() -> None:
+    driven = drive(stream(12, steps=1, layers=4), method_named("omnikv", filters=[1]), 5, dense_layers=[1, 2, 3])
+    assert driven.audit["whole_share"] == 1
+
+
 @pytest.mark.parametrize(
     ("layers", "dense", "whole"),
     [

@@ -109,5 +109,6 @@ class StoreView(View):
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
         read = store.read(ids)[which]
-        self._metered(read.shape[:3].numel() * store.sizes[which])
+        count = read.shape[:3].numel() if ids is None else int((ids >= 0).sum())
+        self._metered(count * store.sizes[which])
         return read

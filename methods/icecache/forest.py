@@ -50,6 +50,10 @@ class Forest:
         self._directory = np.zeros((len(self._trees), SIZES * len(Tree._fields)), np.int64)
         self._scored = 0  # keys in the last search
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's trees lie elsewhere."""
+        return {**self.__dict__, "_known": [None] * len(self._trees)}
+
     def attend(self, queries: Floats, regions: Tokens, search: Search, longest: int) -> tuple[Tokens, int]:
         """What each KV head attends, see `kernels.attend`.
 

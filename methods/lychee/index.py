@@ -103,6 +103,10 @@ class ClusterIndex:
         reach = self._reach(self.centroids, self.radii, around).masked_fill(self.starts.diff(dim=1) == 0, 0)
         self.unit_radii = self._up(_largest(reach, found.units, units + 1)[:, :units])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's arrays lie elsewhere."""
+        return {**self.__dict__, "_read": None}
+
     def best_chunks(self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: Search) -> torch.Tensor:
         """Chunks in the order of their clusters' upper bounds, searched from the top down.
 

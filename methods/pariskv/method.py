@@ -146,6 +146,8 @@ class ParisKV(Method):
                 first = zones.sinks + index.lengths[row]
                 keys = self.view.host_keys(layer)[row, :, first : first + zones.update]
                 self.view.count_read(layer, keys.shape[0] * keys.shape[1])
+                if first + zones.update == length:  # from a GPU the current token is not there yet
+                    keys = torch.cat([keys[:, :-1], key[row].to(keys.device, keys.dtype)], dim=1)
                 self._extend(layer, row, keys)
 
     def _extend(self, layer: int, row: int, keys: torch.Tensor) -> None:
@@ -198,7 +200,7 @@ class ParisKV(Method):
         whole = self._whole(layer, row, self.view.lengths(layer)[row], end, zones.sinks)
         ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
         ids[row] = whole
-        keys, most = self.view.keys(layer, ids)[row].to(tokens.device).float(), min(zones.k, tokens.shape[1])
+        keys, most = self.view.keys(layer, ids)[row].float(), min(zones.k, tokens.shape[1])
         least, scaling = min(least, most), self.shape.scaling
         if self.on_cpu:
             found = torch.empty(len(tokens), most, dtype=torch.int64)
@@ -207,7 +209,7 @@ class ParisKV(Method):
             self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, found.numpy()) / len(tokens)
             return found
         order, count = enough(
-            scaling * (keys @ queries.float().mean(dim=1).to(tokens.device)[..., None]).squeeze(2),
+            scaling * (keys @ queries.float().mean(dim=1).to(keys.device)[..., None]).squeeze(2).to(tokens.device),
             norms[:, whole[0]],
             scaling * estimates,
             norms.gather(1, tokens.clamp(min=0)),

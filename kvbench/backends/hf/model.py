@@ -209,9 +209,14 @@ def needed(
     """What of a model a method needs, as a setting of an engine, whatever the prompt.
 
     Raises:
-        ConfigError: it is not there, or its keys and values cannot be held as asked.
+        ConfigError: it is not there, or its keys and values cannot be held as asked; or no layer is left to the method.
     """
     needs, name = method.needs, type(method).__name__
+    if not shape.sparse_layers and not (method.evicts == "never" and method.at_rest):
+        raise ConfigError(
+            f"dense_layers={list(shape.full_layers)}: all that have full attention, which leaves none to {name}; "
+            "expected fewer, or method=full"
+        )
     sizes = shape.head_dim, shape.layers, len(shape.windows)
     for reason in (*unfit(kv, *sizes), *unfit_for(kv, method, name, budget.counts_generated)):
         raise ConfigError(reason)

@@ -31,7 +31,7 @@ from kvbench.memory.device import Located, Slotted
 from kvbench.memory.slots import Pool
 from kvbench.method import Method, Selection, Shape
 
-LENGTHS = 512  # of prompts, the longest ones, of which one is kept more than any other: some methods keep whole blocks
+LENGTHS = 512  # of prompts, the longest ones, of which all layers are asked
 
 
 def rows_kept(method: Method, shape: Shape) -> int | None:
@@ -44,10 +44,11 @@ def rows_kept(method: Method, shape: Shape) -> int | None:
     longest, layers = shape.lengths[0], shape.sparse_layers
     if method.evicts == "never" or not layers:
         return None
-    lengths = range(max(1, longest - LENGTHS), longest + 1)
+    lengths = range(1, longest + 1)  # of a shorter one more may be kept: some methods keep blocks until they are full
     most = [method.mean_rule(length, 0) for length in lengths]
     if most[0] is None:
-        most = [max(method.rule(layer, length, 0) or longest for layer in layers) for length in lengths]
+        most = [method.rule(layers[0], length, 0) or longest for length in lengths]
+        most += [method.rule(layer, length, 0) or longest for length in lengths[-LENGTHS:] for layer in layers]
     kept = max(one for one in most if one is not None)
     return None if kept >= longest else math.ceil(kept * len(layers)) * shape.kv_heads
 
