@@ -23,7 +23,7 @@ LONGPROC: dict[str, tuple[str, dict[str, Any]]] = {
     "html_to_tsv": (
         "{html_str} of {task_topic} {task_description}{filtering_instruction} as {tsv_header} {{rows}}",
         dict.fromkeys(("task_topic", "task_description", "filtering_instruction", "tsv_header", "gt"), "a town")
-        | {"html_path": "page.html"},
+        | {"html_path": "page.html", "gt": "town\na town"},
     ),
     "path_traversal": (
         "{city_context} From {src_city} to {dst_city}",

@@ -406,7 +406,9 @@ def test_a_damaged_line_is_named_and_nothing_is_written(tmp_path, capsys):
     ],
 )
 def test_a_record_that_is_no_such_sample_is_named(tmp_path, capsys, broken, message):
-    assert message in refused(capsys, stored(tmp_path, [{**record("a", "123"), **broken}]))
+    folder = stored(tmp_path, [record("a", "123")])
+    (folder / "samples.jsonl").write_text(json.dumps({**record("a", "123"), **broken}) + "\n")
+    assert message in refused(capsys, folder)
 
 
 def test_one_bad_run_leaves_the_others_their_table(tmp_path, capsys):

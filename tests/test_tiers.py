@@ -383,9 +383,9 @@ class Reader(Method):
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_reads_through_the_view_are_counted(tiny: Loaded, home: str) -> None:
-    """Three keys and three values of each KV head, and all keys of every row, padded to the longest."""
+    """Five keys and four values of both KV heads, -1 names none, and all keys of every row, padded to the longest."""
     generation, _ = run_loop(tiny, RAGGED, Reader(home), None, dense_layers=DENSE, steps=STEPS)
-    vectors = sum(len(RAGGED) * 2 * (3 + 3 + len(RAGGED[0]) + step + 1) for step in range(STEPS))
+    vectors = sum(len(RAGGED) * (5 + 4 + 2 * (len(RAGGED[0]) + step + 1)) for step in range(STEPS))
     assert generation.audit["read_bytes_per_step"] == vectors * len(SPARSE) * (ENTRY // 2) / STEPS
 
 

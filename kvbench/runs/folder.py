@@ -178,13 +178,11 @@ class RunFolder:
         there = None
         with suppress(ResultsError):
             there = read_run_yaml(self.path) if self.records else None
-        if there is not None:
-            limits = [one["config"].get("task", {}).get("limit") for one in (there, {"config": config})]
-            most = max(limits) if all(type(limit) is int for limit in limits) else None
-            config = {**config, "task": {**config["task"], "limit": most}} if "task" in config else config
-            if most != limits[0]:
-                there["config"]["task"]["limit"] = most
-                self._write_facts(there)
+        if there is not None and "task" in config:
+            before, config = there["config"], _asking_most(config, there["config"])
+            if before["task"].get("limit") != config["task"]["limit"]:
+                before["task"]["limit"] = config["task"]["limit"]
+                _write_run_yaml(self.path, there, self._own)
         self._facts: dict[str, Any] | None = _run_yaml(identity, config)
         if there is None:
             self._made_here()
@@ -192,12 +190,8 @@ class RunFolder:
     def _made_here(self) -> None:
         """From here on run.yaml is of this process."""
         if self._facts is not None:
-            self._write_facts(self._facts)
+            _write_run_yaml(self.path, self._facts, self._own)
         self._facts = None
-
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True)
-        write_whole(self.path / "run.yaml", text, durable=True, within=self._own)
 
     def _know(self, records: dict[str, Record]) -> None:
         self.records = records
@@ -423,6 +417,18 @@ def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "identity": _strict(identity),
         "config": _strict(config),
     }
+
+
+def _asking_most(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the larger `task.limit` of two; None: no limit."""
+    limits = [one["task"].get("limit") for one in (config, before)]
+    most = max(limits) if all(type(limit) is int for limit in limits) else None
+    return {**config, "task": {**config["task"], "limit": most}}
+
+
+def _write_run_yaml(folder: Path, facts: Mapping[str, Any], within: Path) -> None:
+    text = yaml.safe_dump(dict(facts), sort_keys=False, allow_unicode=True)
+    write_whole(folder / "run.yaml", text, durable=True, within=within)
 
 
 def _merge_shards(folder: Path) -> None:

@@ -6,8 +6,7 @@ serves the KV heads of one sequence and layer, which share the chunks and differ
 
 What it holds: half a centroid a chunk in the dtype of the keys, 136 bytes where heads have 128 elements of bfloat16,
 against 512 bytes of key and value a token: 2.2 % at 12 tokens a chunk, and 4.3 % with the int8 representatives that
-keep radii exact. The 1.0 to 1.3 % that the paper reports is less than such centroids alone take: it would
-need fewer clusters, longer chunks, or centroids that KV heads share, and the paper names none of them.
+keep radii exact. The paper reports 1.0 to 1.3 %, less than such centroids alone take.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class ClusterIndex:
         members, starts: [H, M] and [H, L + 1] int32; members[h, starts[h, c] : starts[h, c + 1]] are c's chunks.
         unit_centroids, unit_radii: [H, P, D] and [H, P] fp32, of the coarse units.
         unit_tokens: [H, P] int32, in all chunks of a unit.
-        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1. Those
-            beyond the last unit are none: heads differ in the number of their clusters.
+        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1, or none.
     """
 
     def __init__(
@@ -166,10 +164,7 @@ class ClusterIndex:
             room: most tokens of chunks.
             fixed: tokens that come before those of chunks, [n].
             found: [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the best chunks
-                in their order, as many whole chunks as fit, and trailing -1.
-
-        Returns:
-            tokens of the longest list.
+                in their order, as many whole chunks as fit, and trailing -1. Tokens of the longest are returned.
         """
         if self._read is None:
             units = stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)

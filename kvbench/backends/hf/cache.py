@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import rotary
-from kvbench.backends.hf.given import check_mask, columns, left_padded
+from kvbench.backends.hf.given import check_length, check_mask, columns, left_padded
 from kvbench.backends.hf.hooks import Call, CountingCache, mailbox, windowed_layers
 from kvbench.backends.hf.layers import reading_of
 from kvbench.backends.hf.model import (
@@ -46,8 +46,7 @@ class KVCache(CountingCache):
         method: a method's name (with its options as keywords), or a Method object, which serves one cache.
         budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
         accounting: "paper" or "unified" (what counts inside the budget).
-        dense_layers: true indices of layers that always attend everything; one with a sliding window is none, and stays
-            as it is.
+        dense_layers: true indices of layers that always attend everything; one with a sliding window stays as it is.
         question: how the tokens of a later turn are read: "after", at once, attending all that the method has not
             dropped, or "decode", one by one, as decode steps (the logits are then the last token's alone).
         prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
@@ -181,20 +180,6 @@ class KVCache(CountingCache):
         if started and self._prompt_length is None:
             raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
 
-    def take_token(self) -> None:
-        """Look at what `generate` has made of the whole prompt.
-
-        Raises:
-            ConfigError: there should have been more of it.
-        """
-        if self.engine is not None and not self.engine.prefilled:
-            self._refuse_length(self.get_seq_length(), "in all")
-
-    def _refuse_length(self, columns: int, how: str) -> NoReturn:
-        raise ConfigError(
-            f"prompt_length={self._prompt_length}: the prompt has {columns} columns {how}; expected those"
-        )
-
     def continue_with(self, input_ids: torch.Tensor) -> None:
         """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read.
 
@@ -217,14 +202,12 @@ class KVCache(CountingCache):
         width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
         self._check_rows(given[name].shape[0])
         read = self.engine is not None and self.engine.prefilled
-        if self._prompt_length is not None and not read and seen + width > self._prompt_length:
-            self._refuse_length(seen + width, "or more")
-        turn = read and width > 1
+        check_length(None if read else self._prompt_length, seen + width)
         check_mask(mask, seen, width, self._offsets if read else ())
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
         if self._stretched:
             rotary.refuse_mixed(self._model, lengths)
-        if turn and self._question == "decode":
+        if read and width > 1 and self._question == "decode":
             for at in range(width - 1):
                 self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
             given = given | columns(given, name, width - 1, seen)
@@ -374,8 +357,8 @@ def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: A
             cache.take_chunk()
         elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
             cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
-    else:
-        cache.take_token()
+    elif cache.engine is not None and not cache.engine.prefilled:
+        check_length(cache._prompt_length, cache.get_seq_length(), ended=True)
     prepared = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
     if prepared.get("past_key_values") is None and not cache.get_seq_length():
         prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now

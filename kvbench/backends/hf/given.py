@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kvbench.config import ConfigError
+
 
 def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
@@ -18,6 +20,17 @@ def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple
     if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
         raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
     return [columns - offset for offset in offsets], offsets
+
+
+def check_length(length: int | None, columns: int, ended: bool = False) -> None:
+    """Whether so many columns may be those of a prompt of `length`, so far or, where it has ended, in all.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    if length is not None and (columns > length or (ended and columns < length)):
+        more = "" if ended else " or more"
+        raise ConfigError(f"prompt_length={length}: the prompt has {columns} columns{more}; expected those")
 
 
 def check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequence[int]) -> None:
