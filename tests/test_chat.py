@@ -417,12 +417,12 @@ def test_another_length_than_the_prompt_s_is_refused_and_is_no_full_attention(
 def test_a_later_turn_whose_mask_forgot_the_padding_is_refused(model: PreTrainedModel) -> None:
     cache = KVCache(model, "quest", SMALL)
     ids = torch.cat([say(model, ids_of(1, 2), cache, padding=30), ids_of(3, 4, length=9)], dim=1)
-    with pytest.raises(ValueError, match="attention_mask: without the prompt's padding"):
+    seen = cache.get_seq_length()
+    for mask in (None, torch.ones_like(ids)):
+        with pytest.raises(ValueError, match="^attention_mask.*: without the prompt's padding"):
+            model(ids[:, seen:], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="^attention_mask.*: without the prompt's padding"):
         say(model, ids, cache)
-    cache.reset()
-    say(model, ids_of(1, 2), cache, padding=30)
-    with pytest.raises(ValueError, match="attention_mask: without the prompt's padding"):
-        model(ids_of(1, 2, length=1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("switched", [False, True])

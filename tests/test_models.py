@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench.backends.hf.loading import BYTE_VOCABULARY, Loaded, byte_tokenizer, load
+from kvbench.backends.hf.loading import BYTE_VOCABULARY, Loaded, byte_tokenizer, load, stop_ids_of
 from kvbench.cli import checks
 from kvbench.config import ConfigError, choices, shipped
 from kvbench.models import hub
@@ -230,6 +231,11 @@ def test_all_stop_ids_of_a_generation_config_count(folder: Path, tmp_path: Path)
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     assert load(model_config(path=str(tmp_path)), "cpu").stop_ids == (257, 10)
+
+
+def test_a_generation_config_that_names_no_stop_id_leaves_it_to_the_next_place() -> None:
+    first, second = (SimpleNamespace(eos_token_id=ids) for ids in ([], 5))
+    assert stop_ids_of(first, second) == (5,) and stop_ids_of(first) == ()
 
 
 @pytest.mark.usefixtures("offline")

@@ -264,9 +264,7 @@ def test_a_seat_has_rows_for_the_prompt_of_which_most_is_kept() -> None:
     plan = Plan("keydiff_blocks", 256, dense_layers=(0,), options={"block": 1024})
     shape = replace(stream(1, layers=2).shape((0,)), lengths=(4000,))
     longest = RequestEngine({}, shape, plan.build(), plan.sizes())
-    assert (
-        rows_kept(longest.method, longest.shape) == (256 + 1024) * shape.kv_heads
-    )  # a block is not full yet
+    assert rows_kept(longest.method, longest.shape) == (256 + 1024) * shape.kv_heads  # a block is not full yet
 
 
 @dataclass

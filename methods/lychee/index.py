@@ -71,7 +71,8 @@ class ClusterIndex:
         members, starts: [H, M] and [H, L + 1] int32; members[h, starts[h, c] : starts[h, c + 1]] are c's chunks.
         unit_centroids, unit_radii: [H, P, D] and [H, P] fp32, of the coarse units.
         unit_tokens: [H, P] int32, in all chunks of a unit.
-        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1, or none.
+        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1. Those
+            beyond the last unit are none: heads differ in the number of their clusters.
     """
 
     def __init__(

@@ -9,6 +9,10 @@ import torch
 
 from kvbench.config import ConfigError
 
+UNPADDED = (
+    "without the prompt's padding tokens would stand in other positions; expected the mask of the whole conversation"
+)
+
 
 def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
@@ -43,25 +47,20 @@ def check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequen
     Raises:
         ValueError: it is not.
     """
-    unpadded = any(offsets) if mask is None else width > 1 and any(map(_pads_less, mask, offsets))
-    if unpadded:
-        raise ValueError(
-            "attention_mask: without the prompt's padding tokens would stand in other positions; expected the mask of "
-            "the whole conversation"
-        )
     if mask is None:
+        if any(offsets):
+            raise ValueError(f"attention_mask=None: {UNPADDED}")
         return
     if mask.ndim != 2 or mask.shape[1] != seen + width:
         raise ValueError(
             f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
             f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
         )
-    if width > 1 and not all(bool(row[offset:].all()) for row, offset in zip(mask, offsets, strict=False)):
-        raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
-
-
-def _pads_less(row: torch.Tensor, offset: int) -> bool:
-    return bool(row[:offset].any())
+    for row, offset in zip(mask, offsets, strict=False) if width > 1 else ():
+        if bool(row[:offset].any()):
+            raise ValueError(f"attention_mask: {UNPADDED}")
+        if not bool(row[offset:].all()):
+            raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
 
 
 def columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
