@@ -392,6 +392,8 @@ class View(Protocol):
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], on the device they are stored on. Metered.
 
+        Ids on the CPU are counted there, without a wait for the device.
+
         Raises:
             LookupError: an id that was dropped, or not seen yet.
         """

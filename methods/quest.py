@@ -85,7 +85,7 @@ class Quest(Method):
         for row, length in enumerate(self.view.lengths(layer)):
             page = self._pages(length) - 1
             first = page * self.page_size
-            keys = keys_of_row(self.view, layer, row, first, length, self.shape.device_of(layer))
+            keys = keys_of_row(self.view, layer, row, first, length)
             edges = torch.tensor([0, length - first], device=keys.device)
             low[row, :, page : page + 1], high[row, :, page : page + 1] = bounds(keys, edges, self.page_size)
             low[row, :, page + 1 :], high[row, :, page + 1 :] = torch.inf, -torch.inf

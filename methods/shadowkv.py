@@ -142,7 +142,7 @@ class ShadowKV(Method):
                 self.means[layer] = pad(self.means[layer], (0, 0, 0, SPARE_CHUNKS))
                 self.closed[layer] = pad(self.closed[layer], (0, SPARE_CHUNKS), value=True)
             first = new * self.chunk_size
-            keys = keys_of_row(self.view, layer, row, first, first + self.chunk_size, key.device)
+            keys = keys_of_row(self.view, layer, row, first, first + self.chunk_size)
             self.means[layer][row, :, new] = keys.float().mean(dim=1)
             self.closed[layer][row, :, new] = False
 

@@ -47,7 +47,7 @@ class Pair:
     def __init__(self, family: str) -> None:
         theirs = random_model(family)
         self.ours = copy.deepcopy(theirs)
-        KVCache(self.ours)
+        KVCache(self.ours, dense_layers=())
         self.expected = {batch: scored(theirs, inputs(batch)) for batch in (1, 2)}
         self.alone = [
             generated(theirs, {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))})[0]

@@ -21,6 +21,7 @@ from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.slots import NO_TOKEN, Pool, flat, index_of, joined, lists_of, repeated, whole_pages, without
 from kvbench.memory.stage import LAST, Stage
 from kvbench.memory.tiers import DEVICE, DROPPED, HOST, Tiers
+from kvbench.memory.transfer import uploaded
 from kvbench.method import DeviceCache
 from kvbench.spans import Spans
 
@@ -229,7 +230,7 @@ class LayerStore(Tiers):
             LookupError: as `gather`.
         """
         if self.home == "device":
-            return self.resident()[:2] if index is None else self.gather(index)
+            return self.resident()[:2] if index is None else self.gather(uploaded(index, self.device.first.device))
         assert self.host is not None
         if index is None:
             index = torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1)

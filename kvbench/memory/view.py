@@ -39,6 +39,8 @@ class StoreView(View):
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered.
 
+        Ids may be on the CPU, which counts them without a wait for the device.
+
         Raises:
             LookupError: an id that was dropped, or not seen yet.
         """

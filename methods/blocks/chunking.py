@@ -243,8 +243,8 @@ class Text:
         return lengths
 
 
-def keys_of_row(view: View, layer: int, row: int, first: int, end: int, device: torch.device) -> torch.Tensor:
-    """Stored keys [Hkv, n, D] of the tokens first .. end - 1 of one row, which lie on `device`. Metered."""
-    ids = torch.full((len(view.lengths(layer)), 1, end - first), -1, device=device)
-    ids[row] = torch.arange(first, end, device=device)
+def keys_of_row(view: View, layer: int, row: int, first: int, end: int) -> torch.Tensor:
+    """Stored keys [Hkv, n, D] of the tokens first .. end - 1 of one row. Metered."""
+    ids = torch.full((len(view.lengths(layer)), 1, end - first), -1)
+    ids[row] = torch.arange(first, end)
     return view.keys(layer, ids)[row]

@@ -148,13 +148,13 @@ class LycheeCluster(Method):
         for number, (row, index) in enumerate(zip(self.rows, self.indexes[layer], strict=True)):
             end, cut = row.text.end, row.text.cut
             if index is not None and cut:
-                keys = keys_of_row(self.view, layer, number, end - sum(cut), end, self.shape.device_of(layer))
+                keys = keys_of_row(self.view, layer, number, end - sum(cut), end)
                 bounds = torch.tensor([0, *accumulate(cut)], device=keys.device)
                 representatives = pooled(keys, bounds, self.options.pooling)
                 for chunk, length in enumerate(cut):
                     index.graft(representatives[:, chunk], length)
             elif index is None and row.sparse:
-                keys = keys_of_row(self.view, layer, number, 0, end, self.shape.device_of(layer))
+                keys = keys_of_row(self.view, layer, number, 0, end)
                 self.indexes[layer][number] = self._index(layer, number, keys)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:

@@ -57,7 +57,7 @@ class StructureQuest(Quest):
         for row, (text, pages) in enumerate(zip(self.texts, self.pages, strict=True)):
             if text.cut and text.length - text.end > 1:
                 first, both = text.end - sum(text.cut), slice(len(pages) - 2, len(pages))
-                keys = keys_of_row(self.view, layer, row, first, text.length, self.shape.device_of(layer))
+                keys = keys_of_row(self.view, layer, row, first, text.length)
                 low, high = bounds(keys, pages.on(keys.device).bounds[-3:] - first, self.page_size)
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
