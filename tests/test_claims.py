@@ -138,7 +138,10 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path, bed: None) ->
     [
         ({"dtype": "bfloat16"}, "differ in dtype, float32 (method=quest budget=64) and bfloat16 (method=full)"),
         ({"dense_layers": [0, 1]}, "differ in dense_layers"),
-        ({"data": "others"}, "differ in task's data"),
+        (
+            {"data": "others", "samples": [record("-0", "", 1.0), record("-1", "", 0.0, prompt_tokens=2)]},
+            "differ in task's data",
+        ),
         ({"config": {"kv": {"device": "int8", "host": "int8"}}}, "differ in kv"),
     ],
 )
@@ -146,7 +149,7 @@ def test_arms_that_differ_in_what_nobody_asked_for_are_not_compared(
     apart: dict[str, Any], told: str, tmp_path: Path, bed: None
 ) -> None:
     stored(tmp_path, "quest", 64, [1.0, 0.0])
-    stored(tmp_path, "full", None, [1.0, 0.0], **apart)
+    stored(tmp_path, "full", None, **{"samples": [1.0, 0.0], **apart})
     found = sampled.sampled(collect([tmp_path]), ASKED)
     assert isinstance(found, Missing) and told in found.why and found.why.endswith("run it")
 

@@ -21,7 +21,7 @@ from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
-from kvbench.report.data.run import PROTOCOL, LeftOut, Run, Runs, Scores, columns_of, framed
+from kvbench.report.data.run import PROTOCOL, LeftOut, Run, Runs, Scores, columns_of, framed, is_shared, missing
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
 from kvbench.runs.quantities import ALONE, is_number
@@ -38,6 +38,8 @@ from kvbench.runs.stored import (
     what_of,
 )
 from kvbench.runs.summary import answers_of, machine_name, summarise
+
+_Contents = dict[tuple[str, str], str]  # `content_of` samples, by seed and id
 
 
 class _Read(NamedTuple):
@@ -82,12 +84,34 @@ def gathered(runs: Iterable[Run], left_out: list[LeftOut]) -> Runs:
 
 
 def _framed(runs: Sequence[_Read], left_out: list[LeftOut]) -> Runs:
+    _name_data(runs)
     return Runs(
         framed([run.arm for run in runs]),
         pd.DataFrame([run.settings for run in runs], dtype=object),
         {index: run.scores for index, run in enumerate(runs)},
         left_out,
     )
+
+
+def _name_data(runs: Iterable[_Read]) -> None:
+    """Give runs one `data` where all prompts that they share are the same, whatever made them has become."""
+    alike: dict[str, dict[str, _Contents]] = {}  # by data, of one model, task and protocol
+    places = []
+    for run in runs:
+        shared = {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
+        shared.pop("seed")
+        own = dict(zip(zip(run.scores.seeds, run.scores.ids, strict=True), run.scores.contents.tolist(), strict=True))
+        known = alike.setdefault(json.dumps(shared, sort_keys=True, default=str), {})
+        known[run.arm["data"]] = own | known.get(run.arm["data"], {})
+        places.append((run.arm, known))
+    for arm, known in places:
+        arm["data"] = next(data for data in known if data == arm["data"] or _same(known[data], known[arm["data"]]))
+
+
+def _same(ours: _Contents, theirs: _Contents) -> bool:
+    """Whether some samples are in both, and these are the same prompts."""
+    both = ours.keys() & theirs.keys()
+    return bool(both) and all(ours[sample] == theirs[sample] for sample in both)
 
 
 def _read(path: Path, unfinished: bool) -> _Read:

@@ -92,10 +92,6 @@ def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]
             copy = ", and its times: a copy" if board.is_copy(run) else ""
             one.repeats.append(f"{named(run)} has the arm of {other.folder_names[0]}: {beside_words(run, other)}{copy}")
         else:
-            full, apart = board.yardstick(run)
-            assert full is not None
-            if not apart:  # the prompts are the same one by one, whatever the code that makes them has become
-                run.arm["data"] = full.arm["data"]
             run.arm["submitted"] = True
             one.rows.append(run)
             one.code.append(code_of(run))
