@@ -131,7 +131,8 @@ def test_arms_of_other_samples_are_not_compared(tmp_path: Path) -> None:
 
 def test_other_data_under_one_setting_are_told_apart_beside_other_settings(tmp_path: Path) -> None:
     for method, length, data in (("quest", 2048, "a"), ("snapkv", 2048, "b"), ("pariskv", 4096, "a")):
-        stored(tmp_path, method, 64, options={"lengths": [length]}, data=data)
+        samples = [record("-0", "", 1.0, prompt_tokens=1000 + ord(data))]
+        stored(tmp_path, method, 64, samples, options={"lengths": [length]}, data=data)
     panels = {row.method: row.panel for row in Site(collect([tmp_path]), "").rows}
     assert panels["quest"] == "passkey, tiny, lengths=[2048], data a"
     assert panels["snapkv"] == "passkey, tiny, lengths=[2048], data b"
