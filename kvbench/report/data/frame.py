@@ -250,7 +250,7 @@ def _arm(
         "probe_every": settings["probe.every"],
         **{key: settings[key] for key in ("device", "dtype", "shared_prefill", "decode")},
         "device_name": machine_name(summary.get("machine") or {}) or config["device_name"],
-        "data": identity["data"],
+        "data": str(identity["data"]),
         **columns_of(summary, settings["budget"]),
         "spread": {},
     }
