@@ -140,6 +140,7 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
     Raises:
         ConfigError: the words are wrong, or prompt and steps do not fit the model.
     """
+    say(f"generating {steps} tokens after prompt {sample + 1}")
     arrays = capture(["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample)
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
     streams = []
@@ -236,7 +237,6 @@ def main() -> None:
         shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
         if arguments.prompt < shortest:
             parser.error(f"--prompt {arguments.prompt}: expected {shortest} or more")
-        say(f"generating {arguments.steps} tokens")
         streams = {
             ("captured" if not sample else f"captured {sample}"): captured(arguments.overrides, arguments.steps, sample)
             for sample in range(arguments.samples)
