@@ -168,7 +168,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_changed(tmp_path, 
         assert set(folder.done) == {"a", "b"}
 
 
-OUTPUTS = st.lists(st.text(st.characters(exclude_categories=()), max_size=6), min_size=1, max_size=5)
+OUTPUTS = st.lists(st.text(max_size=6), min_size=1, max_size=5)  # no half characters, which no tokenizer makes
 
 
 @settings(max_examples=30)
