@@ -1,4 +1,4 @@
-"""What scripts share: a command line that shows their docstring, times taken in turns, and the JSON they end with."""
+"""What scripts share: a command line that shows their docstring, times in turns, parts kept, and JSON at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from kvbench.config import ConfigError
 
 
 def command_line(about: str | None) -> argparse.ArgumentParser:
@@ -35,6 +38,25 @@ def median_us(
             call(argument)
             seconds[name].append(clock() - start)
     return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
+
+
+def once(path: Path, part: Mapping[str, Any], find: Callable[[], Any]) -> Any:
+    """What `find` gives for a part of long work, kept in a file: what is there is not found again.
+
+    Raises:
+        ConfigError: the file is there with other settings.
+    """
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if differ := [key for key, value in part.items() if kept["part"].get(key) != value]:
+            was, now = kept["part"].get(differ[0]), part[differ[0]]
+            raise ConfigError(f"--{differ[0]} {now}: {path} was run with {was}; expected that, or another --parts")
+        return kept["found"]
+    found = rounded(find(), 5)
+    made = path.with_suffix(".new")
+    made.write_text(json.dumps({"part": part, "found": found}))
+    made.replace(path)
+    return found
 
 
 def print_result(found: Any) -> None:

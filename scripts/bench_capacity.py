@@ -42,10 +42,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import command_line, print_result, say
+from bench import command_line, once, print_result, say
 
 from kvbench.cli.threads import wait_briefly
 
@@ -465,28 +466,19 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
 ENGINES = {"vllm": serve, "hf": decode}
 
 
-def run(part: Part, folder: Path) -> None:
-    """Have a part measured in a process of its own, if its file is not there.
+def run(part: Part) -> dict[str, float]:
+    """A part measured in a process of its own.
 
     Raises:
-        ConfigError: it is there with other settings, or the process failed.
+        ConfigError: the process failed.
     """
-    path = folder / f"{part.name}.json"
-    if path.exists():
-        kept = json.loads(path.read_text())["part"]
-        if differ := [key for key, value in asdict(part).items() if kept.get(key) != value]:
-            was, now = kept.get(differ[0]), getattr(part, differ[0])
-            raise ConfigError(f"--{differ[0]} {now}: {path} was run with {was}; expected that, or another --parts")
-        return
     words = [sys.executable, __file__, "--part", json.dumps(asdict(part))]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{part.name}: failed, as it says above")
-    found = json.loads(done.stdout.splitlines()[-1])
-    made = path.with_suffix(".new")
-    made.write_text(json.dumps({"part": asdict(part), "found": found}))
-    made.replace(path)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     say(f"{part.name}: {found}")
+    return found
 
 
 def merged(kept: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -588,7 +580,7 @@ def main() -> None:
             part.check()
         given.parts.mkdir(parents=True, exist_ok=True)
         for part in parts:
-            run(part, given.parts)
+            once(given.parts / f"{part.name}.json", asdict(part), partial(run, part))
     except (ConfigError, ValueError) as error:
         sys.exit(f"bench_capacity: {error}")
     kept = [json.loads(path.read_text()) for path in sorted(given.parts.glob("*.json"))]

@@ -5,7 +5,8 @@ then `update` tokens at a time; at every --every-th step it is asked for the k t
 product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
 command line change it), whose model generates --steps tokens after a prompt, all layers and KV heads, and `captured 1`
 and so on, after other prompts of the task; `drifting`, synthetic keys of four heads, around topics that come and go, so
-that in the end none of the prompt's is left, and queries for any topic so far.
+that in the end none of the prompt's is left, and queries for any topic so far. A captured one takes five minutes; what
+each gave stays as a file in --parts, and what is there is not found again.
 
 Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then
@@ -23,15 +24,17 @@ Prints one JSON object as its last line, and for each stream in it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
 import torch
-from bench import command_line, print_result, say
+from bench import command_line, once, print_result, say
 from capture_trace import capture, layers_of
 
 from kvbench.cli.compose import composed
@@ -198,9 +201,9 @@ def drift(stream: Stream) -> float:
     return float(apart[0] / apart[1])
 
 
-def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
+def report(make: Callable[[], Sequence[Stream]], sizes: Sizes) -> dict[str, Any]:
     """Means over the heads of one generation."""
-    per_head = []
+    streams, per_head = make(), []
     for number, stream in enumerate(streams, 1):
         say(f"head {number} of {len(streams)}")
         per_head.append(list(recalls(stream, sizes)))
@@ -226,25 +229,36 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=64, help="steps between two questions")
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
-    arguments = parser.parse_intermixed_args()
-    if not 0 < arguments.every <= arguments.steps:
-        parser.error(f"--every {arguments.every}: expected 1 to --steps {arguments.steps}")
+    parser.add_argument("--parts", type=Path, default=Path("results/sweep_drift"), help="where streams' results stay")
+    given = parser.parse_intermixed_args()
+    if not 0 < given.every <= given.steps:
+        parser.error(f"--every {given.every}: expected 1 to --steps {given.steps}")
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:
-        method = composed("+experiment=pariskv_drift", *arguments.overrides)["method"]
-        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], arguments.every)
+        method = composed("+experiment=pariskv_drift", *given.overrides)["method"]
+        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], given.every)
         shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
-        if arguments.prompt < shortest:
-            parser.error(f"--prompt {arguments.prompt}: expected {shortest} or more")
-        streams = {
-            ("captured" if not sample else f"captured {sample}"): captured(arguments.overrides, arguments.steps, sample)
-            for sample in range(arguments.samples)
+        if given.prompt < shortest:
+            parser.error(f"--prompt {given.prompt}: expected {shortest} or more")
+        made = {"steps": given.steps, **asdict(sizes)}
+        streams: dict[str, tuple[dict[str, Any], Callable[[], list[Stream]]]] = {
+            ("captured" if not sample else f"captured {sample}"): (
+                {**made, "overrides": given.overrides},
+                partial(captured, given.overrides, given.steps, sample),
+            )
+            for sample in range(given.samples)
         }
-        streams["drifting"] = drifting(arguments.prompt, arguments.steps, arguments.dim)
+        drifts = {"prompt": given.prompt, "dim": given.dim}
+        streams["drifting"] = ({**made, **drifts}, partial(drifting, given.prompt, given.steps, given.dim))
+        given.parts.mkdir(parents=True, exist_ok=True)
+        found = {
+            name: once(given.parts / f"{name}.json", part, partial(report, make, sizes))
+            for name, (part, make) in streams.items()
+        }
     except ConfigError as error:
         parser.error(str(error))
-    print_result({"k": sizes.k, **{name: report(heads, sizes) for name, heads in streams.items()}})
+    print_result({"k": sizes.k, **found})
 
 
 if __name__ == "__main__":

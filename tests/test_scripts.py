@@ -70,7 +70,7 @@ CHECKED = {
         ],
     ),
     "drift_pariskv": (
-        "--steps 8 --every 4 --prompt 3200 --dim 16 model=dummy-tiny task.lengths=[3200]",
+        "--steps 8 --every 4 --prompt 3200 --dim 16 --parts {parts} model=dummy-tiny task.lengths=[3200]",
         ["captured.late_over_early.*", "drifting.late_over_early.*", "captured.drift"],
     ),
     "measure_captured": (
@@ -114,10 +114,10 @@ def at(result: Any, path: str) -> list[float]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[slow] * (name not in QUICK)) for name in CHECKED])
 def test_a_script_prints_the_numbers_that_pages_quote(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, paths = CHECKED[name]
-    result = ran(name, words.split(), monkeypatch, capsys)
+    result = ran(name, words.format(parts=tmp_path).split(), monkeypatch, capsys)
     for path in paths:
         numbers = at(result, path)
         assert numbers and all(math.isfinite(number) and number >= -100 for number in numbers), path
