@@ -13,7 +13,8 @@ Prints one JSON object as its last line:
     graft_over_search      adding a chunk to all heads, per token of the chunk, over one search
   model      for each n of --model-lengths, the small model reading RULER's needles in prose, --budget tokens:
     build_share            of the prefill, by build: building the index over the whole; build_s, prefill_s without it
-    retrieval_share        of a decode step: selection and index updates over the whole; step_ms
+    retrieval_share        of a decode step: selection and index updates over the whole; selection_share, update_share:
+                           each of them; step_ms
     chunk_tokens           mean length of its chunks
   structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
              --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
@@ -52,6 +53,7 @@ from methods.lychee.index import ClusterIndex, Search  # noqa: E402
 
 RETRIEVES = 1  # the small model's layer that finds what was asked for
 NEW = 12  # tokens of an answer about a document
+LENGTHS = [4096, 5376, 6656, 8192, 9472, 10752, 12032, 13312, 14592, 16000]  # that the model reads
 
 
 # -- the index on made keys --------------------------------------------------------------------------------------------
@@ -166,14 +168,15 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
     steps, budget = arguments.steps, Budget(arguments.budget)
     shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
-    rows: dict[str, list[tuple[float, float, float]]] = {"full": [], "two_level": []}
+    rows: dict[str, list[tuple[float, ...]]] = {"full": [], "two_level": []}
     for _ in range(arguments.repeats):
         for name, of_build in rows.items():
             method: Any = method_named("lychee", build=name)
             done = answer(loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared)
             step = done.breakdown_ms
-            parts = step["select"] + step["index_update"]
-            of_build.append((done.prefill_ms["index_build"] / 1e3, parts / sum(step.values()), sum(step.values())))
+            ms, selection, update = sum(step.values()), step["select"], step["index_update"]
+            shares = [part / ms for part in (selection + update, selection, update)]
+            of_build.append((done.prefill_ms["index_build"] / 1e3, ms, *shares))
     middle = {name: list(map(statistics.median, zip(*of_build, strict=True))) for name, of_build in rows.items()}
     build_s = {name: times[0] for name, times in middle.items()}
     return {
@@ -182,8 +185,7 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
         "prefill_s": shared.seconds,
         "build_s": build_s,
         "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
-        "retrieval_share": middle["full"][1],
-        "step_ms": middle["full"][2],
+        **dict(zip(("step_ms", "retrieval_share", "selection_share", "update_share"), middle["full"][1:], strict=True)),
     }
 
 
@@ -266,7 +268,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
     parser.add_argument("--budget", type=int, default=1024, help="tokens attended, for index and model")
     parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")
-    parser.add_argument("--model-lengths", type=int, nargs="*", default=[4096, 8192, 16000], help="tokens it reads")
+    parser.add_argument("--model-lengths", type=int, nargs="*", default=LENGTHS, help="tokens it reads")
     parser.add_argument("--steps", type=int, default=32, help="tokens it writes, for shares of a step")
     parser.add_argument("--samples", type=int, default=10, help="documents of each layout")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")

@@ -54,7 +54,8 @@ CHECKED = {
         " --document 300",
         [
             *(f"index.0.{name}" for name in ("build_ratio", "search_over_scan", "bytes_over_kv.*", "recall.*")),
-            *("model.0.build_share.full", "model.0.retrieval_share", "structure.*.gain.quest.scores.*"),
+            *("model.0.build_share.full", *(f"model.0.{name}_share" for name in ("retrieval", "selection", "update"))),
+            "structure.*.gain.quest.scores.*",
         ],
     ),
     "bench_overhead": (
