@@ -201,9 +201,9 @@ def drift(stream: Stream) -> float:
     return float(apart[0] / apart[1])
 
 
-def report(make: Callable[[], Sequence[Stream]], sizes: Sizes) -> dict[str, Any]:
+def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
     """Means over the heads of one generation."""
-    streams, per_head = make(), []
+    per_head = []
     for number, stream in enumerate(streams, 1):
         say(f"head {number} of {len(streams)}")
         per_head.append(list(recalls(stream, sizes)))
@@ -253,7 +253,7 @@ def main() -> None:
         streams["drifting"] = ({**made, **drifts}, partial(drifting, given.prompt, given.steps, given.dim))
         given.parts.mkdir(parents=True, exist_ok=True)
         found = {
-            name: once(given.parts / f"{name}.json", part, partial(report, make, sizes))
+            name: once(given.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
             for name, (part, make) in streams.items()
         }
     except ConfigError as error:
