@@ -40,18 +40,32 @@ def median_us(
     return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
 
 
-def once(path: Path, part: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """What `find` gives for a part of long work, kept in a file: what is there is not found again.
+def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) -> Any:
+    """What `find` gives for a part of long work, kept in a file of --parts: what is there is not found again.
+
+    It does not know of changes of the code: another state of it needs another folder. Without a path nothing is kept.
 
     Raises:
-        ConfigError: the file is there with other settings.
+        ConfigError: the file is there with other settings or damaged, or its folder cannot be made.
     """
+    if path is None:
+        return find()
     if path.exists():
-        kept = json.loads(path.read_text())
-        if differ := [key for key, value in part.items() if kept["part"].get(key) != value]:
-            was, now = kept["part"].get(differ[0]), part[differ[0]]
-            raise ConfigError(f"--{differ[0]} {now}: {path} was run with {was}; expected that, or another --parts")
-        return kept["found"]
+        try:
+            kept = json.loads(path.read_text())
+            was, found = kept["part"], kept["found"]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{path}: not a part's result; expected another --parts, or the file removed") from None
+        if differ := [key for key, value in part.items() if was.get(key) != value]:
+            name = differ[0]
+            raise ConfigError(
+                f"--{name} {part[name]}: {path} was run with {was.get(name)}; expected that, or another --parts"
+            )
+        return found
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--parts {path.parent}: {error.strerror}; expected a folder") from None
     found = rounded(find(), 5)
     made = path.with_suffix(".new")
     made.write_text(json.dumps({"part": part, "found": found}))

@@ -578,7 +578,6 @@ def main() -> None:
         parts = list(parts_of(given))
         for part in parts:
             part.check()
-        given.parts.mkdir(parents=True, exist_ok=True)
         for part in parts:
             once(given.parts / f"{part.name}.json", asdict(part), partial(run, part))
     except (ConfigError, ValueError) as error:

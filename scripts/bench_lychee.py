@@ -175,18 +175,22 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
             method: Any = method_named("lychee", build=name)
             done = answer(loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared)
             step = done.breakdown_ms
-            ms, selection, update = sum(step.values()), step["select"], step["index_update"]
-            shares = [part / ms for part in (selection + update, selection, update)]
+            ms, select, grafts = sum(step.values()), step["select"], step["index_update"]
+            shares = [part / ms for part in (select + grafts, select, grafts)]
             of_build.append((done.prefill_ms["index_build"] / 1e3, ms, *shares))
     middle = {name: list(map(statistics.median, zip(*of_build, strict=True))) for name, of_build in rows.items()}
     build_s = {name: times[0] for name, times in middle.items()}
+    _, step_ms, retrieval, selection, update = middle["full"]
     return {
         "n": len(prompt),
         "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
         "prefill_s": shared.seconds,
         "build_s": build_s,
         "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
-        **dict(zip(("step_ms", "retrieval_share", "selection_share", "update_share"), middle["full"][1:], strict=True)),
+        "step_ms": step_ms,
+        "retrieval_share": retrieval,
+        "selection_share": selection,
+        "update_share": update,
     }
 
 

@@ -5,8 +5,8 @@ then `update` tokens at a time; at every --every-th step it is asked for the k t
 product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
 command line change it), whose model generates --steps tokens after a prompt, all layers and KV heads, and `captured 1`
 and so on, after other prompts of the task; `drifting`, synthetic keys of four heads, around topics that come and go, so
-that in the end none of the prompt's is left, and queries for any topic so far. A captured one takes five minutes; what
-each gave stays as a file in --parts, and what is there is not found again.
+that in the end none of the prompt's is left, and queries for any topic so far. A captured one takes five minutes; with
+--parts FOLDER what each gave stays as a file there, and the same command goes on after it.
 
 Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then
@@ -229,10 +229,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=64, help="steps between two questions")
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
-    parser.add_argument("--parts", type=Path, default=Path("results/sweep_drift"), help="where streams' results stay")
+    parser.add_argument("--parts", type=Path, help="folder in which what each stream gave stays, to go on from")
     given = parser.parse_intermixed_args()
     if not 0 < given.every <= given.steps:
         parser.error(f"--every {given.every}: expected 1 to --steps {given.steps}")
+    if given.samples < 0:
+        parser.error(f"--samples {given.samples}: expected 0 or more")
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:
@@ -251,9 +253,8 @@ def main() -> None:
         }
         drifts = {"prompt": given.prompt, "dim": given.dim}
         streams["drifting"] = ({**made, **drifts}, partial(drifting, given.prompt, given.steps, given.dim))
-        given.parts.mkdir(parents=True, exist_ok=True)
         found = {
-            name: once(given.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
+            name: once(given.parts and given.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
             for name, (part, make) in streams.items()
         }
     except ConfigError as error:
