@@ -154,6 +154,19 @@ def test_arms_that_differ_in_what_nobody_asked_for_are_not_compared(
     assert isinstance(found, Missing) and told in found.why and found.why.endswith("run it")
 
 
+@pytest.mark.parametrize("last", ["now", "later"])
+def test_the_code_of_a_task_may_change_between_seeds_and_not_between_arms(last: str, tmp_path: Path, bed: None) -> None:
+    made = [("quest", 64, 0, "before"), ("full", None, 1, last), ("full", None, 0, "before"), ("quest", 64, 1, "now")]
+    for method, budget, seed, data in made:
+        asked = [record(f"-{id}", "", 1.0, prompt_tokens=len(data)) for id in range(2)]
+        stored(tmp_path, method, budget, asked, config={"seed": seed}, data=data)
+    found = sampled.sampled(collect([tmp_path]), ASKED)
+    if last == "now":
+        assert isinstance(found, Finding) and found.n == 4
+    else:
+        assert isinstance(found, Missing) and "now" in found.why and "later" in found.why
+
+
 def test_times_taken_beside_other_work_do_not_count_and_scores_do(tmp_path: Path, bed: None) -> None:
     def timed(*milliseconds: float) -> list[dict[str, Any]]:
         place = {"device": "a CPU", "threads": 2, "cores": 2}

@@ -180,11 +180,12 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
 def _differing(asked: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
     """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
     named = {word.partition("=")[0] for words in chosen for word in words.split()}
+    data = [{show(run.settings["seed"]): str(run.arm["data"]) for run in runs} for runs in chosen.values()]
     kinds = []
-    for runs in chosen.values():
+    for runs, of_seed in zip(chosen.values(), data, strict=True):
         own = runs[0].but_for_seed.items()
         kind = {key: show(value) for key, value in own if key in ALIKE or is_shared(key)}
-        kind |= {"task's data": str(runs[0].arm["data"])}
+        kind |= {f"task's data of seed {seed}": of_seed[seed] for seed in set.intersection(*map(set, data))}
         kinds.append({key: value for key, value in kind.items() if key not in named})
     if is_time(asked["value"]):
         for kind, runs in zip(kinds, chosen.values(), strict=True):
