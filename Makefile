@@ -95,6 +95,7 @@ reference-known: $(STAMP)
 	$(BIN)/kvbench fetch qwen2.5-coder-0.5b-instruct
 	test -d $(KNOWN) || $(BIN)/python -m tarfile -e results/reference_qwen.tar.xz $(KNOWN)
 	$(BIN)/python -m kvbench +experiment=known $(KNOWN_AS)
+	$(BIN)/python -m kvbench +experiment=known_more $(KNOWN_AS)
 	$(if $(GSM8K),$(BIN)/python -m kvbench +experiment=known_answers task.data_dir='$(GSM8K)' $(KNOWN_AS))
 	$(BIN)/python scripts/compact_runs.py $(KNOWN) results/reference_qwen.tar.xz --outputs ruler
 

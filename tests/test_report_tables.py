@@ -95,6 +95,17 @@ def test_only_the_same_samples_of_the_same_model_are_paired(tmp_path, other, pai
     assert (of(runs, "quest").against_full() is not None) == paired
 
 
+@pytest.mark.parametrize("tokens, alike", [(1024, True), (2, False)])
+def test_prompts_that_are_the_same_under_one_protocol_make_data_the_same_under_another(tmp_path, tokens, alike):
+    stored(tmp_path, "full", data="before")
+    stored(tmp_path, "quest", data="now", samples=[record("-0", "", 1.0, prompt_tokens=tokens)])
+    later = {"protocol": {"question": "after"}}
+    stored(tmp_path, "full", data="before", **later)
+    stored(tmp_path, "full", data="now", config={"seed": 1}, **later)
+    runs = collect([tmp_path])
+    assert len({run.arm["data"] for run in runs}) == (1 if alike else 2)
+
+
 def test_full_attention_is_not_compared_with_itself(tmp_path):
     stored(tmp_path, "full", dtype="bfloat16")
     stored(tmp_path, "full", config={"probe": {"every": 2}}, dtype="bfloat16")

@@ -39,7 +39,7 @@ from kvbench.runs.stored import (
 )
 from kvbench.runs.summary import answers_of, machine_name, summarise
 
-_Contents = dict[tuple[str, str], str]  # `content_of` samples, by seed and id
+_Contents = dict[tuple[str, ...], str]  # `content_of` samples, by protocol, seed and id
 
 
 class _Read(NamedTuple):
@@ -94,14 +94,19 @@ def _framed(runs: Sequence[_Read], left_out: list[LeftOut]) -> Runs:
 
 
 def _name_data(runs: Iterable[_Read]) -> None:
-    """Give runs one `data` where all prompts that they share are the same, whatever made them has become."""
-    alike: dict[str, dict[str, _Contents]] = {}  # by data, of one model, task and protocol
+    """Give runs of a model and task one `data` where all prompts that they share are the same, whatever made them has
+    become. Prompts are shared by runs of one protocol; what these show holds under any.
+    """
+    alike: dict[str, dict[str, _Contents]] = {}  # by data, of one model and task
     places = []
     for run in runs:
         shared = {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
         shared.pop("seed")
-        own = dict(zip(zip(run.scores.seeds, run.scores.ids, strict=True), run.scores.contents.tolist(), strict=True))
-        known = alike.setdefault(json.dumps(shared, sort_keys=True, default=str), {})
+        task = {key: shared.pop(key) for key in list(shared) if key.partition(".")[0] in ("model", "task")}
+        under = json.dumps(shared, sort_keys=True, default=str)
+        samples = zip(run.scores.seeds, run.scores.ids, strict=True)
+        own = {(under, *sample): str(content) for sample, content in zip(samples, run.scores.contents, strict=True)}
+        known = alike.setdefault(json.dumps(task, sort_keys=True, default=str), {})
         known[run.arm["data"]] = own | known.get(run.arm["data"], {})
         places.append((run.arm, known))
     for arm, known in places:
