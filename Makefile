@@ -97,7 +97,7 @@ reference-known: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=known $(KNOWN_AS)
 	$(BIN)/python -m kvbench +experiment=known_more $(KNOWN_AS)
 	$(if $(GSM8K),$(BIN)/python -m kvbench +experiment=known_answers task.data_dir='$(GSM8K)' $(KNOWN_AS))
-	$(BIN)/python scripts/compact_runs.py $(KNOWN) results/reference_qwen.tar.xz --outputs ruler
+	$(BIN)/python scripts/compact_runs.py $(KNOWN) results/reference_qwen.tar.xz --outputs ruler,niah
 
 # What tests call is compiled before the first, by all cores; a worker would wait for another's kernel.
 WARM := $(BIN)/kvbench warm kv=native,fp8,int8,kivi4,kivi2 dtype=float32
