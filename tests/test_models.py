@@ -445,11 +445,3 @@ def test_auto_means_bfloat16_where_a_cpu_multiplies_it_in_tiles(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert load(model_config(), "cpu").model.dtype == expected
     assert load(model_config(), "cpu", "float32").model.dtype == torch.float32
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_auto_means_bfloat16_on_cuda() -> None:
-    loaded = load(model_config())
-    assert loaded.model.device.type == "cuda"
-    assert loaded.model.dtype == torch.bfloat16

@@ -279,6 +279,11 @@ def test_pinned_memory_says_so(cuda: Twin) -> None:
     assert not plain.is_pinned()
 
 
+def test_what_is_expanded_cannot_be_pinned(cuda: Twin) -> None:
+    with pytest.raises(RuntimeError, match="more than one element"):
+        normal(3, 1).expand(3, 4).pin_memory()
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -408,7 +408,7 @@ def _pin_memory(cuda: Twin, func: Any, tensor: torch.Tensor, device: Any = None)
         raise RuntimeError("cannot pin a tensor of the device: only dense CPU tensors can be pinned")
     if is_pinned(tensor):
         return tensor
-    pinned = tensor.clone()
+    pinned = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)  # refused if expanded
     pinned.untyped_storage().twin = "pinned"
     return pinned
 

@@ -22,9 +22,9 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on `device`, without a wait for it: to a GPU through pinned memory."""
+    """A CPU tensor on `device`, without a wait for it: to a GPU through pinned memory, which takes nothing expanded."""
     if tensor.device == device:
         return tensor
     if device.type != "cuda":
         return tensor.to(device)
-    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+    return (tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()).to(device, non_blocking=True)
