@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import twin
 from driver import numbers, run_loop
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -141,6 +143,18 @@ def test_a_method_that_may_drop_what_a_layer_read_is_not_refused_for_it(
 def test_what_is_free_is_at_most_what_the_machine_has() -> None:
     total = int(re.findall(r"MemTotal: *(\d+)", Path("/proc/meminfo").read_text())[0]) * 1024
     assert 0 < free_memory(CPU)["host"] <= total
+
+
+def test_what_ran_before_on_a_gpu_leaves_it_free() -> None:
+    """torch keeps what was freed for itself, and what refers to itself is there until somebody looks."""
+    with twin.device() as cuda:
+        before = free_memory(twin.CUDA)["device"]
+        block = SimpleNamespace(keys=torch.zeros(2**20, device="cuda"))
+        block.itself = block
+        assert free_memory(twin.CUDA)["device"] == before - block.keys.nbytes
+        del block
+        assert free_memory(twin.CUDA)["device"] == before
+        assert cuda.reserved == 2**22
 
 
 def test_every_model_of_conf_has_a_footprint() -> None:

@@ -80,6 +80,7 @@ class Twin(TorchFunctionMode):
     Attributes:
         syncs: (operation, "file:line") of every time the host waited.
         allocated, peak: bytes of the living device storages, now and at most.
+        reserved: what torch has taken from the devices, of which it gives nothing back.
         known: of each stream, the operations that the host knows to be over.
     """
 
@@ -87,7 +88,7 @@ class Twin(TorchFunctionMode):
         super().__init__()
         self.count = count
         self.syncs: list[tuple[str, str]] = []
-        self.allocated = self.peak = 0
+        self.allocated = self.peak = self.reserved = 0
         self.known: Clock = {}
         here.append(self)
         self.defaults = {at: Stream(at) for at in (torch.device("cuda", index) for index in range(count))}
@@ -519,8 +520,9 @@ def device(count: int = 1) -> Iterator[Twin]:
         "synchronize": cuda.synchronize,
         "memory_allocated": lambda device=None: cuda.allocated,
         "max_memory_allocated": lambda device=None: cuda.peak,
+        "memory_reserved": lambda device=None: cuda.reserved,
         "reset_peak_memory_stats": lambda device=None: setattr(cuda, "peak", cuda.allocated),
-        "mem_get_info": lambda device=None: (CAPACITY - cuda.allocated, CAPACITY),
+        "mem_get_info": lambda device=None: (CAPACITY - cuda.reserved, CAPACITY),
     }
     record_stream = lambda tensor, stream: tensor.untyped_storage().twin.recorded.add(stream)  # noqa: E731
     with (

@@ -107,7 +107,7 @@ class Allocation:
             raise RuntimeError("memory is handed out again that another stream may still use: record_stream or a wait")
         self.size = size
         cuda.allocated += size
-        cuda.peak = max(cuda.peak, cuda.allocated)
+        cuda.peak, cuda.reserved = max(cuda.peak, cuda.allocated), max(cuda.reserved, cuda.allocated)
 
     def use(self, write: bool) -> None:
         """The current stream reads or writes; refuses what is not ordered after all that it must come after."""

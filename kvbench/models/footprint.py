@@ -7,6 +7,7 @@ keeps) comes on top.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,8 +128,15 @@ def free_memory(*devices: torch.device) -> dict[str, int]:
     """Bytes free on the host and, where it is another memory, on the devices; what is not known is absent."""
     free = {"host": host} if (host := _free_on_host()) is not None else {}
     if devices[0].type == "cuda":
-        free["device"] = sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+        gc.collect()  # caches and engines refer to each other
+        free["device"] = sum(_free_on(device) for device in devices)
     return free
+
+
+def _free_on(device: torch.device) -> int:
+    """What nobody has of a GPU, and what torch has and no tensor does: memory of what ran before in this process."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _free_on_host() -> int | None:
