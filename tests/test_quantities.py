@@ -53,6 +53,12 @@ def test_what_a_full_attention_run_records_has_a_line(tmp_path):
     assert {"recall", "output_error", "score"} <= recorded(probed).keys()
 
 
+def test_a_device_is_busy_while_it_does_not_wait():
+    summary = {"latency": {"tpot_ms_mean": 6.0}, "hardware": {"python_ms": 4.5}}
+    assert recorded(summary)["busy_ms"] == 1.5
+    assert "busy_ms" not in recorded({**summary, "hardware": {"python_ms": None}})
+
+
 def test_a_ratio_is_of_two_lines():
     ratios = [quantity.ratio for quantity in QUANTITIES.values() if quantity.ratio]
     assert ratios and all(name in NUMBERS for pair in ratios for name in pair)
@@ -163,6 +169,7 @@ def test_a_run_s_table_has_a_line_for_each_cost_and_group():
         "time to first token": "0.500 s",
         "time per further token": "4.00 ms",
         "floor of a token": "1.00 ms",
+        "device busy, of a token": "3.50 ms",
         "Python, device idle, of a token": "0.50 ms",
         "device memory in decoding, counted": "1.0 MiB",
         "a": "50.0 ± 50.0 (2 samples)",

@@ -62,7 +62,10 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "is_same_size", "_has_compatible_shallow_copy_type"}
 JOINING = {"cat", "concat", "stack", "hstack", "vstack"}
 # Functions of torch.cuda that have nothing to do here.
-IDLE = ("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state")
+IDLE = {
+    *("_lazy_init", "init", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "set_rng_state"),
+    *("check_error",),
+}
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -510,7 +513,6 @@ def device(count: int = 1) -> Iterator[Twin]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "cudart": lambda: runtime,
-        "check_error": lambda code: None,
         "Stream": Stream,
         "Event": Event,
         "stream": cuda.use_stream,

@@ -164,6 +164,7 @@ _LISTED = (
     Quantity("own_ms", "", "own time per token", MS, 2, LESS, "own ms / token", "own, ms"),
     Quantity("floor_ms", "hardware", "floor of a token", MS, 2, "", "floor, ms / token", "floor, ms"),
     Quantity("floor_ratio", "", "median / floor", PLAIN, 1, LESS, "", "p50 / floor", ratio=("tpot_ms_p50", "floor_ms")),
+    Quantity("busy_ms", "", "device busy, of a token", MS, 2, LESS, "device busy, ms / token", "device busy, ms"),
     Quantity("python_ms", "hardware", "Python, device idle, of a token", MS, 2, "", "Python, ms / token", "Python, ms"),
     Quantity("must_read_bytes", "hardware", "weights and KV attended per step", MIB, 1, combine="max"),
     Quantity("memory", "hardware", "memory is", combine="words"),
@@ -262,6 +263,9 @@ def recorded(summary: Mapping[str, Any]) -> dict[str, Any]:
     own = [time for name, time in found.items() if name.startswith("breakdown_ms.") and name not in OF_MODEL]
     if own:
         found["own_ms"] = math.fsum(own)
+    step, waits = found.get("tpot_ms_mean"), found.get("python_ms")
+    if step is not None and waits is not None:
+        found["busy_ms"] = step - waits
     for quantity in _LISTED:
         above, below = (found.get(name) for name in quantity.ratio or ("", ""))
         if above and below:

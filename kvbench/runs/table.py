@@ -91,7 +91,7 @@ def _costs(found: Mapping[str, Any], together: bool) -> dict[str, str]:
 
 def _hardware(found: Mapping[str, Any]) -> dict[str, str]:
     """What a timed run has besides."""
-    there = [name for name in ("floor_ms", "python_ms", "memory_bytes") if name in found]
+    there = [name for name in ("floor_ms", "busy_ms", "python_ms", "memory_bytes") if name in found]
     titles = {name: QUANTITIES[name].title for name in there}
     if "memory_bytes" in titles:
         titles["memory_bytes"] = f"device {titles['memory_bytes']}, {found.get('memory')}"

@@ -122,8 +122,8 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
 
 def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
     """Beside the bar of each arm the floor of a step, and how long of it the device is busy."""
-    times = pd.DataFrame(arms)[["floor_ms", "tpot_ms_mean", "python_ms"]].astype(float).reset_index(drop=True)
-    marks = {"floor": (times["floor_ms"], "-"), "device busy": (times["tpot_ms_mean"] - times["python_ms"], ":")}
+    times = pd.DataFrame(arms)[["floor_ms", "busy_ms"]].astype(float).reset_index(drop=True)
+    marks = {"floor": (times["floor_ms"], "-"), "device busy": (times["busy_ms"], ":")}
     for axis, (label, (values, line)) in itertools.product(axes, marks.items()):
         values = values.dropna()
         if len(values):

@@ -18,8 +18,8 @@ from kvbench.runs.quantities import LESS, Quantity, Unit, named
 TIMED = {
     "latency": (
         "time",
-        ("ttft_s", "index_share", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "python_ms")
-        + ("n",),
+        ("ttft_s", "index_share", "tt2t_s", "tpot_ms_p50", "tpot_ms_p95", "floor_ms", "floor_ratio", "busy_ms")
+        + ("python_ms", "n"),
     ),
     "latency_bytes": (
         "memory and bytes",
@@ -198,7 +198,10 @@ def _notes(rows: Sequence[_Row], cells: Collection[Cell]) -> list[str]:
             "Times are of that machine."
         )
     if "python_ms" in shown:
-        notes.append("Python: the part of a step in which the device has nothing to do.")
+        notes.append(
+            "Python: the part of a step in which the device has nothing to do, another on another machine and day; the "
+            "rest, in which it is busy, is what a method asks of the device."
+        )
     if "synthetic_attention" in {row.run.label("task.keys") for row in rows}:
         notes.append(
             "keys=synthetic_attention: synthetic keys and queries (kvbench/measure/synthetic.py), as random weights "
