@@ -46,8 +46,9 @@ part() {
     "$PYTHON" scripts/gpu_check.py "$out"
 }
 
-# torch's own count of waits and the GPU's tests; those over twins ran with the others
-part tests 300 "$PYTHON" -m pytest -m gpu -p no:cacheprovider --junitxml="$out/tests.xml" tests/gpu
+# torch's own count of waits and the GPU's tests; those over twins ran with the others. FlashInfer compiles for minutes.
+workers=$("$PYTHON" -c 'import xdist' 2>/dev/null && echo "-n 4")
+part tests 300 "$PYTHON" -m pytest $workers -m gpu -p no:cacheprovider --junitxml="$out/tests.xml" tests/gpu
 part kernels 180 "$PYTHON" scripts/bench_attention.py
 part latency 86400 "$PYTHON" -m kvbench "+experiment=$experiment" "results_dir=$out"
 echo "$out/gpu_check.md"
