@@ -20,6 +20,7 @@ from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method, Needs
 from kvbench.runs.identity import decodes_together
+from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
 from kvbench.runs.terminal import Console
@@ -276,14 +277,24 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm(
 ) -> None:
     real = kvbench.measure.arm.prefill_shared
 
-    def failing(arms: Any, prompts: Any) -> Any:
+    def failing(arms: Any, prompts: Any, *progress: Any) -> Any:
         if prompts[0].sample.id.endswith("-0-0"):
             raise MemoryError("no room")
-        return real(arms, prompts)
+        return real(arms, prompts, *progress)
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
     summaries = quiet(configs())
     assert len({summary["failed"] for summary in summaries}) == 1 and summaries[0]["failed"] >= 1
+
+
+@pytest.mark.parametrize("folder", ["together", "alone"])
+def test_a_prefill_for_all_arms_says_how_far_it_is(configs: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each chunk: a long prompt is read for many minutes."""
+    told = list[tuple[int, int]]()
+    monkeypatch.setattr(Reporter, "tokens", lambda report, *now: told.append(now))
+    quiet(configs("task.lengths=[300]", "task.limit=1", "protocol.prefill_chunk=128", folder=folder, arms=ARMS[:2]))
+    (total,) = {total for _, total in told[:3]}
+    assert [done for done, _ in told[:2]] == [128, 256] and 256 < told[2][0] < total
 
 
 def test_a_sample_that_no_protocol_can_run_loses_none_before_it(

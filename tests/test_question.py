@@ -160,9 +160,9 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
     """Together, one by one, and each question with a prefill and a method of its own: the same answers."""
     real, prefills, built = kvbench.measure.arm.prefill_shared, list[int](), list[str]()
 
-    def counted(arms: Any, prompts: Any) -> Any:
+    def counted(arms: Any, prompts: Any, *progress: Any) -> Any:
         prefills.append(len(prompts))
-        return real(arms, prompts)
+        return real(arms, prompts, *progress)
 
     real_build = Quest.prefill
 

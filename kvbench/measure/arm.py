@@ -210,9 +210,12 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     yield from waiting.values()
 
 
-def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> Prefilled:
-    """One prefill of a batch of prompts, from which each of `arms` can begin."""
+def prefill_shared(
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], progress: Progress | None = None
+) -> Prefilled:
+    """One prefill of a batch of prompts, from which each of `arms` can begin; `progress` as of a generation."""
     loaded, first = arms[0].loaded, prompts[0]
+    total = max(len(prompt.ids) for prompt in prompts) + first.sample.max_new_tokens
     return prefill_once(
         loaded.model,
         [prompt.ids for prompt in prompts],
@@ -221,6 +224,7 @@ def prefill_shared(arms: Sequence[Arm], prompts: Sequence[TokenizedSample]) -> P
         chunk=arms[0].protocol.prefill_chunk,
         not_first=() if first.question else stops(loaded, first.sample).not_first,
         tokenizer=loaded.tokenizer,
+        progress=lambda done: progress and progress(done, total),
     )
 
 
@@ -282,13 +286,9 @@ class PromptPrefill:
     """One prefill for all answers to a prompt, and all questions about a context, that come one after the other.
 
     It holds the newest alone.
-
-    Attributes:
-        fresh: the newest call made one.
     """
 
     def __init__(self) -> None:
-        self.fresh = False
         self._of: list[Any] | None = None
         self._room = 0
         self._prefilled: Prefilled | None = None
@@ -297,12 +297,13 @@ class PromptPrefill:
         """Whether the prefill that is there is of these prompts."""
         return self._of is not None and self._of == contexts(prompts) and prompts[0].new_tokens <= self._room
 
-    def __call__(self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample], again: bool = False) -> Prefilled:
+    def __call__(
+        self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample], again: bool, progress: Progress | None
+    ) -> Prefilled:
         """The prefill of a batch of prompts from which each of `arms` can begin; `again`: the next batch can, too."""
-        self.fresh = not self.serves(prompts)
-        if self.fresh:
+        if not self.serves(prompts):
             self._prefilled = None  # its memory, before the next takes as much
-            self._prefilled = prefill_shared(arms, prompts)
+            self._prefilled = prefill_shared(arms, prompts, progress)
             self._of, self._room = contexts(prompts), prompts[0].room
         assert self._prefilled is not None
         self._prefilled.again = again
@@ -333,7 +334,7 @@ def measure(
     running = [prompt for prompt in prompts if not prompt.record["error"]]
     try:
         if prefill is not None and running and (again or prefill.serves(running)):
-            prefilled = prefill([arm], running, again)
+            prefilled = prefill([arm], running, again, progress)
         records = iter(_records(arm, running, progress, prefilled) if running else [])
     except Exception as error:
         if not is_failed_sample(error):
@@ -355,7 +356,7 @@ def _records(
     if sample.timed:
         return _scored(arm, prompts, *_timed(arm, prompts[0], sample.timed, progress))
     if sample.given:
-        prefilled = prefilled or prefill_shared([arm], prompts)
+        prefilled = prefilled or prefill_shared([arm], prompts, progress)
         fidelity.full_attention(arm.loaded.model, prefilled, prompts[0].ids, sample.given.tokens)
     asked, comparison = _asked(arm, prompts, prefilled, id(arm), progress)
     with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:

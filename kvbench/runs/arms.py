@@ -110,13 +110,10 @@ def _prefilled(
     report.begin()
     if arms and running:
         try:
-            made = prefill(arms, running, batch.again)
+            made = prefill(arms, running, batch.again, report.tokens)
             if divided:
                 made.divide()
             prefilled = made
-            read = max(len(prompt.ids) for prompt in running)
-            if prefill.fresh:
-                report.tokens(read, read + running[0].sample.max_new_tokens)
         except Exception as error:
             if not is_failed_sample(error):
                 raise

@@ -191,6 +191,7 @@ def prefill_once(
     chunk: int | None = None,
     not_first: Collection[int] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> Prefilled:
     """Read prompts once for all methods with these needs, and again where some need that, once for each `Replay`.
 
@@ -202,13 +203,14 @@ def prefill_once(
         chunk: prompt columns in one forward pass; None: all.
         not_first: tokens that no row may begin with.
         tokenizer: the model's, for replays.
+        progress: called with the prompt columns read, after each pass.
     """
     start, needs = time.perf_counter(), list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     refuse_recomputed(model, shape.lengths, max_new_tokens)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
-    logits = prefill_logits(model, prompts, EngineCache(engine), chunk)
+    logits = prefill_logits(model, prompts, EngineCache(engine), chunk, progress)
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = template_of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)
