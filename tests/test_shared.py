@@ -99,9 +99,9 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
     real, made = kvbench.measure.arm.prefill_shared, []
 
-    def noted(arms: Any, prompts: Any) -> Any:
+    def noted(arms: Any, prompts: Any, progress: Any) -> Any:
         assert not any(earlier() for earlier in made), "its memory is needed for the next"
-        prefilled = real(arms, prompts)
+        prefilled = real(arms, prompts, progress)
         made.append(weakref.ref(prefilled))
         return prefilled
 
@@ -114,10 +114,10 @@ def test_a_prefill_that_fails_fails_its_sample_in_every_arm_that_has_no_less_to_
     """Where an arm alone would move tokens to the host, it has a prefill of its own."""
     real = kvbench.measure.arm.prefill_shared
 
-    def failing(arms: Any, prompts: Any) -> Any:
+    def failing(arms: Any, prompts: Any, progress: Any) -> Any:
         if any(prompt.sample.id.endswith("-0-0") for prompt in prompts):
             raise MemoryError("no room")
-        return real(arms, prompts)
+        return real(arms, prompts, progress)
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
     summaries = run_shared(configs())

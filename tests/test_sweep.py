@@ -46,9 +46,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     real = kvbench.measure.arm.prefill_shared
 
-    def noted(arms: Any, prompts: Any) -> Any:
+    def noted(arms: Any, prompts: Any, progress: Any) -> Any:
         made.append(len(arms))
-        return real(arms, prompts)
+        return real(arms, prompts, progress)
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", noted)
     return made
