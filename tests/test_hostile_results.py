@@ -141,6 +141,7 @@ BAD_FILES: dict[str, tuple[str, Any]] = {
     "a format of 5000 digits": ("run.yaml", f"format: {'1' * 5000}\n"),
     "a link to itself": ("run.yaml", lambda path: path.symlink_to(path)),
     "millions of lists": ("samples.jsonl", '{"id": "a-0", "x": [' + "[]," * 2**22 + "[]]}\n"),
+    "a text without an end": ("samples.jsonl", '{"id": "a-0", "x": [' + "[]," * 2**22 + '\\"' * 2**20 + "\n"),
     "half a character": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": 1}, "output": "\\ud800"}\n' * 2),
     "another encoding": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": NaN}}\n\n'.encode("utf-16")),
     "Python objects": ("run.yaml", "format: 1\nconfig: !!python/object/apply:os.system [id]\n"),

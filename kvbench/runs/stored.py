@@ -56,7 +56,7 @@ TYPES: dict[str, type] = {
 }
 _LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
 
-_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_TEXT = re.compile(rb'(?s)"(?:[^"\\]++|\\.)*+"?')  # up to the end where it has none: one pass over any bytes
 _ENTERED = re.compile(re.escape(SUFFIX) + "/")  # in a path that may lead into an archive
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
