@@ -21,7 +21,7 @@ help:
 	@echo "make test-vllm  kvbench's methods inside vLLM, in an environment of their own"
 	@echo "make coverage   all tests with a coverage report: slower"
 	@echo "make reference  every method on the real model, hours; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
-	@echo "make reference-known  texts and RULER on Qwen2.5-Coder-0.5B; LIMIT=3, DTYPE=float32, GSM8K=FOLDER of problems"
+	@echo "make reference-known  texts and RULER on Qwen2.5-Coder-0.5B; LIMIT=3, DTYPE=float32, GSM8K=FOLDER, LONGBENCH=FOLDER"
 	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
@@ -97,6 +97,7 @@ reference-known: $(STAMP)
 	$(BIN)/python -m kvbench +experiment=known $(KNOWN_AS)
 	$(BIN)/python -m kvbench +experiment=known_more $(KNOWN_AS)
 	$(if $(GSM8K),$(BIN)/python -m kvbench +experiment=known_answers task.data_dir='$(GSM8K)' $(KNOWN_AS))
+	$(if $(LONGBENCH),$(BIN)/python -m kvbench +experiment=known_longbench task.data_dir='$(LONGBENCH)' $(KNOWN_AS))
 	$(BIN)/python scripts/compact_runs.py $(KNOWN) results/reference_qwen.tar.xz --outputs ruler,niah
 
 # What tests call is compiled before the first, by all cores; a worker would wait for another's kernel.
