@@ -15,7 +15,8 @@ from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
-BLOCK = 64  # queries of a prompt, of all in a batch, whose weights are computed together: a cache holds them
+BLOCK = 16  # queries of a prompt, of all in a batch, whose weights are computed together: a CPU's cache holds them
+BLOCK_CUDA = 64
 
 
 def attend(
@@ -230,10 +231,10 @@ def _causal_weights(
     keys up to the last that one of them sees.
     """
     batch, _, width, head_dim = query.shape
-    key = store.device.key[:, :, None, : column + width].float()
+    key = store.device.key[:, :, : column + width].float().transpose(2, 3)
     grouped = query.view(batch, key.shape[1], -1, width, head_dim)
     first = torch.tensor(offsets, device=query.device)[:, None]
-    block = max(1, BLOCK // batch)
+    block = max(1, (BLOCK_CUDA if query.is_cuda else BLOCK) // batch)
     for start in range(0, width, block):
         part = grouped[:, :, :, start : start + block].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
@@ -241,6 +242,7 @@ def _causal_weights(
         by_all = max(column + start - max(offsets), 0)  # these keys come before every query of the block
         later = torch.arange(by_all, seen, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
-        logits = part @ key[..., :seen, :].transpose(3, 4)
+        # The query heads of a KV head as rows of one product: torch would copy the keys for each of them.
+        logits = (part.flatten(2, 3) @ key[..., :seen]).unflatten(2, part.shape[2:4])
         logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
         yield columns, softmax(logits, sinks)
