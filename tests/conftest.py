@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,9 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claims are judged by a test's own runs alone: those that kvbench ships take seconds to read."""
+    """A test's own runs alone are judged and drawn: those that kvbench ships take seconds."""
     monkeypatch.setattr("kvbench.report.claims.page.SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(import_module("kvbench.report.site.pictures"), "_of_shipped", lambda name: b"")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -398,34 +398,40 @@ class StoreMachine(StoreTwin):
 # -- unequal KV heads --------------------------------------------------------------------------------------------------
 
 
-def storages(dtype: torch.dtype) -> dict[int, torch.UntypedStorage]:
-    """All memory of this dtype that any tensor of the process has, by address; what holds it keeps it there."""
+@pytest.fixture
+def bytes_since() -> Iterator[Callable[[torch.dtype], int]]:
+    """The bytes of the memory that tensors of a dtype have which the test made."""
+
+    def count(dtype: torch.dtype) -> int:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == dtype]
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        return sum(storage.nbytes() for storage in storages.values())
+
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == dtype]
-    return {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-
-
-def bytes_beside(before: dict[int, torch.UntypedStorage], dtype: torch.dtype) -> int:
-    """Bytes of the memory that has come since."""
-    return sum(storage.nbytes() for address, storage in storages(dtype).items() if address not in before)
+    gc.freeze()  # what is there already is no longer listed, nor looked through
+    yield count
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("on_drop", ["discard", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(dtype: torch.dtype, on_drop: Any) -> None:
+def test_heads_of_unequal_length_take_what_is_said_to_be_allocated(
+    dtype: torch.dtype, on_drop: Any, bytes_since: Callable[[torch.dtype], int]
+) -> None:
     """200, 8, 8 and 8 tokens of 256 take that, four free slots each, and what is left of each one's last page."""
-    before, entry = storages(dtype), 2 * 16 * dtype.itemsize
+    entry = 2 * 16 * dtype.itemsize
     store = LayerStore(1, 4, 16, 260, dtype, torch.device("cpu"), on_drop=on_drop)
     store.write_prompt(torch.zeros(1, 4, 256, 16, dtype=dtype), torch.zeros(1, 4, 256, 16, dtype=dtype), 0, [0])
     store.seal_prompt([256])
-    assert store.allocated_bytes() == bytes_beside(before, dtype)
+    assert store.allocated_bytes() == bytes_since(dtype)
     index = torch.full((1, 4, 200), -1)
     for head, count in enumerate([200, 8, 8, 8]):
         index[0, head, :count] = torch.arange(count)
     store.keep(index)
     assert store.resident_bytes() == (200 + 3 * 8) * entry
     on_host = 0 if store.host is None else 2 * store.host.key.untyped_storage().nbytes()
-    assert store.allocated_bytes() == bytes_beside(before, dtype) - on_host
+    assert store.allocated_bytes() == bytes_since(dtype) - on_host
     assert store.allocated_bytes() == (208 + 3 * 16) * entry
 
 

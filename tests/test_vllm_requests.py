@@ -44,7 +44,12 @@ def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key
 
 LAYOUTS = pytest.mark.parametrize(
     ("isa", "dtype"),
-    [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.float32), ("amx", torch.bfloat16)],
+    [
+        ("vec", torch.float32),
+        pytest.param("vec", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("amx", torch.float32, marks=pytest.mark.slow),
+        ("amx", torch.bfloat16),
+    ],
 )
 BLOCKS = torch.tensor([2, 0])
 
