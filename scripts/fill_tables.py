@@ -26,7 +26,7 @@ import yaml
 from kvbench.cli.report import main as report
 from kvbench.cli.report import tables_of
 from kvbench.report.claims.page import Judged, judged, sentence
-from kvbench.report.claims.verdict import Verdict
+from kvbench.report.claims.verdict import Finding, Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.tables import formats
@@ -164,8 +164,9 @@ def _claimed(ids: Sequence[str]) -> Shown:
         stand_in = "stand-in: " if found[id].claim.original else ""
         for criterion, number, verdict in found[id].criteria:
             measured = sentence(criterion, number).removeprefix(f"{criterion.about}: ").partition("; wanted ")[0]
-            rows[id, criterion.about] = [measured, criterion.wanted, stand_in + verdict.value]
-    return Shown((["claim", "what was measured"], ["found", "wanted", "verdict"]), rows)
+            count = str(number.n) if isinstance(number, Finding) else "-"
+            rows[id, criterion.about] = [measured, criterion.wanted, count, stand_in + verdict.value]
+    return Shown((["claim", "what was measured"], ["found", "wanted", "n", "verdict"]), rows)
 
 
 def _verdicts() -> Shown:

@@ -106,7 +106,8 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
 
     Args:
         folders: where the file may lie; the first counts.
-        asked: `file`, its name; `value`, the path in it, in which * is every element and @last a list's last quarter;
+        asked: `file`, its name; `value`, the path in it, in which * is every element, some* every one whose key begins so, and
+            @last a list's last quarter;
             `less`, another path, taken from it; `slope`, another path: the log-log slope over it, one number, or one
             for each value at the path `each`; `where`, keys of the value's own record with the values wanted;
             `interval`, "bootstrap" of the elements, "mean" of repeats, by Student, else their range; `command`, which
@@ -153,11 +154,15 @@ def _at(
         return
     key, _, rest = path.partition(".")
     name, _, quarter = key.partition("@")
-    elements = list(value.values() if isinstance(value, Mapping) else value) if key == "*" else []
-    if key != "*" and isinstance(value, Mapping) and name in value:
+    elements: list[Any] = []
+    if isinstance(value, Mapping) and (several := key.endswith("*")):
+        elements = [element for each, element in value.items() if each.startswith(key[:-1])]
+    elif several := key == "*":
+        elements = list(value)
+    elif isinstance(value, Mapping) and name in value:
         elements = [quarter_of(value[name], quarter) if quarter else value[name]]
     for index, element in enumerate(elements):
-        own = (*place, index) if key == "*" else place
+        own = (*place, index) if several else place
         if rest:
             if isinstance(element, Mapping | list):
                 yield from _at(element, rest, where, words, own)
