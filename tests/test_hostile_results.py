@@ -142,6 +142,10 @@ BAD_FILES: dict[str, tuple[str, Any]] = {
     "a link to itself": ("run.yaml", lambda path: path.symlink_to(path)),
     "millions of lists": ("samples.jsonl", '{"id": "a-0", "x": [' + "[]," * 2**22 + "[]]}\n"),
     "a text without an end": ("samples.jsonl", '{"id": "a-0", "x": [' + "[]," * 2**22 + '\\"' * 2**20 + "\n"),
+    "a score of its own in each of thousands of samples": (
+        "samples.jsonl",
+        "".join(f'{{"id": "{n}", "scores": {{"accuracy": 1, "own-{n}": 1}}}}\n' for n in range(2000)),
+    ),
     "half a character": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": 1}, "output": "\\ud800"}\n' * 2),
     "another encoding": ("samples.jsonl", '{"id": "a-0", "scores": {"accuracy": NaN}}\n\n'.encode("utf-16")),
     "Python objects": ("run.yaml", "format: 1\nconfig: !!python/object/apply:os.system [id]\n"),

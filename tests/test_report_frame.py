@@ -168,6 +168,14 @@ def test_of_two_runs_of_an_arm_the_newest_stands(tmp_path):
     assert [(path, why) for path, why in runs.left_out] == [(older, f"an older run of the same arm as {newer}")]
 
 
+def test_of_two_data_sets_of_one_name_that_is_said(tmp_path):
+    for at, answer in enumerate(("Paris", "Rome")):
+        path = stored(tmp_path, samples=[record("a", "", 1.0, answers=[answer])], data=answer)
+        (path / "status.json").write_text(json.dumps({"updated": f"2026-01-0{at + 1}"}))
+    ((_, why),) = collect([tmp_path]).left_out
+    assert why.endswith("on other data of that name")
+
+
 def test_full_attention_under_two_budgets_is_one_arm(tmp_path):
     stored(tmp_path, "full", 64)
     stored(tmp_path, "full", 128)

@@ -204,7 +204,8 @@ def test_greedy_runs_keep_their_protocol_and_sampled_ones_have_their_own() -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["protocol.temperature=-1"], "protocol.temperature=-1: 0 (greedy) or more"),
+        (["protocol.temperature=-1"], "protocol.temperature=-1: 0 (greedy), or "),
+        (["protocol.temperature=1e-300"], "protocol.temperature=1e-300: 0 (greedy), or 1e-06 and more"),
         (["protocol.temperature=warm"], "protocol.temperature='warm'"),
         (["protocol.temperature=1", "protocol.top_p=2"], "protocol.top_p=2: a probability above 0"),
         (["protocol.temperature=1", "protocol.top_k=-1"], "protocol.top_k=-1: a number of tokens"),

@@ -150,3 +150,20 @@ def test_kl_has_the_same_interval_in_table_and_picture(tmp_path, capsys) -> None
     figure = figures.draw("fidelity", collect([tmp_path]))
     (segment,) = figure.axes[0].containers[0].lines[2][0].get_segments()
     assert segment[:, 1].tolist() == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("chosen", [[], ["--where", "method=quest"]])
+def test_a_gain_is_over_the_controls_of_all_seeds_whatever_is_shown(chosen: list[str], tmp_path, capsys) -> None:
+    of_seeds(tmp_path, "quest", {0: [1.0] * 4, 1: [1.0] * 4})
+    of_seeds(tmp_path, "random", {0: [0.0] * 4, 1: [1.0] * 4})
+    found = {line["method"]: line for line in lines(capsys, tmp_path, "--rows", "method", "--values", "gain", *chosen)}
+    assert float(found["quest"]["gain"]) == 50
+
+
+def test_nearness_of_unequal_seeds_is_the_mean_that_its_interval_is_of(tmp_path, capsys) -> None:
+    for seed, kls in ((0, [1.0, 2.0, 3.0]), (1, [10.0])):
+        near = [{"fidelity": {"kl_mean": kl, "nll": kl, "nll_full": 0.5}} for kl in kls]
+        samples = [drawn(seed, [1.0] * len(kls), **more)[at] for at, more in enumerate(near)]
+        stored(tmp_path, samples=samples, config={"seed": seed})
+    (line,) = lines(capsys, tmp_path, "--rows", "method", "--values", "kl_mean,nll,n")
+    assert (float(line["kl_mean"]), float(line["nll"]), int(float(line["n"]))) == (4.0, 4.0, 4)

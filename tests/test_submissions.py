@@ -24,7 +24,7 @@ from kvbench.report.submissions.checked import Submitted, checked
 from kvbench.report.submissions.manifest import NAME, with_manifest
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.identity import run_id
-from kvbench.runs.stored import read_run_yaml, runs_in
+from kvbench.runs.stored import read_run_yaml, read_samples, runs_in
 from kvbench.runs.summary import summarise
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ SCORES = (1.0, 0.0, 1.0, 1.0)
 NEAR = {"nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.5, 0.7], "nll": [2.0, 2.0], "nll_full": [1.9, 1.9]}}
 
 
-def arm(folder: Path, method: str = "mine", budget: int | None = 64, scores: Any = SCORES, **more: Any) -> Path:
+def arm(folder: Path, method: str = "mine", budget: float | None = 64, scores: Any = SCORES, **more: Any) -> Path:
     """A finished run of four samples, with times of its own."""
     target = more.pop("target", None) or {"mine": "mine.Mine"}.get(method) or method_config(method).target
     minimum = {"paper": None if method == "full" else 16}
@@ -310,8 +310,21 @@ def test_a_sample_that_was_tried_again_is_packed_once(own: Path, tmp_path: Path)
     (folder / "samples.jsonl").write_text("".join([failed, *lines]))
     assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / "mine.tar.xz")]) == 0
     assert held(own, tmp_path / "mine.tar.xz")[0].rows
-    (folder / "samples.jsonl").write_text("".join([*lines, lines[0]]))
-    assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / "twice.tar.xz")]) == 1
+    again = {"another score": ({"scores": {"accuracy": 0.0}}, 0), "another answer": ({"output": "2"}, 1)}
+    for case, (more, code) in again.items():
+        (folder / "samples.jsonl").write_text("".join([*lines, json.dumps({**json.loads(lines[0]), **more}) + "\n"]))
+        stored = read_samples(folder / "samples.jsonl")[0].values()
+        (folder / "summary.json").write_text(json.dumps(summarise(stored, "accuracy")))
+        assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / f"{case}.tar.xz")]) == code, case
+
+
+def test_a_share_is_of_the_context_that_was_compressed(own: Path, tmp_path: Path) -> None:
+    """What is read after it, the question, is none of it."""
+    asked = {"record": {"prompt_tokens": 891, "question_tokens": 38}, "audit": {"budget": 171}}
+    protocol = {"protocol": {"question": "after"}}
+    for name, budget, code in (("right", 0.2, 0), ("wrong", 0.25, 1)):
+        arm(tmp_path / name, budget=budget, **asked, **protocol)
+        assert submit([str(tmp_path / name), "--out", str(tmp_path / f"{name}.tar.xz")]) == code
 
 
 def test_a_folder_of_a_long_name_is_named(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

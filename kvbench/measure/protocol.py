@@ -25,6 +25,7 @@ Generated = Literal["free", "counted"]
 Question = Literal["with", "after", "decode"]
 
 # How tokens are drawn by default. A run id holds what is otherwise, and else nothing: greedy runs keep theirs.
+COLDEST = 1e-6  # temperature: logits divided by much less are no longer finite
 GREEDY: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "samples": 1}
 
 
@@ -75,8 +76,10 @@ class Protocol:
 
     def _check_drawing(self) -> None:
         """How tokens are drawn; 1 and 1.0 are one protocol."""
-        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"protocol.temperature={self.temperature!r}: 0 (greedy) or more, such as 0.6")
+        if not _is_real(self.temperature) or not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
+            raise ValueError(
+                f"protocol.temperature={self.temperature!r}: 0 (greedy), or {COLDEST:g} and more, such as 0.6"
+            )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"protocol.top_p={self.top_p!r}: a probability above 0, 1 at most (all tokens)")
         if not _is_int(self.top_k) or self.top_k < 0:

@@ -32,6 +32,7 @@ SHARDS = "shards"  # in a run folder, the folders of jobs that share out its sam
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
 MOST_LISTS = 2**22  # and mappings in the JSON of a file: empty ones of three bytes take 70 in memory
+MOST_NAMES = 1000  # of the numbers of all samples of a run: a summary goes over the samples for each
 OF_RUNS = MOST_BYTES.keys()  # a folder with one of these is a run's
 DEEPEST = 32  # levels of a run.yaml; ours have six
 
@@ -413,6 +414,7 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
         raise ResultsError(f"{path}: {error}") from error
     lines = data.split(b"\n")[:-1]
     records: dict[str, Record] = {}
+    names: set[str] = set()
     end = 0
     for number, line in enumerate(lines, 1):
         record, reason = record_in(line)
@@ -423,6 +425,9 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
                 f"{path}: line {number} is damaged{reason and f' ({printable(reason)})'}; delete that line "
                 f"(sed -i {number}d {shlex.quote(str(path))}), and its sample runs again"
             )
+        names.update(*(record.get(part) or () for part in MAPPINGS if part != "meta"))
+        if len(names) > MOST_NAMES:
+            raise ResultsError(f"{path}: more than {MOST_NAMES} names of numbers")
         records[record["id"]] = record
         end += len(line) + 1
     return records, end

@@ -300,10 +300,12 @@ def _times(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One value per key of a part of several samples; nested values are left to the sample lines."""
-    parts = [record.get(part) or {} for record in records]
-    keys = dict.fromkeys(key for one in parts for key in one)
-    values = {key: [one[key] for one in parts if _is_flat(one.get(key))] for key in keys}
-    return {key: combine(find(part, key).combine, found) for key, found in values.items() if found}
+    values: dict[str, list[Any]] = {}
+    for record in records:
+        for key, value in (record.get(part) or {}).items():
+            if _is_flat(value):
+                values.setdefault(key, []).append(value)
+    return {key: combine(find(part, key).combine, found) for key, found in values.items()}
 
 
 def combine(how: str, values: list[Any]) -> Any:

@@ -106,7 +106,7 @@ def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missin
 
     Args:
         folders: where the file may lie; the first counts.
-        asked: `file`, its name; `value`, the path in it, in which * is every element, some* every one whose key begins so,
+        asked: `file`, its name; `value`, the path in it, in which * is every element, some* every one that begins so,
             and @last a list's last quarter; `less`, another path, taken from it; `slope`, another path: the log-log
             slope over it, one number, or one for each value at the path `each`; `where`, keys of the value's own
             record with the values wanted; `interval`, "bootstrap" of the elements, "mean" of repeats, by Student,

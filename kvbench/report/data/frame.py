@@ -73,7 +73,8 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
         key = json.dumps(run.settings, sort_keys=True)
         if key in found:
             older, run = sorted((found[key], run), key=lambda one: one.arm["updated"])
-            left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}"))
+            other = ", on other data of that name" if _differs(older.scores, run.scores) else ""
+            left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"))
         found[key] = run
     return _framed([*found.values()], sorted(left_out))
 
@@ -81,6 +82,12 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
 def gathered(runs: Iterable[Run], left_out: list[LeftOut]) -> Runs:
     """Runs that were read apart, beside each other; none is taken for another's newer one."""
     return _framed([_Read(run.arm, run.settings, run.scores) for run in runs], left_out)
+
+
+def _differs(one: Scores, other: Scores) -> bool:
+    """Whether what has one name is two samples."""
+    contents = dict(zip(one.ids, one.contents, strict=True))
+    return any(contents.get(id, content) != content for id, content in zip(other.ids, other.contents, strict=True))
 
 
 def _framed(runs: Sequence[_Read], left_out: list[LeftOut]) -> Runs:

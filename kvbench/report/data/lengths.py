@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.report.data.run import Run, Runs, Scores, framed, with_summary
+from kvbench.report.data.run import Run, Runs, Scores, framed
 from kvbench.runs.stored import Record
-from kvbench.runs.summary import answers_of, summarise
+from kvbench.runs.summary import answers_of
 
 
 def by_length(runs: Runs) -> dict[int | None, Runs]:
@@ -34,16 +34,9 @@ def by_length(runs: Runs) -> dict[int | None, Runs]:
 
 def _part(runs: Runs, own: list[tuple[Run, list[Record] | None]]) -> Runs:
     index = [run.index for run, _ in own]
-    arms = framed([_arm(run, records) for run, records in own]).set_axis(index)
+    arms = framed([run.arm if records is None else run.line(records) for run, records in own]).set_axis(index)
     scores = {run.index: _scores(run.scores, records) for run, records in own}
     return Runs(arms, runs.settings.loc[index], scores, [])
-
-
-def _arm(run: Run, records: list[Record] | None) -> dict[str, object]:
-    """A line of `Runs.arms` of these samples."""
-    if records is None:
-        return run.arm
-    return {**with_summary(run.arm, summarise(records, run.arm["metric"])), "spread": {}}
 
 
 def _scores(scores: Scores, records: list[Record] | None) -> Scores:

@@ -21,7 +21,7 @@ from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import FEWEST, LEAST, Estimate, difference, estimate, is_0_1, proportion
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
 from kvbench.runs.stored import Record, samples_so_far
-from kvbench.runs.summary import by_machine, summarise_repeats
+from kvbench.runs.summary import by_machine, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question", "generated", *GREEDY)
@@ -116,6 +116,7 @@ class Run:
     scores: Scores
     beside: Runs = field(repr=False)
     _against_full: dict[tuple[str, ...], Estimate | None] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, repr=False)
 
     # -- what it is
 
@@ -183,6 +184,27 @@ class Run:
         found = by_machine(self.samples())
         return found.get(self.arm["device_name"]) or found.get("", [])
 
+    def line(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Its line of `Runs.arms`, of these of its samples alone."""
+        return {**with_summary(self.arm, summarise(records, self.arm["metric"])), "spread": {}}
+
+    def arm_of(self, groups: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). Read once for each."""
+        if groups and groups not in self._lines:
+            self._lines[groups] = self.line([one for one in self.samples() if (one.get("group") or "") in groups])
+        return self._lines[groups] if groups else self.arm
+
+    def on_samples_of(self, other: Run) -> dict[str, Any]:
+        """Its line of `Runs.arms`, of those of its samples alone that another run has as well."""
+        own, shared = (set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other))
+        if own <= shared:
+            return self.arm
+        found = []
+        for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True):
+            records = samples_so_far(Path(path)).values()
+            found += [one for one in records if (seed, one.get("sample") or one["id"]) in shared]
+        return self.line(found)
+
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
         """What a timed run found, as lines of `Runs.arms`. Of repeats each time is the median, and `spread` has the
         least and the largest of each time by its name."""
@@ -225,9 +247,11 @@ class Run:
         wide = score.n >= FEWEST and len(others) > 1 and width > max(others) - min(others)
         return "full attention's interval is wider than the methods' scores lie apart" if wide else ""
 
-    def kl(self) -> Estimate | None:
-        """The mean KL divergence from full attention over the samples, in nats; None where there is none."""
-        found = self.scores.known(self.scores.kl, np.ones(len(self.scores.kl), bool))
+    def kl(self, groups: tuple[str, ...] = ()) -> Estimate | None:
+        """The mean KL divergence from full attention over the samples of these groups, all for (), in nats; None where
+        there is none."""
+        rows = np.isin(self.scores.groups, groups) if groups else np.ones(len(self.scores.kl), bool)
+        found = self.scores.known(self.scores.kl, rows)
         return estimate([found]) if len(found) else None
 
     def seeds(self, groups: tuple[str, ...] = ()) -> dict[str, float]:

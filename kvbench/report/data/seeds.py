@@ -1,7 +1,7 @@
 """Runs that differ in their seed alone become one run of more samples, in the tables and figures of reports.
 
 Scores are of the samples of all seeds, of what is the same sample under several seeds the mean; other numbers are the
-mean of the runs', times the median of those that were taken on one machine.
+mean of the runs' by their samples, times the median of those that were taken on one machine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")  # parts of a su
 
 
 def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
-    """The same runs, but of those chosen that differ in their seed alone only the first is left and stands for all.
+    """The same runs, but of those chosen that differ in their seed alone only the first is left and stands for all; of
+    an arm of which none is chosen, which others are compared with, the first of all.
 
     Returns:
         The runs, and which of them stand for the chosen ones. A line of `arms` has the least and the largest of its
         seeds' numbers as `spread`, by name; in `settings` the seed is all of them.
     """
-    alike: dict[str, list[Run]] = {}
-    for run in chosen:
-        kind = {**run.but_for_seed, "data": run.arm["data"]}
-        alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
-    if all(len(members) == 1 for members in alike.values()):
-        return runs, [run for (run,) in alike.values()]
-    joined = {members[0]: members for members in alike.values()}
+    asked, beside = dict[str, list[Run]](), dict[str, list[Run]]()
+    chosen = list(chosen)
+    for some, alike in ((chosen, asked), (runs, beside)):
+        for run in some:
+            kind = {**run.but_for_seed, "data": run.arm["data"]}
+            alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
+    joined = {members[0]: members for members in (beside | asked).values() if len(members) > 1}
+    first = [members[0] for members in asked.values()]
+    if not joined:
+        return runs, first
     gone = {run for members in joined.values() for run in members[1:]}
     kept = [run for run in runs if run not in gone]
     arms, settings, scores = [], [], {}
@@ -49,7 +53,7 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
     index = list(scores)
     frames = framed(arms).set_axis(index), pd.DataFrame(settings, index, dtype=object)
     whole = Runs(*frames, scores, runs.left_out)
-    return whole, [whole[run.index] for run in joined]
+    return whole, [whole[run.index] for run in first]
 
 
 def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -63,11 +67,13 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found |= {"finished": all(line["finished"] for line in lines), "device_name": timed[0]["device_name"]}
     for name in (name for name in lines[0] if name in QUANTITIES or "." in name):
         quantity = named(name)
-        values = [line[name] for line in (timed if _is_of_machine(quantity) else lines) if not missing(line[name])]
+        there = [line for line in (timed if _is_of_machine(quantity) else lines) if not missing(line[name])]
+        values = [line[name] for line in there]
         if name in SUMMED:
             found[name] = sum(values)
         elif values:
-            found[name] = median(values) if quantity.is_time else combine(quantity.combine, values)
+            by_sample = [line[name] for line in there for _ in range(line["n"])]
+            found[name] = median(values) if quantity.is_time else combine(quantity.combine, by_sample)
             if len(values) > 1 and all(map(is_number, values)):
                 found["spread"][name] = (min(values), max(values))
     for name, quantity in QUANTITIES.items():

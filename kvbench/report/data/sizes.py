@@ -21,10 +21,12 @@ def bytes_held(run: Run) -> float:
     """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
     does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
     """
-    own, full = run.arm, run.full()
-    if full is None or missing(own["device_kv_bytes"]) or own["failed"] or full.arm["failed"]:
+    if (beside := run.full()) is None:
         return math.nan
-    tokens, rows = full.arm["attended_max"], run.settings["batch"]
+    own, full = run.on_samples_of(beside), beside.on_samples_of(run)
+    if missing(own["device_kv_bytes"]) or own["failed"] or full["failed"]:
+        return math.nan
+    tokens, rows = full["attended_max"], run.settings["batch"]
     held = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
     return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in held) / tokens / rows
 

@@ -250,7 +250,7 @@ def share_of(row: Row, indexed: bool = False) -> float | None:
     alike = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
     if row.full is None or alike is None:
         return None
-    own, full, held = row.run.arm, row.full.arm, alike.arm
+    own, full, held = row.run.arm, row.full.on_samples_of(row.run), alike.on_samples_of(row.run)
     if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
         return None
     windowed = _number(own, "windowed_kv_bytes")

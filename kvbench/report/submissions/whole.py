@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +23,7 @@ TIMES = ("ttft_s", "tt2t_s", "tpot_ms", "breakdown_ms", "prefill_ms")
 
 # What each check is about, for readers.
 ALONE = {
-    "whole": "finished, no sample failed, every sample with an audit, each once",
+    "whole": "finished, no sample failed, every sample with an audit, each answered once",
     "fit": "no probe, no smoke run, no random weights, no timed run",
     "audit": "no method broke its own budget rule, and C is what was asked for",
     "identity": "the run's id is the hash of the settings that it shows",
@@ -57,9 +56,12 @@ def _unfit(run: Run, path: Path) -> Iterator[str]:
     if arm["failed"]:
         first = next(str(record["error"]) for record in run.samples() if record.get("error"))
         yield f"{arm['failed']} of {arm['n']} samples failed ({first[:120]}); the same command tries them again"
-    written = [json_of(line) for line in contents(path / "samples.jsonl").splitlines()]
-    if twice := [id for id, n in Counter(one["id"] for one in written if not one.get("error")).items() if n > 1]:
-        yield f"sample {twice[0]} is there twice"
+    answered: dict[str, dict[str, Any]] = {}
+    for one in map(json_of, contents(path / "samples.jsonl").splitlines()):
+        answer = {key: value for key, value in one.items() if key != "scores"}  # which `kvbench score` writes anew
+        if not one.get("error") and answered.setdefault(one["id"], answer) != answer:
+            yield f"sample {one['id']} is there twice, with another answer"
+            break
     if arm["probe_every"]:
         yield f"probe.every={arm['probe_every']}: probes cost time and memory; expected a run with probe.every=0"
     if read_run_yaml(path)["config"].get("smoke"):
@@ -82,7 +84,8 @@ def _audits(run: Run, records: list[Record]) -> Iterator[str]:
         if audit.get("over_rule") is not False:
             yield f"sample {record['id']} broke its method's own budget rule"
             return
-        size = asked * record["prompt_tokens"] if isinstance(asked, float) else asked
+        context = record["prompt_tokens"] - (record.get("question_tokens") or 0)  # a share is of what is compressed
+        size = asked * context if isinstance(asked, float) else asked
         if size is not None and not abs((audit.get("budget") or 0) - size) < 1 + NEAR * size:
             yield f"sample {record['id']} had a budget of {audit.get('budget')} tokens; {run.label('budget')} was asked"
             return

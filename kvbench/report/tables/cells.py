@@ -109,12 +109,10 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
     return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
 
 
-def kl_numbers(run: Run) -> dict[str, float]:
-    """The interval of a run's KL divergence over its samples, as `Cell.numbers`."""
-    kl = run.kl()
-    if kl is None or kl.low is None or kl.high is None:
-        return {}
-    return {"kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
+def kl_numbers(kl: Estimate) -> dict[str, float]:
+    """A KL divergence and its interval over samples, as `Cell.numbers`."""
+    found = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
+    return {name: float(value) for name, value in found.items() if value is not None and kl.low is not None}
 
 
 def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
@@ -135,7 +133,7 @@ def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
         "pairs": against and against.n,
-        "attended_share": run.arm["attended_share"],
+        "attended_share": run.arm_of(groups)["attended_share"],
         "samples": own.n,
         "failed": run.failed(groups),
     }

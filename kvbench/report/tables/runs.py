@@ -267,8 +267,6 @@ def _table(
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
     notes += [NO_TIMES] if times and not together and any(run.is_together for run in chosen) else []
-    if "group" in (*rows, *columns) and "attended_share" in lines:
-        notes.append("attended / C, and all but the scores, are of the whole run and not of the group.")
     heads = tuple(column_labels) if len(columns) > 1 else ()
     names = list(map(", ".join, column_labels))
     return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
@@ -316,7 +314,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm, first = run.arm, first or run
+        arm, first = run.arm_of(groups), first or run
         if name == "gain":
             numbers |= gain_numbers(run, groups)
         elif name == "score" or name in PARTS:
@@ -324,8 +322,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             marks["score"] = run.marks(groups)
         elif not missing(arm[name]):
             numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            if name == "kl_mean" and (kl := run.kl()):
-                numbers |= kl_numbers(run)
+            if name == "kl_mean" and (kl := run.kl(groups)):
+                numbers |= kl_numbers(kl)
                 marks[name] = "r" * kl.is_range
             error = f"{name}_error"
             numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
@@ -333,8 +331,8 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid.pop(run, "")
-    if first and not missing(first.arm["budget_tokens"]):
-        numbers["budget_tokens"] = float(first.arm["budget_tokens"])
+    if first and not missing(budget := first.arm_of(groups)["budget_tokens"]):
+        numbers["budget_tokens"] = float(budget)
     marks = {name: letters for name, letters in marks.items() if letters}
     source, seed = (first.folders, first.label("seed")) if first else ("", "")
     return Cell(numbers, marks, source, machine=machine, seed=seed)
