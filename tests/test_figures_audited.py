@@ -19,6 +19,7 @@ from kvbench.cli.report import main
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.sizes import bytes_held
 from kvbench.report.data.style import style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
@@ -69,6 +70,17 @@ def test_bytes_read_need_an_audit(tmp_path: Path) -> None:
     stored(tmp_path, "quest", 64, [record("s", "", 1.0, audit={"attended_mean": 80.0})])
     with pytest.raises(ConfigError, match=r"figure=read: .*attended_bytes_per_step"):
         figures.draw("read", collect([tmp_path]))
+
+
+def test_bytes_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> None:
+    """Not on a longer one that full attention alone has had."""
+    both = {
+        name: record(name, "", 1.0, audit={"device_kv_bytes": tokens * 1024, "attended_max": tokens})
+        for name, tokens in (("short", 512), ("long", 2048))
+    }
+    stored(tmp_path, "full", None, list(both.values()))
+    stored(tmp_path, "quest", 64, [both["short"]])
+    assert [bytes_held(run) for run in collect([tmp_path])] == [1024, 1024]
 
 
 def test_the_front_of_bytes_held_is_named_with_its_budget_and_kv(tmp_path: Path) -> None:
