@@ -132,3 +132,21 @@ def test_without_times_the_trade_off_shows_memory_with_the_index(tmp_path: Path)
 def test_a_value_that_is_not_there_is_refused(runs: Path) -> None:
     with pytest.raises(ConfigError, match="gains: no such value"):
         pivot(collect([runs]), ["method"], [], ["gains"])
+
+
+def test_every_number_of_a_group_is_of_its_samples(tmp_path: Path) -> None:
+    """Of a step, of what was attended and of nearness, as of the score."""
+    own = {}
+    for group, kl, held in (("256", 1.0, 2), ("1024", 3.0, 8)):
+        audit = record("", "", 1.0)["audit"] | {"attended_mean": 16.0 * held, "device_kv_bytes": held * 2**20}
+        near = {"kl_mean": kl, "nll": kl, "nll_full": 0.5}
+        own[group] = [record(f"{group}-{at}", group, 1.0, audit=audit, fidelity=near) for at in range(2)]
+    stored(tmp_path, samples=[*own["256"], *own["1024"]])
+    values = ["kl_mean", "device_kv_bytes", "attended_share", "score"]
+    table = pivot(collect([tmp_path]), ["method"], ["group"], values)
+    for group, kl, held in (("256", 1.0, 2), ("1024", 3.0, 8)):
+        numbers = table.cells[0, table.columns.index(group)].numbers
+        found = [numbers[name] for name in ("kl_mean", "device_kv_bytes", "attended_share", "kl_mean_samples")]
+        assert found == [kl, held, held * 16 / 64, 2]
+    whole = pivot(collect([tmp_path]), ["method"], [], ["device_kv_bytes"])
+    assert whole.cells[0, 0].numbers["device_kv_bytes"] == 8

@@ -224,24 +224,6 @@ def test_a_probe_run_gives_the_recall_and_a_timed_run_the_rest(tmp_path):
     assert cell(alone, ("tiny", "passkey", "quest", "64")).numbers["score"] == 0
 
 
-def test_every_number_of_a_group_is_of_its_samples(tmp_path):
-    """Of a step, of what was attended and of nearness, as of the score."""
-    own = {}
-    for group, kl, held in (("256", 1.0, 2), ("1024", 3.0, 8)):
-        audit = record("", "", 1.0)["audit"] | {"attended_mean": 16.0 * held, "device_kv_bytes": held * 2**20}
-        near = {"kl_mean": kl, "nll": kl, "nll_full": 0.5}
-        own[group] = [record(f"{group}-{at}", group, 1.0, audit=audit, fidelity=near) for at in range(2)]
-    stored(tmp_path, samples=[*own["256"], *own["1024"]])
-    values = ["kl_mean", "device_kv_bytes", "attended_share", "score"]
-    table = pivot(collect([tmp_path]), ["method"], ["group"], values)
-    for group, kl, held in (("256", 1.0, 2), ("1024", 3.0, 8)):
-        numbers = cell(table, ("quest",), group).numbers
-        found = [numbers[name] for name in ("kl_mean", "device_kv_bytes", "attended_share", "kl_mean_samples")]
-        assert found == [kl, held, held * 16 / 64, 2]
-    (whole,) = summary(collect([tmp_path]), values=["kl_mean", "device_kv_bytes"])
-    assert cell(whole, ("tiny", "passkey", "quest", "64")).numbers["device_kv_bytes"] == 8
-
-
 def test_groups_are_cells_of_their_own(tmp_path):
     stored(tmp_path, "full", samples={"1024": [1.0, 1.0], "512": [1.0, 1.0]})
     stored(tmp_path, "quest", samples={"1024": [1.0, 0.0], "512": [1.0, 1.0]})
