@@ -189,9 +189,11 @@ class Run:
         return {**with_summary(self.arm, summarise(records, self.arm["metric"])), "spread": {}}
 
     def arm_of(self, groups: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). Read once for each."""
+        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). Samples are read once for all."""
         if groups and groups not in self._lines:
-            self._lines[groups] = self.line([one for one in self.samples() if (one.get("group") or "") in groups])
+            records = self.samples()
+            for some in {groups, *((group,) for group in self.scores.groups)}:
+                self._lines[some] = self.line([one for one in records if (one.get("group") or "") in some])
         return self._lines[groups] if groups else self.arm
 
     def on_samples_of(self, other: Run) -> dict[str, Any]:
