@@ -31,6 +31,7 @@ SWEEPS = (
     "claims",
     "controls",
     "fidelity_budgets",
+    "given_qwen",
     "in_vllm",
     "latency_gpu",
     "quantised",
