@@ -189,7 +189,7 @@ class Run:
         return {**with_summary(self.arm, summarise(records, self.arm["metric"])), "spread": {}}
 
     def arm_of(self, groups: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). Samples are read once for all."""
+        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). They are read once."""
         if groups and groups not in self._lines:
             records = self.samples()
             for some in {groups, *((group,) for group in self.scores.groups)}:
