@@ -50,7 +50,9 @@ def key_of(runs: Runs, name: str) -> str:
         ConfigError: no such key, or several.
     """
     known = [*runs.settings.columns, *OF_ARMS, "group"]
-    return _one_of(name, known, {*known, *map(last_word, known)}, f"{name}: no such key of a run")
+    ending = Counter(map(last_word, known))
+    words = {word if ending[word := last_word(key)] == 1 else key for key in known}
+    return _one_of(name, known, words, f"{name}: no such key of a run")
 
 
 def values_of(runs: Runs, name: str) -> list[str]:
