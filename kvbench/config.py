@@ -129,7 +129,14 @@ def shipped(group: str, name: str) -> dict[str, Any] | None:
     own = read_choice(files[name])
     if "defaults" not in own:
         return own
-    parts = [own if part == "_self_" else shipped(group, part) or {} for part in own.pop("defaults")]
+    return copy.deepcopy(_merged(files[name], tuple(path.stat().st_mtime_ns for path in files.values())))
+
+
+@functools.lru_cache(maxsize=256)
+def _merged(path: Path, modified: tuple[int, ...]) -> dict[str, Any]:
+    # Merging takes ten milliseconds, and a sweep's check asks for the same choices several times for every job.
+    own = read_choice(path)
+    parts = [own if part == "_self_" else shipped(path.parent.name, part) or {} for part in own.pop("defaults")]
     return _plain(OmegaConf.merge(*parts))
 
 
