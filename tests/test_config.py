@@ -1,6 +1,7 @@
 """Methods and options by name, and what is built of them, without a command line."""
 
 import math
+import os
 import re
 
 import pytest
@@ -147,3 +148,19 @@ def test_build_calls_the_target_with_all_but_the_harness_keys():
 def test_a_target_that_cannot_be_built_says_why(node, line):
     with pytest.raises(ConfigError, match=line):
         config.build(node)
+
+
+def test_a_choice_follows_the_files_that_it_differs_from(tmp_path, monkeypatch):
+    """What was merged once is merged anew when a file of the chain changes, and what a caller changes is its own."""
+    monkeypatch.setattr(config, "conf_dir", lambda: tmp_path)
+    (tmp_path / "method").mkdir()
+    base = tmp_path / "method" / "base.yaml"
+    for name, differs_from in (("middle", "base"), ("top", "middle")):
+        (base.parent / f"{name}.yaml").write_text(f"defaults: [{differs_from}, _self_]\nname: {name}\n")
+    for window in (32, 64):
+        base.write_text(f"name: base\nwindow: {window}\n")
+        os.utime(base, (window, window))
+        found = config.shipped("method", "top")
+        assert found == {"name": "top", "window": window}
+        found["window"] = 0
+        assert config.shipped("method", "top")["window"] == window
