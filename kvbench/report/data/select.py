@@ -51,7 +51,7 @@ def key_of(runs: Runs, name: str) -> str:
     """
     known = [*runs.settings.columns, *OF_ARMS, "group"]
     ending = Counter(map(last_word, known))
-    words = {word if ending[word := last_word(key)] == 1 else key for key in known}
+    words = [last_word(key) if ending[last_word(key)] == 1 else key for key in known]
     return _one_of(name, known, words, f"{name}: no such key of a run")
 
 
