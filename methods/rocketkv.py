@@ -2,8 +2,9 @@
 Inference via Two-Stage KV Cache Compression").
 
 Of a prompt of N = c C tokens SnapKV, with a wide pooling, keeps N / c^alpha. Pages of these are summed up by the
-minimum and the maximum of each channel. At each step the channels where the queries are largest estimate what every
-page receives, and the tokens of the best pages are attended. Written from the paper's rule; its code was not read.
+minimum and the maximum of each channel. At each step the channels where the queries are largest
+estimate what a token of every page receives, and the tokens of the best pages are attended. As in
+the authors' code the softmax is over tokens: a short last page counts less than the others.
 """
 
 from __future__ import annotations
@@ -104,13 +105,14 @@ class RocketKV(Method):
     def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """What a row that holds so many tokens attends, [Hkv, n]."""
         left, page, most = self.left[row], self.page[row], self._most(self.capacities[row], tokens)
-        count = -(-tokens // page)
-        low, high = (part[layer][row, :, :count].float() for part in (self.low, self.high))
+        starts = torch.arange(0, tokens, page, device=query.device)
+        sizes = (tokens - starts).clamp(max=page)
+        low, high = (part[layer][row, :, : len(sizes)].float() for part in (self.low, self.high))
         own = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
-        scores = estimates(own, low, high, self.channels[row], self.shape.scaling)
+        scores = estimates(own, low, high, sizes, self.channels[row], self.shape.scaling)
         # one page more than they take: the last one may be short
-        first = top_earliest(scores[None], -(-most // page) + 1)[0] * page
-        slots, _ = entries(first, (tokens - first).clamp(max=page), most)
+        best = top_earliest(scores[None], -(-most // page) + 1)[0]
+        slots, _ = entries(starts[best], sizes[best], most)
         generated = slots - left + self.shape.lengths[row]
         return torch.where(slots < left, self.kept[layer][row].gather(1, slots.clamp(0, left - 1)), generated)
 
@@ -138,16 +140,23 @@ def page_and_channels(left: int, capacity: int, head_dim: int) -> tuple[int, int
 
 
 def estimates(
-    query: torch.Tensor, low: torch.Tensor, high: torch.Tensor, channels: int, scaling: float
+    query: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    sizes: torch.Tensor,
+    channels: int,
+    scaling: float,
 ) -> torch.Tensor:
-    """What each page receives from the query heads of its KV head, estimated, summed over them: [Hkv, P].
+    """What a token of each page receives, estimated, from all query heads of its KV head: [Hkv, P].
 
-    A page is looked at in the channels where the group's |q| is largest in sum: at its maximum where the group's q
-    sums to more than 0, else at its minimum. What a query head leaves out makes its logits larger.
+    A page is looked at in the channels where the group's |q| is largest in sum: at its maximum where the group's q sums
+    to more than 0, else at its minimum. What a query head leaves out makes its logits larger. All tokens of a page have
+    its logit.
 
     Args:
         query: [Hkv, G, D].
         low, high: [Hkv, P, D], bounds of the pages.
+        sizes: [P], tokens of each page.
         channels: that are looked at.
         scaling: factor on logits of all channels.
     """
@@ -160,4 +169,5 @@ def estimates(
     looking = query.gather(2, best.expand(-1, query.shape[1], -1))
     share = (seen / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)  # a query may be zero there
     logits = looking @ bound.mT * scaling / share.sqrt()
-    return logits.softmax(dim=2).sum(dim=1)
+    all_tokens = (logits + sizes.log()).logsumexp(dim=2, keepdim=True)
+    return (logits - all_tokens).exp().sum(dim=1)

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from driver import Stream, drive, stream
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from waves import wave_stream
 
@@ -60,17 +61,16 @@ def chosen(fixed: Stream, layer: int, row: int, head: int, now: int, ids: list[i
     pages = [keys[at : at + page] for at in range(0, len(keys), page)]
     sums = [sum(abs(query[d]) for query in queries) for d in range(len(keys[0]))]
     looked = ranked(sums, channels)
-    scores = [0.0] * len(pages)
+    scores = [0.0] * len(ids)
     for query in queries:
         share = sum(abs(query[d]) for d in looked) / sum(map(abs, query))
         logits = []
         for own in pages:
             bound = [max if sum(other[d] for other in queries) > 0 else min for d in looked]
             product = sum(query[d] * side(key[d] for key in own) for d, side in zip(looked, bound, strict=True))
-            logits.append(product / math.sqrt(len(query) * share))
+            logits += [product / math.sqrt(len(query) * share)] * len(own)
         scores = [total + weight for total, weight in zip(scores, softmax(logits), strict=True)]
-    best = ranked(scores, math.ceil(most / page) + (math.ceil(most / page) < len(pages)))
-    return [token for at in best for token in ids[at * page : (at + 1) * page]][:most]
+    return [ids[at] for at in ranked(scores, most, flat=True)]
 
 
 @settings(max_examples=8)
@@ -80,6 +80,7 @@ def chosen(fixed: Stream, layer: int, row: int, head: int, now: int, ids: list[i
     unified=st.booleans(),
     heads=st.sampled_from([(2, 1), (2, 3), (1, 7)]),
 )
+@example(budget=8, lengths=[82], unified=False, heads=(1, 7))  # a short last page decides
 def test_a_step_attends_what_a_plain_reading_says(
     budget: int, lengths: list[int], unified: bool, heads: tuple[int, int]
 ) -> None:
@@ -98,6 +99,16 @@ def test_a_step_attends_what_a_plain_reading_says(
                 right = ids if len(ids) <= budget else chosen(fixed, at.layer, row, head, now, ids, sizes, most)
                 assert at.sets(row)[head] == set(right)
     assert not driven.audit["over_rule"]
+
+
+def test_a_page_counts_as_often_as_it_has_tokens() -> None:
+    """Two heads look at a page each: three tokens share what the first gives, one has all that the second gives."""
+    from methods.rocketkv import estimates
+
+    query = torch.tensor([[[20.0, 0.0], [0.0, 20.0]]])
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+    scores = estimates(query, keys, keys, torch.tensor([3, 3, 1]), 2, 1.0)
+    assert torch.allclose(scores, torch.tensor([[1 / 3, 0, 1]]), atol=1e-6)
 
 
 def test_the_numbers_of_the_rule() -> None:
