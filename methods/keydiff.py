@@ -115,7 +115,7 @@ class KeyDiffBlocks(KeepsEnds):
     def report(self) -> dict[str, float]:
         """Tokens of a KV head that a prefill in blocks holds at most, in one layer."""
         pairs = zip(self.shape.lengths, self.blocks, strict=True)
-        return {"block_prefill_tokens_max": max(min(length, own.kept + own.size) for length, own in pairs)}
+        return {"block_prefill_tokens_max": max(blocks.most_held(length) for length, blocks in pairs)}
 
 
 class Blocks(NamedTuple):
@@ -139,6 +139,10 @@ class Blocks(NamedTuple):
         """Tokens that are held of `length`, those of a full block all among them."""
         newer = (length - self.first - 1) % self.size + 1
         return min(length - newer, self.kept) + newer if length > self.kept else length
+
+    def most_held(self, length: int) -> int:
+        """The most tokens that are held while `length` are read; later blocks hold no fewer."""
+        return max(self.held(seen) for seen in range(max(0, length - self.size), length + 1))
 
     def room(self, length: int) -> int:
         """Tokens after the last of `length` until some have to go."""

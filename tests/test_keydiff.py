@@ -63,6 +63,17 @@ def blocks(
     return ever
 
 
+def most_held(length: int, block: int, kept: int, first: int) -> int:
+    """The most tokens held while a prompt comes token by token."""
+    held = most = 0
+    for token in range(length):
+        held += 1
+        most = max(most, held)
+        if token >= first and (token + 1 - first) % block == 0:
+            held = min(held, kept)
+    return most
+
+
 @st.composite
 def streams(draw: st.DrawFn) -> Stream:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
@@ -138,7 +149,15 @@ def test_each_full_block_is_followed_by_a_cut(fixed: Stream, budget: int, block:
             expected = blocks(fixed.keys[0, row, head].tolist(), length, fixed.steps, block, kept, first)
             assert [at.sets(row)[head] for at in driven.seen] == expected
             assert [driven.engine.method.rule(0, length, at.step) for at in driven.seen] == [*map(len, expected)]
+    most = max(most_held(length, block, kept, first) for length in fixed.lengths)
+    assert driven.audit["block_prefill_tokens_max"] == most
     assert not driven.audit["over_rule"]
+
+
+def test_a_prefill_in_blocks_ends_before_a_block_is_full() -> None:
+    """100 tokens are left of the first 128, and 72 come: 172, not 228 or 200."""
+    driven = drive(stream(200, steps=1), method_named("keydiff_blocks", block=128), 100)
+    assert driven.audit["block_prefill_tokens_max"] == 172
 
 
 @pytest.mark.slow
