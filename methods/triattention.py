@@ -85,7 +85,10 @@ class TriAttention(KeepsEnds):
             self.scatter[layer] = (sizes - pairs.abs()).to(device)
 
     def end_prefill(self) -> None:
-        """Prune the prompts that fill the cache."""
+        """Prune the prompts that fill the cache, as the authors' vLLM plugin does.
+
+        The code of their experiments prunes after decode steps alone, so that the first attends the whole prompt.
+        """
         self._prune()
 
     def end_step(self) -> None:
