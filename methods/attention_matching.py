@@ -21,7 +21,7 @@ from methods.kvzip import check_context
 
 ASK = "Repeat the previous context verbatim."  # as published
 BLOCK = 1024  # queries whose attention is computed at once
-CUT = 1e-12  # squared singular values below this share of the largest are rounding
+CUT = 1e-8  # singular values below this share of the largest are the rounding of float32 logits
 LIMITS = -3.0, 3.0  # of a weight's logarithm
 STEPS, POWERS = 2, 3  # of the projected gradient, and of the power iteration that says how long they are
 
@@ -170,5 +170,14 @@ def projected(matrix: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -
 
 
 def solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The shortest x with the least squares of matrix @ x = target, [n, t] and [n, m], in float64."""
-    return torch.linalg.pinv(matrix.T @ matrix, rtol=CUT, hermitian=True) @ (matrix.T @ target)
+    """The shortest x with the least squares of matrix @ x = target, [n, t] and [n, m], in float64.
+
+    Keys that are alike make columns that nearly are: by QR and the singular values of its triangle, as products of the
+    matrix with itself would square these.
+    """
+    columns = matrix.shape[1]
+    triangle = torch.linalg.qr(torch.cat([matrix, target], dim=1), mode="r").R[:columns]
+    left, sizes, right = torch.linalg.svd(triangle[:, :columns], full_matrices=False)
+    rank = int((sizes > CUT * sizes[0]).sum())
+    turned = left[:, :rank].mT @ triangle[:, columns:]
+    return right[:rank].mT @ (turned / sizes[:rank, None])

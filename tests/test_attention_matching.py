@@ -84,7 +84,7 @@ def fitted(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, count: int
     places = sorted(range(len(keys)), key=lambda key: -worth[key])[:count]
     sums = np.exp(logits - logits.max(axis=1, keepdims=True))
     target, sums = sums.sum(axis=1), sums[:, places]
-    weights = np.clip(np.linalg.lstsq(sums, target, rcond=1e-6)[0], math.exp(-3), math.exp(3))
+    weights = np.clip(np.linalg.lstsq(sums, target, rcond=1e-8)[0], math.exp(-3), math.exp(3))
     direction = np.ones(count)
     for _ in range(3):
         direction = sums.T @ (sums @ direction)
@@ -93,7 +93,7 @@ def fitted(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, count: int
         slope = sums.T @ (sums @ weights - target)
         weights = np.clip(weights - slope / np.linalg.norm(sums @ direction) ** 2, math.exp(-3), math.exp(3))
     shares = softmax(logits[:, places] + np.log(weights))
-    return places, np.log(weights), np.linalg.lstsq(shares, attention @ values, rcond=1e-6)[0]
+    return places, np.log(weights), np.linalg.lstsq(shares, attention @ values, rcond=1e-8)[0]
 
 
 def kept(fixed: Stream, layer: int, before: int, budget: int, recent: int, asked: np.ndarray) -> list[dict[int, Any]]:
@@ -146,6 +146,25 @@ def test_outputs_are_those_of_the_fitted_keys(data: st.DataObject) -> None:
             found = driven.outputs[last - length - 1, layer, row, head]
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
     assert not driven.audit["over_rule"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fit_of_nearly_dependent_columns_is_as_near_as_any(seed: int) -> None:
+    """Queries that look at a few keys each, and nearly as many keys as queries."""
+    rng = torch.Generator().manual_seed(seed)
+    queries, keys, values = (scale * torch.randn(90, 20, generator=rng) for scale in (10, 1, 1))
+    fit, scaling = matched(queries, keys, values, 80, 20**-0.5), 20**-0.5
+    logits = (queries @ keys.T * scaling).double()
+    whole, few = logits.softmax(dim=1) @ values.double(), (logits[:, fit.ids] + fit.weights).softmax(dim=1)
+    best = torch.from_numpy(np.linalg.lstsq(few.numpy(), whole.numpy(), rcond=None)[0])
+    assert (few @ fit.values - whole).norm() <= 1.01 * (few @ best - whole).norm() + 1e-6 * whole.norm()
+
+
+def test_a_fit_to_equal_keys_is_small() -> None:
+    rng = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(80, 16, generator=rng) for _ in range(3))
+    fit = matched(queries, torch.cat([keys[:40]] * 2), values, 60, 0.25)
+    assert fit.values.abs().max() < 100
 
 
 # -- what is written, and where ----------------------------------------------------------------------------------------
