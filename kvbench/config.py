@@ -40,6 +40,7 @@ HARNESS_KEYS = frozenset(
         "new_tokens",
         "own_prefill",
         "one_by_one",
+        "version",
     }
 )
 
@@ -47,7 +48,9 @@ HARNESS_KEYS = frozenset(
 INHERITED = frozenset({"protect"})
 
 # Of these, what the file says of itself and no run can change.
-FACTS = frozenset({"about", "valid", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"})
+FACTS = frozenset(
+    {"about", "valid", "version", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"}
+)
 
 
 class ConfigError(ValueError):

@@ -19,7 +19,6 @@ import kvbench.engine.engine
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, build, method_config
 from kvbench.method import Prompt
-from kvbench.runs.code import module_sources
 
 bind_methods()
 
@@ -382,13 +381,3 @@ def test_budget_of_a_short_prompt_s_fraction_is_kept() -> None:
 def test_half_precision_without_bfloat16_s_range_is_refused() -> None:
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         drive(in_dtype(stream(60), torch.float16), small(), 48)
-
-
-# -- as a model's cache ------------------------------------------------------------------------------------------------
-
-
-def test_an_edited_file_of_the_folder_makes_another_run() -> None:
-    target = method_config("icecache").target
-    assert {path.name for path in module_sources(target) if path.parent.name == "icecache"} == {
-        path.name for path in (Path(__file__).parent.parent / "methods" / "icecache").glob("*.py")
-    }

@@ -23,8 +23,8 @@ from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.models import hub
-from kvbench.runs.code import harness_sources, module_sources, source_hash
-from kvbench.runs.identity import backend_name, run_id
+from kvbench.runs.identity import run_id
+from kvbench.runs.versions import versions_of
 
 NEEDED = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
@@ -86,11 +86,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def cache_of(file: str, config: Mapping[str, Any]) -> str:
     """The file of answers of what generates, its code and weights: lm-eval keeps those of all its models alike."""
-    harness = harness_sources(backend_name(config))
     what = {
         "config": {key: value for key, value in config.items() if key not in ("threads", "memory_check")},
-        "harness": source_hash(harness),
-        "method": source_hash(module_sources(config["method"]["_target_"]), harness),
+        "versions": versions_of(config),
         "weights": hub.weights_of(hub.source_of(config["model"]), config["seed"]),
     }
     return f"{file}-{run_id(what)}"

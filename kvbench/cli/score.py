@@ -9,7 +9,6 @@ scored.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,17 @@ from rich.table import Table
 
 from kvbench.cli.report import own_folders
 from kvbench.cli.words import refuse_twice
-from kvbench.config import HARNESS_KEYS, ConfigError, check_types, check_valid, first_line, locate, nearest, show
-from kvbench.runs.code import module_sources, source_hash
+from kvbench.config import (
+    HARNESS_KEYS,
+    ConfigError,
+    check_types,
+    check_valid,
+    first_line,
+    locate,
+    nearest,
+    shipped,
+    show,
+)
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.stored import (
@@ -42,6 +50,7 @@ from kvbench.runs.stored import (
 )
 from kvbench.runs.summary import summarise
 from kvbench.runs.terminal import Console
+from kvbench.runs.versions import version_of
 from kvbench.tasks import Sample, Task, predictions, task_of
 from kvbench.tasks.known import add_config_dir, refuse_unknown
 
@@ -212,15 +221,15 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
         check_format(folder)
         config, made_with = stored_task(folder)
         refuse_unknown(folder, config, made_with, config_dir)
-        return _rescored(folder, _task_of(folder, config, options or {}), config["_target_"])
+        return _rescored(folder, _task_of(folder, config, options or {}), _version(config))
 
 
-def _rescored(folder: Path, task: Task, target: str) -> Rescored:
+def _rescored(folder: Path, task: Task, version: int | str) -> Rescored:
     records, end = read_samples(folder / "samples.jsonl")
     if lost := lost_samples(folder, len(records)):
         raise ResultsError(f"{folder}: {lost}")
     stored = list(records.values())
-    mark = {"task": _code(target), "notes": dict(task.notes)}
+    mark = {"task": version, "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]
     before = summarise(stored, task.metric)
     has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
@@ -308,9 +317,9 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
     return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
 
 
-@functools.cache
-def _code(target: str) -> str:
-    return source_hash(module_sources(target))
+def _version(config: Mapping[str, Any]) -> int | str:
+    """That of the task that scores now, whatever a stored run had."""
+    return version_of({**config, **(shipped("task", str(config.get("name"))) or {})})
 
 
 def as_json(found: Rescored, written: bool) -> dict[str, Any]:

@@ -20,6 +20,8 @@ ROWS = ("native", "fp8", "int8", "int4", *PUBLISHED, *PAPERS)
 GROUPED = ("kivi4", "kivi2")
 EVERY = (*ROWS, *GROUPED)
 ROTATIONS = ("none", "hadamard")
+# Raised where the numbers of a kind change: run ids have them.
+VERSIONS = dict.fromkeys(EVERY, 1)
 # What each key may be; null of a side: as its tier.
 KINDS = {"device": EVERY, "host": ROWS, "key": EVERY, "value": EVERY, "rotate": ROTATIONS}
 SIDES = ("key", "value")
@@ -55,6 +57,11 @@ class KV(NamedTuple):
     def named(self) -> set[str]:
         """The kinds of both tiers, of keys and of values."""
         return {kind for tier in TIERS for kind in self.kinds(tier)}
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Of each kind that codes tokens."""
+        return {kind: VERSIONS[kind] for kind in sorted(self.named - {"native"})}
 
     @property
     def listed(self) -> list[str]:

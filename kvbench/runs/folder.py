@@ -28,7 +28,7 @@ import yaml
 
 import kvbench
 from kvbench.runs.command import command_of
-from kvbench.runs.identity import run_id
+from kvbench.runs.identity import earlier_ids, run_id
 from kvbench.runs.stored import (
     FORMAT,
     SHARDS,
@@ -134,7 +134,7 @@ class RunFolder:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
-        folder = cls(_arm(results_dir, task, model, arm) / run_id(identity), shard)
+        folder = cls(_of_identity(_arm(results_dir, task, model, arm), identity), shard)
         with writing(folder.path), ExitStack() as failed:
             failed.push(folder._held)
             failed.push(folder._mine)
@@ -389,6 +389,13 @@ def refuse_other_formats(results_dir: str | os.PathLike[str], task: str, model: 
 
 def _arm(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> Path:
     return Path(results_dir, "runs", *map(_folder_name, (task, model, arm)))
+
+
+def _of_identity(arm: Path, identity: Mapping[str, Any]) -> Path:
+    """The folder of an identity among those of its arm: one with an earlier id where that is there."""
+    own = run_id(identity)
+    earlier = (arm / id for id in earlier_ids(own) if not (arm / own).exists())
+    return next((folder for folder in earlier if folder.is_dir()), arm / own)
 
 
 def check_format(folder: Path) -> None:

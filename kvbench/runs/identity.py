@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvbench.budget import has_budget
@@ -71,3 +73,13 @@ def run_id(identity: Mapping[str, Any]) -> str:
     """12 hex digits naming `identity` (JSON values, finite numbers); key order does not matter, 1 and 1.0 differ."""
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _earlier() -> dict[str, list[str]]:
+    return json.loads(Path(__file__).with_name("earlier_ids.json").read_text())
+
+
+def earlier_ids(run_id: str) -> list[str]:
+    """Ids that runs of this identity have which kvbench shipped before ids were made of versions; the newest first."""
+    return _earlier().get(run_id, [])

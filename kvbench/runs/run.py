@@ -27,22 +27,22 @@ from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.models.heads import calibration_for
 from kvbench.models.types import Tokenizer
-from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import LOCAL, arm_name, backend_name, budget_of
+from kvbench.runs.identity import LOCAL, arm_name, budget_of
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
 from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
+from kvbench.runs.versions import files_digest, is_ours, versions_of
 from kvbench.tasks import Sample, several, take, task_of
 
 Config = dict[str, Any]
 
 # Keys of a config, and of its groups, that change no number or that `identity` holds in another form.
 NOT_IDENTITY = {"results_dir", "threads", "hydra", "sweep", "smoke", "memory_check", "model", "device", "dtype"}
-NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit"}
+NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit", "version"}
 
 
 def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
@@ -343,9 +343,10 @@ def identity(arm: Arm) -> dict[str, Any]:
     written = {key: value for key, value in config["protocol"].items() if key not in GREEDY}
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("backend", "method", "task"):
-        config[group] = {key: value for key, value in config[group].items() if key not in NOT_IDENTITY_OF_GROUP}
+        # Where kvbench keeps the code of a choice is no part of what it computes.
+        own = NOT_IDENTITY_OF_GROUP | ({"_target_"} if group != "backend" and is_ours(config[group]) else set())
+        config[group] = {key: value for key, value in config[group].items() if key not in own}
     random_weights = arm.loaded.revision.startswith("dummy-")
-    harness = harness_sources(backend_name(arm.config))
     data = [source.path() for source in arm.task.sources]
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
@@ -354,14 +355,13 @@ def identity(arm: Arm) -> dict[str, Any]:
         config["method"]["heads"] = arm.calibration.digest
     return {
         "config": config,
+        "versions": versions_of(arm.config),
         "protocol": arm.protocol.digest(),
         "dense_layers": list(arm.dense_layers),
         "model_revision": arm.loaded.revision,
         "model_shape": arm.config["model"]["config"] if random_weights else None,
-        "data": source_hash([*module_sources(config["task"]["_target_"]), *data], harness),
+        "data": files_digest(data),
         "notes": dict(arm.task.notes),
-        "harness": source_hash(harness),
-        "source": source_hash(module_sources(config["method"]["_target_"]), harness),
         "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
         **({} if arm.decode == "alone" else {"decode": arm.decode}),

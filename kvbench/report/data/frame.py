@@ -38,6 +38,7 @@ from kvbench.runs.stored import (
     what_of,
 )
 from kvbench.runs.summary import answers_of, machine_name, summarise
+from kvbench.runs.versions import versions_in
 
 _Contents = dict[tuple[str, ...], str]  # `content_of` samples, by protocol, seed and id
 
@@ -53,7 +54,7 @@ class _Read(NamedTuple):
 def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     """Read all runs at or below these folders.
 
-    Of two runs of one arm, which differ only in the state of the code or the data, the newest is taken.
+    Of two runs of one arm, which differ only in the state of the data, the newest is taken.
 
     Args:
         folders: each a run folder or one above some.
@@ -175,6 +176,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "device": identity["device"],
         "dtype": identity["dtype"],
         "dense_layers": show(identity["dense_layers"]),
+        **_versions(identity),
     }
     shape = identity.get("model_shape") or {}  # of random weights, whose name does not say it
     settings |= {f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()}
@@ -188,6 +190,13 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     for key in (key for key, value in task.items() if value == LOCAL):
         settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
+
+
+def _versions(identity: Mapping[str, Any]) -> dict[str, str]:
+    """What code the numbers are of: runs of other versions of the harness, the backend or the task are not paired."""
+    versions = {key: printable(show(value)) for key, value in versions_in(identity).items()}
+    harness = versions.pop("harness")
+    return {"harness": harness, **{f"{key}.version": value for key, value in versions.items()}}
 
 
 def _whole(own: Mapping[str, Any], key: str) -> int:

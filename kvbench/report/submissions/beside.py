@@ -17,8 +17,8 @@ from kvbench.config import choices, method_config, show
 from kvbench.report.data.compact import rounded
 from kvbench.report.data.run import OF_SPARSE, Run, Runs, is_shared, missing
 from kvbench.report.submissions.whole import NEAR, times_of
-from kvbench.runs.code import harness_sources, module_sources, source_hash
 from kvbench.runs.stored import Record, read_run_yaml
+from kvbench.runs.versions import HARNESS, versions_in
 
 ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
 # What a run may have otherwise and still be the same arm: how it was computed, and what one run of several is.
@@ -180,7 +180,9 @@ def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
 
 def target_of(run: Run) -> str:
     """The class of a run's method, a word that nothing looks up."""
-    return str(read_run_yaml(Path(run.arm["path"]))["identity"]["config"]["method"].get("_target_", ""))
+    written = read_run_yaml(Path(run.arm["path"]))
+    named = (part["method"].get("_target_") for part in (written["identity"]["config"], written["config"]))
+    return str(next(filter(None, named), ""))
 
 
 def _name(run: Run) -> Iterator[str]:
@@ -196,25 +198,13 @@ def _name(run: Run) -> Iterator[str]:
 
 
 def code_of(run: Run) -> str:
-    """Whose code a run says that it ran: this kvbench's, another's, or a method of its own."""
-    written = read_run_yaml(Path(run.arm["path"]))["identity"]
-    source, harness = written.get("source"), written.get("harness")
-    ours = _harness(str(run.settings["backend"]))
-    same = "this kvbench's harness" if harness == ours else "a harness of another version, or an edited one"
+    """Whose code a run says that it ran: this kvbench's, another version's, or a method of its own."""
+    versions = versions_in(read_run_yaml(Path(run.arm["path"]))["identity"])
+    harness = "this kvbench's harness" if versions["harness"] == HARNESS else "a harness of another version"
     if run.arm["method"] not in choices("method"):
-        return f"a method of its own, by its hash {show(source)[:12]}; {same}"
-    edited = source != _method(run.arm["method"], str(run.settings["backend"]))
-    return f"{'a method of another version, or an edited one' if edited else 'the method of this kvbench'}; {same}"
-
-
-@functools.cache
-def _harness(backend: str) -> str:
-    return source_hash(harness_sources(backend))
-
-
-@functools.cache
-def _method(name: str, backend: str) -> str:
-    return source_hash(module_sources(method_config(name).target), harness_sources(backend))
+        return f"a method of its own, {show(versions['method'])[:12]}; {harness}"
+    same = versions["method"] == method_config(run.arm["method"]).harness["version"]
+    return f"{'the method of this kvbench' if same else 'a method of another version'}; {harness}"
 
 
 def beside_words(run: Run, other: Run) -> str:

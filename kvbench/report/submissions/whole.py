@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.report.data.run import Run, missing
-from kvbench.runs.identity import run_id
+from kvbench.runs.identity import earlier_ids, run_id
 from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import Record, contents, json_in, json_of, read_run_yaml
 from kvbench.runs.summary import summarise
@@ -93,7 +93,8 @@ def _audits(run: Run, records: list[Record]) -> Iterator[str]:
 
 def _identity(path: Path) -> Iterator[str]:
     written = read_run_yaml(path)
-    if not run_id(written["identity"]) == written["run_id"] == path.name:
+    own = run_id(written["identity"])
+    if written["run_id"] != own or path.name not in (own, *earlier_ids(own)):
         yield "its settings are not those of its run id: run.yaml was changed"
 
 
