@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ PROMPT, STEPS = 280, 26  # tokens of a text; more steps than any method of `METH
 
 # Logits of another CPU differ in the last bits, and so may one of the tokens that follow from them (CAKE's order of the
 # cache does); a changed formula moves these more.
-SMOOTH = {"kl", "error", "likelihood"}
+SMOOTH = {"kl", "error", "likelihood", "output"}
 NEAR = 0.02
 
 
@@ -76,30 +77,36 @@ AUDITED = ("attended_mean", "attended_max", "device_kv_bytes", "index_bytes", "h
 
 
 def numbers_of_method(case: Case) -> dict[str, Any]:
-    """KL from full attention and what the audit counts on a text; which ids are attended where many keys are equal."""
+    """KL from full attention and what the audit counts on a text; what is attended where many keys are equal."""
     steps, audit = log_probabilities(case)
     kl = [float((full.exp() * (full - own)).sum()) for full, own in zip(reference(), steps, strict=True)]
     return {
         "kl": f"{max(0.0, sum(kl) / len(kl)):.5g}",
         **{name: f"{audit[name]:.8g}" for name in AUDITED},
-        "ids": ids_among_equals(case),
+        **among_equals(case),
     }
 
 
-def ids_among_equals(case: Case) -> list[str]:
-    """The ids that each head of the last layer attends at the last step, in a stream of few distinct small numbers.
+def among_equals(case: Case) -> dict[str, Any]:
+    """What is attended in a stream of few distinct small numbers.
 
     Sums of such products are exact on every CPU, so that equal keys have equal scores.
+
+    Returns:
+        "ids" of each head of the last layer at the last step; a digest of "all_ids", of all steps and layers; the size
+        of the "output".
     """
     fixed = stream(200, steps=STEPS)
-    coarse = fixed.keys.round().clamp(-1, 1)
-    copies = coarse[..., torch.arange(coarse.shape[3]) % 23, :]
-    whole = fixed.__class__(
-        fixed.lengths, fixed.steps, fixed.queries.round().clamp(-3, 3), copies, fixed.values.round(), fixed.tokens
-    )
-    method = case.build()
-    seen = drive(whole, method, SMALL, accounting="unified").seen
-    return [ranges(head) for head in (seen[-1].sets(0) if seen else [])]
+    copies = fixed.keys.round().clamp(-1, 1)[..., torch.arange(fixed.keys.shape[3]) % 23, :]
+    queries = fixed.queries.round().clamp(-3, 3)
+    coarse = replace(fixed, queries=queries, keys=copies, values=fixed.values.round())
+    driven = drive(coarse, case.build(), SMALL, accounting="unified")
+    every = [[ranges(head) for head in at.sets(0)] for at in driven.seen]
+    return {
+        "ids": every[-1],
+        "all_ids": hashlib.sha256(repr(every).encode()).hexdigest()[:12],
+        "output": f"{float(driven.outputs.norm()):.6g}",
+    }
 
 
 def ranges(ids: set[int]) -> str:
