@@ -12,7 +12,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import rotary
-from kvbench.backends.hf.given import check_length, check_mask, columns, left_padded
+from kvbench.backends.hf.given import (
+    Columns,
+    check_length,
+    check_rows,
+    columns,
+    left_padded,
+    refuse_packed,
+    shown_tokens,
+)
 from kvbench.backends.hf.hooks import Call, CountingCache, mailbox, windowed_layers
 from kvbench.backends.hf.layers import reading_of
 from kvbench.backends.hf.model import (
@@ -87,6 +95,7 @@ class KVCache(CountingCache):
         self._question, self._prompt_length = question, prompt_length
         self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
         self._offsets: list[int] = []
+        self._tokens = torch.empty(0, dtype=torch.int64)  # that a step reads, on the CPU
         self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
         _watch(model)
         self._watched = ExitStack()
@@ -187,7 +196,7 @@ class KVCache(CountingCache):
             ValueError: it does not go on from what was read.
         """
         if self.engine is not None:
-            self._check_rows(len(input_ids))
+            check_rows(self.batch_size, len(input_ids))
             self._transcript.check(input_ids)
 
     def before(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -198,13 +207,16 @@ class KVCache(CountingCache):
         """
         if given.get("use_cache") is False:
             raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        width, seen, mask = given[name].shape[1], self.get_seq_length(), given.get("attention_mask")
-        self._check_rows(given[name].shape[0])
-        read = self.engine is not None and self.engine.prefilled
+        seen, read = self.get_seq_length(), self.engine is not None and self.engine.prefilled
+        name, rows, width, mask = reads = Columns.of(given, seen)
+        tokens = reads.last_tokens(given)
+        check_rows(self.batch_size, rows)
         check_length(None if read else self._prompt_length, seen + width)
-        check_mask(mask, seen, width, self._offsets if read else ())
         lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
+        if self.engine is not None:
+            tokens = shown_tokens(tokens, mask, self._offsets, seen)
+        if not read:
+            refuse_packed(given.get("position_ids"), mask)
         if self._stretched:
             rotary.refuse_mixed(self._model, lengths)
         if read and width > 1 and self._question == "decode":
@@ -212,7 +224,7 @@ class KVCache(CountingCache):
                 self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
             given = given | columns(given, name, width - 1, seen)
         rotary.note(lengths)
-        self._expected = seen + width
+        self._expected, self._tokens = seen + width, tokens
         return given
 
     def after(self) -> None:
@@ -223,10 +235,6 @@ class KVCache(CountingCache):
         """
         if self.get_seq_length() != self._expected:
             _refuse_dropped(self._model, self.get_seq_length())
-
-    def _check_rows(self, rows: int) -> None:
-        if self.engine is not None and rows != self.batch_size:
-            raise ValueError(f"this KVCache holds {self.batch_size} rows and is given {rows}: take a new one")
 
     def begin_pass(self) -> None:
         """A forward pass begins.
@@ -280,7 +288,7 @@ class KVCache(CountingCache):
             self.engine.start_chunk(ids)
         elif width == 1:
             self._unsettled = True
-            self.engine.start_step(ids[:, 0].cpu())
+            self.engine.start_step(self._tokens)
         else:
             self.engine.start_turn(ids)
         self._transcript.add(ids)

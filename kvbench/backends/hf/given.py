@@ -1,13 +1,14 @@
-"""What a forward pass through a KVCache is given: its padding, and a token of several."""
+"""What a forward pass through a KVCache is given: its mask and positions, and a token of several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from kvbench.config import ConfigError
+from kvbench.memory.transfer import uploaded
 
 UNPADDED = (
     "without the prompt's padding tokens would stand in other positions; expected the mask of the whole conversation"
@@ -18,10 +19,11 @@ def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
     if padding is None:
         return [columns] * batch, [0] * batch
-    if not bool(padding.any(dim=1).all()):
+    real = padding != 0
+    if not bool(real.any(dim=1).all()):
         raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
-    offsets = padding.int().argmax(dim=1).tolist()
-    if any(not bool(row[offset:].all()) for row, offset in zip(padding, offsets, strict=True)):
+    offsets = real.int().argmax(dim=1).tolist()
+    if any(not bool(row[offset:].all()) for row, offset in zip(real, offsets, strict=True)):
         raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
     return [columns - offset for offset in offsets], offsets
 
@@ -37,30 +39,113 @@ def check_length(length: int | None, columns: int, ended: bool = False) -> None:
         raise ConfigError(f"prompt_length={length}: the prompt has {columns} columns{more}; expected those")
 
 
-def check_mask(mask: torch.Tensor | None, seen: int, width: int, offsets: Sequence[int]) -> None:
-    """Whether a mask is that of `width` columns after those seen, and after the prompt pads nothing else.
-
-    Args:
-        mask: [B, seen + width]; None: pads nothing.
-        offsets: columns of padding before each row of the prompt that was read; () while it is read.
+def check_rows(held: int, rows: int) -> None:
+    """Whether a cache that holds so many rows, -1 before the first, may read so many.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it may not.
     """
+    if held not in (-1, rows):
+        raise ValueError(f"this KVCache holds {held} rows and is given {rows}: take a new one")
+
+
+class Columns(NamedTuple):
+    """What a forward pass reads.
+
+    Attributes:
+        name: by which it is given it, "input_ids" or "inputs_embeds".
+        rows, width: how much that is.
+        mask: [rows, columns so far]; None: no padding.
+    """
+
+    name: str
+    rows: int
+    width: int
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], seen: int) -> Columns:
+        """Of a pass after `seen` columns.
+
+        Raises:
+            ValueError: its mask is no 2D one of all columns, those seen among them.
+        """
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        (rows, width), mask = given[name].shape[:2], given.get("attention_mask")
+        shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        if mask is not None and shape != [rows, seen + width]:
+            raise ValueError(
+                f"attention_mask={shape}: this KVCache has read {seen} tokens and is given {width}, so expected "
+                f"[{rows}, {seen + width}]; a KVCache serves one conversation at a time"
+            )
+        return cls(name, rows, width, mask)
+
+    def last_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
+        """The token ids of the last column, [rows]; -1 of embeddings."""
+        ids: torch.Tensor | None = given.get("input_ids")
+        return torch.full((self.rows,), -1) if ids is None else ids[:, -1]
+
+
+def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Sequence[int], seen: int) -> torch.Tensor:
+    """Tokens [B] on the CPU, and with them, as a GPU makes the host wait for each, a look at the mask of their pass.
+
+    Raises:
+        ValueError: it does not show all that was read but the prompt's padding, of `offsets` columns.
+    """
+    if mask is None and any(offsets):
+        raise ValueError(f"attention_mask=None: {UNPADDED}")
     if mask is None:
-        if any(offsets):
-            raise ValueError(f"attention_mask=None: {UNPADDED}")
-        return
-    if mask.ndim != 2 or mask.shape[1] != seen + width:
+        return tokens.cpu()
+    wrong = _misfits(mask, offsets)
+    fetched, in_rows = torch.stack([tokens, wrong.any(dim=1).to(tokens)]).cpu()
+    if bool(in_rows.any()):
+        _refuse_mask(wrong, offsets, seen)
+    return fetched
+
+
+def _misfits(mask: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+    """Where a mask [B, n] is other than the prompt's padding with ones after it: bools [B, n]."""
+    if not any(offsets):
+        return mask == 0
+    first = uploaded(torch.tensor(offsets), mask.device)[:, None]
+    return (mask == 0) != (torch.arange(mask.shape[1], device=mask.device) < first)
+
+
+def _refuse_mask(misfits: torch.Tensor, offsets: Sequence[int], seen: int) -> NoReturn:
+    row, column = misfits.nonzero()[0].tolist()
+    if column < offsets[row]:
+        raise ValueError(f"attention_mask: {UNPADDED}")
+    where = f"attention_mask: hides column {column} of row {row}"
+    if column >= seen:
         raise ValueError(
-            f"attention_mask={list(mask.shape)}: this KVCache has read {seen} tokens and is given {width}, so "
-            f"expected [{len(mask)}, {seen + width}]; a KVCache serves one conversation at a time"
+            f"{where}, a new token, as where a later turn was padded; expected turns of one length, or a KVCache for "
+            "each row, and ones for a row that has ended"
         )
-    for row, offset in zip(mask, offsets, strict=False) if width > 1 else ():
-        if bool(row[:offset].any()):
-            raise ValueError(f"attention_mask: {UNPADDED}")
-        if not bool(row[offset:].all()):
-            raise ValueError("a later turn was padded: give all rows turns of one length, or each row its own KVCache")
+    raise ValueError(
+        f"{where}, which this KVCache has read, and it hides no token later on; expected the prompt's mask with ones "
+        "after it, or without these tokens a new KVCache"
+    )
+
+
+def refuse_packed(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    """Refuse positions [B, q] of a prompt that begin anew within a row, as those of packed sequences do.
+
+    Args:
+        mask: [B, >= q], whose last q columns are theirs; None: no padding.
+
+    Raises:
+        ValueError: they do.
+    """
+    if positions is None or positions.ndim != 2:  # of several axes: places in an image
+        return
+    back = positions.diff(dim=1) < 0
+    if mask is not None:
+        back = back & (mask[:, -positions.shape[1] : -1] != 0)
+    if bool(back.any()):
+        raise ValueError(
+            "position_ids: begin anew within a row, as of sequences that are packed; expected one sequence a row, the "
+            "shorter ones padded on the left"
+        )
 
 
 def columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
