@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from driver import CLOSE, SMALL, numbers
-from transformers import PreTrainedModel
-from zoo import random_model
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from zoo import SIZES, random_model
 
 from kvbench import KVCache
+from kvbench.config import ConfigError
 
 LENGTH, PADDING = 60, 12
+IMAGE = 250  # the token that stands for a patch of an image
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,50 @@ def test_packed_sequences_are_refused(model: PreTrainedModel) -> None:
     positions = torch.cat([torch.arange(30), torch.arange(30)])[None]
     with pytest.raises(ValueError, match="position_ids: .*packed"):
         model(ids_of(3), position_ids=positions, past_key_values=KVCache(model, "full", None))
+
+
+# -- masks that are not causal everywhere ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sees_images() -> PreTrainedModel:
+    """Gemma 3, in which the tokens of an image see each other both ways."""
+    text = {**SIZES, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 512}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "patch_size": 4, "image_size": 16, "model_type": "siglip_vision_model"}
+    tokens = {"image_token_index": IMAGE, "mm_tokens_per_image": 16}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, **tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_an_image_whose_tokens_see_each_other_both_ways_is_refused(sees_images: PreTrainedModel, method: str) -> None:
+    ids = torch.tensor([[9, *[IMAGE] * 16, *numbers(20)]])
+    given = {"pixel_values": torch.rand(1, 3, 16, 16), "token_type_ids": (ids == IMAGE).long()}
+    cache = KVCache(sees_images, method, SMALL, dense_layers=())
+    with pytest.raises(ConfigError, match="gemma3.*not causal.*image") as refusal:
+        sees_images.generate(ids, **given, past_key_values=cache, max_new_tokens=2)
+    assert "\n" not in str(refusal.value)
+
+
+def test_text_that_such_a_model_reads_is_generated_from_as_ever(sees_images: PreTrainedModel) -> None:
+    text, cache = ids_of(3), KVCache(sees_images, "full", None)
+    options = {"token_type_ids": torch.zeros_like(text), "attention_mask": torch.ones_like(text), "do_sample": False}
+    expected = sees_images.generate(text, **options, max_new_tokens=4)
+    assert torch.equal(sees_images.generate(text, **options, max_new_tokens=4, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_causal_model_made_to_look_both_ways_is_refused(family: str) -> None:
+    model = random_model(family)
+    cache = KVCache(model, "quest", SMALL)
+    model.config.is_causal = False
+    with pytest.raises(ConfigError, match=f"{family}: .*not causal"):
+        model(ids_of(3), past_key_values=cache)
+    with pytest.raises(ConfigError, match=rf"{family} has bidirectional attention \(is_causal=false\)"):
+        KVCache(model)
+    model.config.is_causal = True
+    model(ids_of(3), past_key_values=cache)  # nothing of the refused pass is left
+    assert cache.get_seq_length() == LENGTH

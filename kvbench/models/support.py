@@ -98,8 +98,9 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
     if config.get("num_kv_shared_layers"):
         yield f"layers without keys and values of their own (num_kv_shared_layers={config['num_kv_shared_layers']})"
-    if config.get("use_bidirectional_attention") is True:
-        yield "bidirectional attention (use_bidirectional_attention=true)"
+    for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
+        if config.get(key) in value:
+            yield f"bidirectional attention ({key}={show(config[key])})"
     for key, value in config.items():
         if value is not None and OTHER_LAYERS.match(key):
             yield f"layers other than attention ({key})"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvbench.config import ConfigError
@@ -247,7 +247,8 @@ def _unfit(
             yield f"its attention has a {name}, which kvbench does not compute"
     if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding
         yield "it gives its attention a mask of its own"
-    if not getattr(module, "is_causal", True):
+    causal = given.get("is_causal")  # what the call says goes before what the module says, as in sdpa
+    if not getattr(module, "is_causal", True) if causal is None else not causal and query.shape[2] > 1:
         yield "its attention looks ahead (is_causal=False)"
     if not (_same(key, note.key) and _same(value, note.value)):
         yield "it attends other keys and values than it stores"
@@ -282,11 +283,33 @@ def _eager_attention(
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's."""
+    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's.
+
+    Raises:
+        ConfigError: ours, and it is not causal, or has a window.
+    """
     ours, mailbox.masking = mailbox.masking, False
     if not ours:
         return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    if not _is_causal(attention_mask, **kwargs):
+        name = getattr(kwargs.get("config"), "model_type", "this model")
+        raise ConfigError(
+            f"{name}: in layers with full attention its mask is not causal: some tokens of this input see later ones, "
+            "as those of an image or of a prefix, or not all that came before; expected an input, such as text alone, "
+            "of which each token sees itself and all before it"
+        )
     return attention_mask
+
+
+def _is_causal(attention_mask: torch.Tensor | None, **kwargs: Any) -> bool:
+    """Whether a mask that transformers asks for shows each token itself and all before it, but for padding."""
+    if (window := kwargs.get("local_size")) is not None and window < kwargs["kv_length"]:
+        return False
+    if kwargs.get("allow_is_causal_skip") or kwargs.get("mask_function") is causal_mask_function:
+        return True  # nothing was added to it: what is, forbids to leave it out
+    full = {"attention_mask": attention_mask, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    asked = sdpa_mask(**kwargs | full)
+    return torch.equal(asked, sdpa_mask(**kwargs | full | {"mask_function": causal_mask_function, "use_vmap": False}))
 
 
 def beside(module: torch.nn.Module, name: str) -> Any:
