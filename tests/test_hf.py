@@ -19,7 +19,7 @@ from kvbench.config import ConfigError
 
 
 class Pair:
-    """A model that kvbench has switched and one it has never seen, with the same weights."""
+    """A model that a KVCache was made of and one that kvbench has never seen, with the same weights."""
 
     def __init__(self, family: str) -> None:
         # of a Llama the shape of the heads is that of HEADS, which some methods need
@@ -137,7 +137,7 @@ def test_options_that_no_method_or_another_takes_are_refused(pairs: Any) -> None
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_switched_model_without_our_cache_computes_sdpa(pairs: Any, family: str, batch: int) -> None:
+def test_model_without_our_cache_computes_sdpa(pairs: Any, family: str, batch: int) -> None:
     pair, given = pairs(family), inputs(batch)
     real = given["attention_mask"].bool()
     for use_cache in (False, True):  # True: transformers makes its own DynamicCache

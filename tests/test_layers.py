@@ -18,7 +18,7 @@ from zoo import FAMILIES, LENGTH, NEW, OFFSET, SIZES, WINDOW, WINDOWED, config_o
 from kvbench import KVCache
 from kvbench.backends.hf.generate import Choice, Generation, generate
 from kvbench.backends.hf.layers import shape_of
-from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
@@ -42,12 +42,12 @@ RAGGED = [numbers(LENGTH, seed=1), numbers(61, seed=2), numbers(20, seed=3)]  # 
 
 
 class Pair:
-    """A model that kvbench has switched, and what one with the same weights generates that it has never seen."""
+    """A model that attends through kvbench, and what one with the same weights generates that it has never seen."""
 
     def __init__(self, family: str) -> None:
         theirs = random_model(family)
         self.ours = copy.deepcopy(theirs)
-        KVCache(self.ours, dense_layers=())
+        use_kvbench_attention(self.ours)
         self.expected = {batch: scored(theirs, inputs(batch)) for batch in (1, 2)}
         self.alone = [
             generated(theirs, {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))})[0]
@@ -302,6 +302,7 @@ def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
     cache = KVCache(ours, "full", None)
     assert shape_of(ours, [40], (), torch.float32, ours.device).scaling == pytest.approx(scaling)
     torch.testing.assert_close(ours(ids, past_key_values=cache).logits, told.logits, rtol=0, atol=CLOSE * 10)
+    use_kvbench_attention(ours)
     engine = engine_for(ours, [40], watching, Budget(None), [layer for layer in range(4) if layer != last])
     logits: list[torch.Tensor] = []
     generate(ours, [row], engine, max_new_tokens=2, choice=Choice(given=[[5, 5]]), watch=logits.append)

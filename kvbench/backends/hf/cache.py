@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn, get_args
@@ -21,15 +20,11 @@ from kvbench.backends.hf.given import (
     refuse_packed,
     shown_tokens,
 )
-from kvbench.backends.hf.hooks import Call, CountingCache, mailbox, windowed_layers
+from kvbench.backends.hf.hooks import Call, mailbox, windowed_layers
 from kvbench.backends.hf.layers import reading_of
-from kvbench.backends.hf.model import (
-    EnginePlan,
-    method_of,
-    refuse_compiled,
-)
-from kvbench.backends.hf.replay import read_again
+from kvbench.backends.hf.model import EnginePlan, inner_model, method_of
 from kvbench.backends.hf.residuals import residuals_watched
+from kvbench.backends.hf.watch import WatchedCache, watch
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, worker_pool
@@ -42,7 +37,7 @@ Question = Literal["after", "decode"]
 AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every union at every step
 
 
-class KVCache(CountingCache):
+class KVCache(WatchedCache):
     """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
 
     The first forward pass is the prompt (left padding allowed) and is dense; a later one of a single token is a decode
@@ -50,7 +45,7 @@ class KVCache(CountingCache):
     same cache again, passes what the cache has not read. All rows of a batch take a turn of one length.
 
     Args:
-        model: a transformers causal language model; switched to "kvbench" attention.
+        model: a transformers causal language model, or peft's around one; without a KVCache it runs as it did before.
         method: a method's name (with its options as keywords), or a Method object, which serves one cache.
         budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
         accounting: "paper" or "unified" (what counts inside the budget).
@@ -83,21 +78,22 @@ class KVCache(CountingCache):
         seed: int = 0,
         **options: Any,
     ) -> None:
+        model = inner_model(model)
         chosen, harness, self._name = method_of(method, options)
         _check_options(question, prompt_length)
         settings: dict[str, Any] = {"attention": attention, "kv": kv_of(kv), "seed": seed, "audit_every": AUDIT_EVERY}
         sizes = Budget.of(budget, harness, accounting)
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
-        shape, self._model, self._method = self._plan.shape, model, chosen
+        shape, self.model, self._method = self._plan.shape, model, chosen
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
         super().__init__(shape.layers, self._windowed)
         compile_silently(str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed)
-        self._question, self._prompt_length = question, prompt_length
+        self._question, self.prompt_length = question, prompt_length
         self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
         self._offsets: list[int] = []
         self._tokens = torch.empty(0, dtype=torch.int64)  # that a step reads, on the CPU
         self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
-        _watch(model)
+        watch(model)
         self._watched = ExitStack()
         self.reset()
 
@@ -126,7 +122,7 @@ class KVCache(CountingCache):
 
     def _watch_prompt(self) -> None:
         self._watched.close()
-        self._watched.enter_context(residuals_watched(self._model, self._method.needs))
+        self._watched.enter_context(residuals_watched(self.model, self._method.needs))
 
     def audit(self) -> dict[str, Any]:
         """What was attended and held so far; keys as in `summary.json`, and those of later turns."""
@@ -186,7 +182,7 @@ class KVCache(CountingCache):
             ValueError: it is of a prompt whose length is not known.
         """
         started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
-        if started and self._prompt_length is None:
+        if started and self.prompt_length is None:
             raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
 
     def continue_with(self, input_ids: torch.Tensor) -> None:
@@ -205,36 +201,25 @@ class KVCache(CountingCache):
         Raises:
             ValueError: what it is given does not fit what was read.
         """
-        if given.get("use_cache") is False:
-            raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
         seen, read = self.get_seq_length(), self.engine is not None and self.engine.prefilled
         name, rows, width, mask = reads = Columns.of(given, seen)
         tokens = reads.last_tokens(given)
         check_rows(self.batch_size, rows)
-        check_length(None if read else self._prompt_length, seen + width)
-        lengths = _lengths_after(self.engine, mask, self._prompt_length, width)
+        check_length(None if read else self.prompt_length, seen + width)
+        lengths = _lengths_after(self.engine, mask, self.prompt_length, width)
         if self.engine is not None:
             tokens = shown_tokens(tokens, mask, self._offsets, seen)
         if not read:
             refuse_packed(given.get("position_ids"), mask)
         if self._stretched:
-            rotary.refuse_mixed(self._model, lengths)
+            rotary.refuse_mixed(self.model, lengths)
         if read and width > 1 and self._question == "decode":
             for at in range(width - 1):
-                self._model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
+                self.model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
             given = given | columns(given, name, width - 1, seen)
         rotary.note(lengths)
-        self._expected, self._tokens = seen + width, tokens
+        self.expected, self._tokens = seen + width, tokens
         return given
-
-    def after(self) -> None:
-        """A forward pass of the model has ended.
-
-        Raises:
-            ConfigError: it went without this cache.
-        """
-        if self.get_seq_length() != self._expected:
-            _refuse_dropped(self._model, self.get_seq_length())
 
     def begin_pass(self) -> None:
         """A forward pass begins.
@@ -274,7 +259,7 @@ class KVCache(CountingCache):
         batch, _, width, _ = query.shape
         ids = _ids_of(query)
         if self.engine is None:
-            columns = self._prompt_length or width
+            columns = self.prompt_length or width
             lengths, self._offsets = left_padded(padding, batch, columns)
             self.engine = self._plan.engine(lengths, self._offsets, columns)
             self.engine.windowed = self._windowed
@@ -322,74 +307,3 @@ def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int
     if engine is None:
         return left_padded(mask, 1, prompt or width)[0]
     return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
-
-
-def _watch(model: PreTrainedModel) -> None:
-    """Attention sees neither token ids nor what `generate` was given; look at both as they come to the model."""
-    if getattr(model, "_kvbench_watches", False):
-        return
-    model.register_forward_pre_hook(_before, with_kwargs=True)
-    model.register_forward_hook(_after, with_kwargs=True, always_call=True)
-    model.prepare_inputs_for_generation = types.MethodType(_prepare_inputs_for_generation, model)
-    model._kvbench_watches = True  # type: ignore[assignment]
-
-
-def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
-    mailbox.call, mailbox.masking = None, False  # what a pass that failed has left
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVCache):
-        refuse_compiled(module)
-        kwargs = cache.before(kwargs)
-    mailbox.input_ids = kwargs.get("input_ids")
-    return args, kwargs
-
-
-def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    rotary.note(None)
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVCache) and output is not None:  # None: the pass has failed
-        cache.after()
-        if cache.engine is not None and cache.engine.waiting:
-            read_again(module, cache.engine)
-
-
-def _prepare_inputs_for_generation(model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The model's own; but that `generate`, as it begins, gives a KVCache only what goes on from what was read."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, KVCache):
-        return type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
-    if kwargs.get("is_first_iteration"):
-        if "next_sequence_length" not in kwargs:
-            cache.take_chunk()
-        elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
-            cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
-    elif cache.engine is not None and not cache.engine.prefilled:
-        check_length(cache._prompt_length, cache.get_seq_length(), ended=True)
-    prepared = type(model).prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
-    if prepared.get("past_key_values") is None and not cache.get_seq_length():
-        prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now
-    if prepared.get("past_key_values") is not cache:
-        _refuse_dropped(model, cache.get_seq_length())
-    return prepared
-
-
-def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
-    """The model's class goes on without the KVCache that it was given.
-
-    Raises:
-        ConfigError: always.
-    """
-    name, config = type(model).__name__, model.config.get_text_config()
-    key = "original_max_position_embeddings"
-    limit, stretched = getattr(config, key, None), rotary.stretches(model)
-    why, right = "", "a model whose class keeps the cache that generate is given"
-    if limit is not None and limit >= read:
-        why = f", to compute all keys again beyond {key}={limit}"
-        right = f"prompt and new tokens within {limit}, or a longer prompt read at once"
-        if stretched:
-            why += f" with other angles (rope_type={stretched[0].rope_type})"
-        else:
-            right += f"; as its angles do not follow the length, a larger model.config.{key} serves as well"
-    raise ConfigError(f"{name}: its class drops the KVCache after {read} tokens{why}; expected {right}")

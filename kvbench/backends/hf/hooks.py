@@ -3,21 +3,29 @@
 A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
 in the same thread, and hands back the NEW keys and values. The attention function gives them to the cache. A layer
 with a sliding window leaves no note: transformers keeps its window, and computes its attention as ever. So does a model
-switched to "kvbench" attention but run with another cache, or none.
+with "kvbench" attention that is run with another cache, or none.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvbench.config import ConfigError
 
@@ -51,6 +59,7 @@ class _Mailbox(threading.local):
     residual: tuple[CountingCache, torch.Tensor] | None = None
     masking = False
     input_ids: torch.Tensor | None = None
+    passing: Any = None  # see `kvbench.backends.hf.watch`
 
 
 mailbox = _Mailbox()
@@ -185,8 +194,8 @@ class CountingCache(Cache):
         """
         mailbox.call, mailbox.masking = None, False
         raise ValueError(
-            "the model does not attend through kvbench: its attention was changed since this cache was made, or the "
-            "cache was made for another model; make a new KVCache(model) after set_attn_implementation"
+            "the model does not attend through kvbench: this cache was made for another model, or a part of its model "
+            "is called by itself; expected a new KVCache(model), handed to that model"
         )
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -205,6 +214,80 @@ class CountingCache(Cache):
             self.engine.residual(layer, before, after)
 
 
+# -- which models attend through kvbench -------------------------------------------------------------------------------
+
+
+class _Switched:
+    """A config whose model attends through kvbench: what it says by itself, and in how many passes it does."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.passes = name, 0
+
+
+_switched: dict[int, _Switched] = {}  # by the id of a config
+_switching = threading.Lock()
+_configs: weakref.WeakKeyDictionary[PreTrainedModel, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def attending(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile a model attends through kvbench where it is handed one of its caches, and where it is not, as in other
+    threads, as ever.
+    """
+    configs = _configs_of(model)
+    with _switching:
+        for config in configs:
+            _switched.setdefault(id(config), _Switched(config._attn_implementation)).passes += 1
+            config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        with _switching:
+            for config in configs:
+                switched = _switched[id(config)]
+                switched.passes -= 1
+                if not switched.passes:
+                    config._attn_implementation_internal = _switched.pop(id(config)).name
+
+
+def _configs_of(model: PreTrainedModel) -> list[Any]:
+    """The configs, of a model and its parts, by which it is switched to another attention; found out once."""
+    if model not in _configs:
+        parts = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+        every = {id(config): config for part in parts for config in _with_parts(part)}
+        before = {key: config._attn_implementation for key, config in every.items()}
+        model.set_attn_implementation(NAME)
+        _configs[model] = [config for config in every.values() if config._attn_implementation == NAME]
+        for key, config in every.items():
+            config._attn_implementation_internal = before[key]
+    return _configs[model]
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config, and those that it holds."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name)) is not None:
+            yield from _with_parts(part)
+
+
+def _own_name(config: Any) -> str | None:
+    """The attention that a switched config asks for by itself; None: kvbench's, or none is switched."""
+    switched = _switched.get(id(config))
+    return None if switched is None or switched.name == NAME else switched.name
+
+
+def _own_attention(module: Any, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """What computes a call that no cache of kvbench's has a part in."""
+    name = _own_name(getattr(module, "config", None))
+    if name is not None:
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, beside(module, "eager_attention_forward"))
+    return sdpa_attention_forward if given.get("s_aux") is None else _eager_attention
+
+
+# -- a layer's attention and its mask ----------------------------------------------------------------------------------
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -215,8 +298,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     note, mailbox.call = mailbox.call, None
     if note is None:
-        own = sdpa_attention_forward if kwargs.get("s_aux") is None else _eager_attention
-        return own(module, query, key, value, attention_mask, **kwargs)
+        return _own_attention(module, kwargs)(module, query, key, value, attention_mask, **kwargs)
     cache = note.cache
     if not cache.belongs_to(module):
         cache.refuse_strange_model()
@@ -242,6 +324,8 @@ def _unfit(
     """Why kvbench would compute a call of a layer's attention wrong."""
     if note.layer != module.layer_idx:
         yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
+    if given.get("dropout"):
+        yield f"its attention leaves weights out at random (dropout={given['dropout']}); expected model.eval()"
     for name in ("softcap", "position_bias"):
         if given.get(name) is not None:
             yield f"its attention has a {name}, which kvbench does not compute"
@@ -283,14 +367,18 @@ def _eager_attention(
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """For our caches the 2D padding mask as it is (None without padding); for any other, sdpa's.
+    """For our caches the 2D padding mask as it is (None without padding); for any other, that of the model, or sdpa's.
 
     Raises:
         ConfigError: ours, and it is not causal, or has a window.
     """
     ours, mailbox.masking = mailbox.masking, False
     if not ours:
-        return sdpa_mask(attention_mask=attention_mask, **kwargs)
+        own = _own_name(kwargs.get("config"))
+        if own is None:
+            return sdpa_mask(attention_mask=attention_mask, **kwargs)
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+        return masks[own](attention_mask=attention_mask, **kwargs) if own in masks else None
     if not _is_causal(attention_mask, **kwargs):
         name = getattr(kwargs.get("config"), "model_type", "this model")
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.hooks import Call, CountingCache, mailbox
+from kvbench.backends.hf.hooks import Call, CountingCache, attending, mailbox
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
 from kvbench.models.support import windows
@@ -32,7 +32,7 @@ class _Reading(CountingCache):
 
 @torch.no_grad()
 def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
-    """The calls of all layers as the model, with "kvbench" attention, reads a token; at a position, or as its first.
+    """The calls of all layers as the model reads a token; at a position, or as its first.
 
     Raises:
         ConfigError: the model hands its attention what kvbench would compute wrong.
@@ -44,7 +44,8 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     given = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     try:
         # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
-        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
+        with attending(model):
+            model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -85,6 +86,11 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     return [calls[layer].module for layer in sorted(calls)]
 
 
+def _device_of(module: torch.nn.Module, otherwise: torch.device) -> torch.device:
+    """Where a module's weights lie; `otherwise`: it has none that say so, as where they are quantised and packed."""
+    return next((weight.device for weight in module.parameters()), otherwise)
+
+
 def shape_of(
     model: PreTrainedModel,
     lengths: Sequence[int],
@@ -106,7 +112,7 @@ def shape_of(
             f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling; expected one of each"
         )
     [(kv_heads, head_dim, scaling)], [query_heads] = sizes, reading.query_heads
-    places = {layer: next(reading.calls[layer].module.parameters()).device for layer in layers}
+    places = {layer: _device_of(reading.calls[layer].module, device) for layer in layers}
     return Shape(
         layers=len(layers),
         query_heads=query_heads,

@@ -27,7 +27,30 @@ from kvbench.models.support import refuse_unsupported
 
 
 def use_kvbench_attention(model: PreTrainedModel) -> None:
-    """Switch a loaded model to "kvbench" attention; refuses by name what kvbench would run wrong.
+    """Switch a loaded model to "kvbench" attention for good, see `make_ready`."""
+    make_ready(model)
+    model.set_attn_implementation(NAME)
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The model of transformers that peft has put adapters into; another one as it is.
+
+    Raises:
+        ConfigError: the adapter is no part of the model, but fills its cache.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    for name, config in model.peft_config.items():
+        if config.peft_type.value in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise ConfigError(
+                f"{type(model).__name__}: its adapter {name} is {config.peft_type.value}, which fills a cache of its "
+                "own with keys and values of no token; expected adapters in the model's weights, such as LoRA"
+            )
+    return model.get_base_model()
+
+
+def make_ready(model: PreTrainedModel) -> None:
+    """Learn what kvbench needs to know of a model, and refuse by name what it would run wrong.
 
     Raises:
         ConfigError: it is no model, or not one that kvbench runs.
@@ -38,6 +61,8 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
         )
     name = type(model).__name__
     refuse_compiled(model)
+    refuse_compiled_layers(model)
+    refuse_training(model)
     refuse_unsupported(model.config.to_dict(), name)
     refuse_own_attention(type(model), name)
     devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
@@ -45,14 +70,7 @@ def use_kvbench_attention(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name}: some of its layers wait on {' and '.join(away)} (hf_device_map); expected all of them on GPUs"
         )
-    before = model.config._attn_implementation
-    if before != NAME:
-        model.set_attn_implementation(NAME)
-    try:
-        reading_of(model)
-    except ConfigError:
-        model.set_attn_implementation(before)
-        raise
+    reading_of(model)
     rotary.watch_length(model)
 
 
@@ -70,6 +88,31 @@ def refuse_compiled(model: torch.nn.Module) -> None:
 @torch.compiler.disable
 def _say_compiled(name: str) -> NoReturn:
     raise ConfigError(f"model={name}: compiled by torch.compile; expected the model as it was before, not compiled")
+
+
+def refuse_compiled_layers(model: torch.nn.Module) -> None:
+    """Refuse a model of which layers that attend were compiled; others may be.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    for part in model.modules():
+        made = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        if made and any(hasattr(inner, "layer_idx") for inner in part.modules()):
+            _say_compiled(f"{type(model).__name__}, its {type(getattr(part, '_orig_mod', part)).__name__}")
+
+
+def refuse_training(model: torch.nn.Module) -> None:
+    """Refuse a model that trains with gradient checkpointing: transformers takes the cache from its layers.
+
+    Raises:
+        ConfigError: names the model.
+    """
+    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise ConfigError(
+            f"{type(model).__name__}: trains with gradient checkpointing, where transformers reads without a cache; "
+            "expected model.eval(), or gradient_checkpointing_disable()"
+        )
 
 
 def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
@@ -112,12 +155,12 @@ class EnginePlan:
         tokenizer: PreTrainedTokenizerBase | None,
         settings: Mapping[str, Any],
     ) -> EnginePlan:
-        """Checked, and the model switched to "kvbench" attention.
+        """Checked, and the model made ready.
 
         Raises:
             ConfigError: the method needs what this model cannot give, or the model is none that kvbench runs.
         """
-        use_kvbench_attention(model)
+        make_ready(model)
         dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
         shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
         more = needed(model, shape, method, budget, kv, tokenizer) | {"head_scores": head_scores_of(model, method)}
@@ -193,7 +236,7 @@ def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
     names = [name for name in ("o_proj", "dense", "out_proj") if hasattr(module, name)]
     weight = getattr(getattr(module, names[0]), "weight", None) if names else None
     head_dim = reading_of(model).calls[layer].key.shape[3]
-    if weight is None or not weight.is_floating_point() or weight.shape[1] % head_dim:
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.shape[1] % head_dim:
         raise ConfigError(f"{type(module).__name__}: no output weight found; expected o_proj of plain numbers")
     return weight.T.unflatten(0, (-1, head_dim))
 
