@@ -488,6 +488,15 @@ def test_a_folder_that_holds_no_model_is_refused(refusal, tmp_path):
     assert "no weights in it" in refusal(f"model.path={tmp_path}")
 
 
+def test_a_model_folder_with_an_adapter_is_refused_by_name(refusal, model_folder):
+    """Whether transformers applies it depends on whether peft is installed."""
+    (folder := model_folder(num_hidden_layers=2)).joinpath("adapter_config.json").write_text("{}")
+    line = refusal(f"model.path={folder}")
+    assert line.startswith(f"model.path={folder}: adapter_config.json in it") and "merge_and_unload" in line
+    (folder / "config.json").unlink()  # an adapter alone
+    assert "adapter_config.json in it" in refusal(f"model.path={folder}")
+
+
 def test_a_model_folder_with_nothing_but_windows_is_refused_by_name(refusal, model_folder):
     folder = model_folder(model_type="mistral", num_hidden_layers=32, sliding_window=4096)
     line = refusal(f"model.path={folder}")

@@ -246,12 +246,15 @@ def test_a_cached_hub_id_loads_without_network_and_at_once(
     monkeypatch.setattr(file_download, "get_hf_file_metadata", lambda *_, **__: pytest.fail("asked the hub"))
     commit = "c" * 40
     repository = tmp_path / "cache" / "models--org--name"
-    shutil.copytree(folder, repository / "snapshots" / commit)
+    shutil.copytree(folder, snapshot := repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     loaded = load(model_config(path="org/name"), "cpu")
     assert (loaded.name, loaded.revision) == ("name", commit)
     assert all(torch.equal(value, weights(loaded)[key]) for key, value in weights(tiny).items())
+    (snapshot / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path=org/name: adapter_config\.json in it"):
+        load(model_config(path="org/name"), "cpu")
 
 
 YARN = {

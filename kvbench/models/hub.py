@@ -14,13 +14,14 @@ import socket
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
 from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
 
+ADAPTER = "adapter_config.json"  # what peft writes of an adapter
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
 
@@ -134,8 +135,10 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     """The transformers config in a model's folder; `path` is what messages call the folder.
 
     Raises:
-        ConfigError: no config.json, or one that cannot be read.
+        ConfigError: no config.json, or one that cannot be read; or an adapter.
     """
+    if (folder / ADAPTER).exists():
+        refuse_adapter(path)
     try:
         shape = json.loads((folder / "config.json").read_text())
     except FileNotFoundError as error:
@@ -145,6 +148,18 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     if not isinstance(shape, dict):
         raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
     return shape
+
+
+def refuse_adapter(path: str) -> NoReturn:
+    """Refuse a model that comes with an adapter: transformers applies it if peft is installed, and else passes over it.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"model.path={path}: {ADAPTER} in it, of an adapter, which kvbench does not apply; expected a model with it in "
+        "its weights, as peft's merge_and_unload() and save_pretrained() make one, or that file taken out"
+    )
 
 
 def stated_revision(folder: Path) -> str | None:

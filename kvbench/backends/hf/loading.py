@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import find_adapter_config_file
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from kvbench.backends.hf import spread
@@ -233,6 +234,8 @@ def describe(
         refuse_unsupported(hub.config_in(folder, path), source.name)
     with _explained(path):
         model_config = AutoConfig.from_pretrained(where_from, **settings)
+        if folder is None and find_adapter_config_file(path, local_files_only=settings["local_files_only"]):
+            hub.refuse_adapter(path)
     _refuse_unsupported(model_config, source.name)
     revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
     if folder is None:
