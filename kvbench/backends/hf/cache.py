@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn, get_args
@@ -152,9 +153,13 @@ class KVCache(WatchedCache):
         """Take the last -`tokens_to_remove` tokens of every row back, as assisted decoding does.
 
         Raises:
-            ValueError: a positive number, as in transformers, or more than there are; or a method that cannot.
+            ValueError: no number of tokens, a positive one, as in transformers, or more than there are; or a method
+                that cannot.
         """
-        count = -tokens_to_remove
+        try:
+            count = -operator.index(tokens_to_remove)
+        except TypeError as error:
+            raise ValueError(f"crop({tokens_to_remove}): expected minus the tokens to remove, such as -8") from error
         if count and self._windowed:
             raise ValueError(f"crop({tokens_to_remove}): layers with a window have forgotten what came before it")
         shortest = 0 if self.engine is None else min(self.engine.lengths)
