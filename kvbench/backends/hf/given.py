@@ -96,17 +96,17 @@ def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Seque
         raise ValueError(f"attention_mask=None: {UNPADDED}")
     if mask is None:
         return tokens.cpu()
-    wrong = _misfits(mask, offsets)
-    fetched, in_rows = torch.stack([tokens, wrong.any(dim=1).to(tokens)]).cpu()
-    if bool(in_rows.any()):
-        _refuse_mask(wrong, offsets, seen)
-    return fetched
+    fits = ~_misfits(mask, offsets).any() if any(offsets) else mask.all()
+    if not mask.is_cpu:
+        both = torch.cat([tokens, fits.to(tokens).view(1)]).cpu()
+        tokens, fits = both[:-1], both[-1]
+    if not fits:
+        _refuse_mask(_misfits(mask, offsets), offsets, seen)
+    return tokens.cpu()
 
 
 def _misfits(mask: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
     """Where a mask [B, n] is other than the prompt's padding with ones after it: bools [B, n]."""
-    if not any(offsets):
-        return mask == 0
     first = uploaded(torch.tensor(offsets), mask.device)[:, None]
     return (mask == 0) != (torch.arange(mask.shape[1], device=mask.device) < first)
 

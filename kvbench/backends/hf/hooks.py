@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -224,30 +223,30 @@ class _Switched:
         self.name, self.passes = name, 0
 
 
+_ATTENTION = "_attn_implementation_internal"  # what a config says of attention, as its models look at it
 _switched: dict[int, _Switched] = {}  # by the id of a config
 _switching = threading.Lock()
 _configs: weakref.WeakKeyDictionary[PreTrainedModel, list[Any]] = weakref.WeakKeyDictionary()
 
 
-@contextmanager
-def attending(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile a model attends through kvbench where it is handed one of its caches, and where it is not, as in other
+def begin_attending(model: PreTrainedModel) -> None:
+    """Until `end_attending` a model attends through kvbench where it is handed one of its caches; elsewhere, as in other
     threads, as ever.
     """
-    configs = _configs_of(model)
     with _switching:
-        for config in configs:
-            _switched.setdefault(id(config), _Switched(config._attn_implementation)).passes += 1
-            config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        with _switching:
-            for config in configs:
-                switched = _switched[id(config)]
-                switched.passes -= 1
-                if not switched.passes:
-                    config._attn_implementation_internal = _switched.pop(id(config)).name
+        for config in _configs_of(model):  # by their dictionaries: to set an attribute takes them longer than all else
+            _switched.setdefault(id(config), _Switched(vars(config)[_ATTENTION])).passes += 1
+            vars(config)[_ATTENTION] = NAME
+
+
+def end_attending(model: PreTrainedModel) -> None:
+    """Undo one `begin_attending`."""
+    with _switching:
+        for config in _configs_of(model):
+            switched = _switched[id(config)]
+            switched.passes -= 1
+            if not switched.passes:
+                vars(config)[_ATTENTION] = _switched.pop(id(config)).name
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
@@ -255,11 +254,11 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
     if model not in _configs:
         parts = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
         every = {id(config): config for part in parts for config in _with_parts(part)}
-        before = {key: config._attn_implementation for key, config in every.items()}
+        before = {key: vars(config)[_ATTENTION] for key, config in every.items()}
         model.set_attn_implementation(NAME)
         _configs[model] = [config for config in every.values() if config._attn_implementation == NAME]
         for key, config in every.items():
-            config._attn_implementation_internal = before[key]
+            vars(config)[_ATTENTION] = before[key]
     return _configs[model]
 
 

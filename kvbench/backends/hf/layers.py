@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.hooks import Call, CountingCache, attending, mailbox
+from kvbench.backends.hf.hooks import Call, CountingCache, begin_attending, end_attending, mailbox
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
 from kvbench.models.support import windows
@@ -42,10 +42,10 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     token = next(token for token in (3, 4) if token != config.pad_token_id)  # whose embedding may be zero
     ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
     given = {} if position is None else {"position_ids": torch.full_like(ids, position)}
+    begin_attending(model)
     try:
         # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
-        with attending(model):
-            model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
+        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -55,6 +55,7 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
         ) from error
     finally:
         mailbox.call, mailbox.masking = None, False
+        end_attending(model)
     if reading.calls.keys() != set(range(config.num_hidden_layers)):
         raise ConfigError(
             f"{name}: of its {config.num_hidden_layers} layers {len(reading.calls)} store and attend keys; kvbench "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.given import check_length
-from kvbench.backends.hf.hooks import CountingCache, attending, mailbox
+from kvbench.backends.hf.hooks import CountingCache, begin_attending, end_attending, mailbox
 from kvbench.backends.hf.model import refuse_compiled, refuse_compiled_layers, refuse_training
 from kvbench.backends.hf.replay import read_again
 from kvbench.config import ConfigError
@@ -61,11 +60,10 @@ class WatchedCache(CountingCache):
 
 
 class _Pass(NamedTuple):
-    """A pass that goes on: of which cache, begun by which module, and what is to be undone at its end."""
+    """A pass that goes on: into which cache, and begun by which module."""
 
     cache: WatchedCache
     module: torch.nn.Module
-    undo: ExitStack
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -82,15 +80,17 @@ def watch(model: PreTrainedModel) -> None:
 def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
     if not any(isinstance(value, WatchedCache) for value in (*args, *kwargs.values())):
         return None
-    given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    given = kwargs
+    if args:
+        given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
     cache = given.get("past_key_values")
     if not isinstance(cache, WatchedCache) or (mailbox.passing is not None and mailbox.passing.cache is cache):
         return None  # the pass of a model, in which its part without the head is called
     _end_pass()  # one that was broken off
     _refuse(module, cache, given)
     given = cache.before(given)
-    mailbox.input_ids, mailbox.passing = given.get("input_ids"), _Pass(cache, module, ExitStack())
-    mailbox.passing.undo.enter_context(attending(cache.model))
+    mailbox.input_ids, mailbox.passing = given.get("input_ids"), _Pass(cache, module)
+    begin_attending(cache.model)
     return (), given
 
 
@@ -108,11 +108,11 @@ def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 
 def _end_pass() -> None:
     """Leave nothing of a pass to the next one."""
-    passing, mailbox.passing = mailbox.passing, None
     mailbox.call, mailbox.masking = None, False
     rotary.note(None)
-    if passing is not None:
-        passing.undo.close()
+    if mailbox.passing is not None:
+        end_attending(mailbox.passing.cache.model)
+        mailbox.passing = None
 
 
 def _refuse(model: Any, cache: WatchedCache, given: dict[str, Any]) -> None:
