@@ -230,8 +230,8 @@ _configs: weakref.WeakKeyDictionary[PreTrainedModel, list[Any]] = weakref.WeakKe
 
 
 def begin_attending(model: PreTrainedModel) -> None:
-    """Until `end_attending` a model attends through kvbench where it is handed one of its caches; elsewhere, as in other
-    threads, as ever.
+    """Until `end_attending` a model attends through kvbench in passes with its caches, and as ever in those of other
+    threads.
     """
     with _switching:
         for config in _configs_of(model):  # by their dictionaries: to set an attribute takes them longer than all else
