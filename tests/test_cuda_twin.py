@@ -183,6 +183,22 @@ def test_the_measured_loop_waits_once_a_step(cuda: Twin, above: Loaded, case: Ca
     assert waits[1] - waits[0] == 4
 
 
+@pytest.mark.parametrize("padding", [0, 9])
+def test_a_mask_that_a_cache_looks_at_costs_a_step_no_wait_of_its_own(cuda: Twin, above: Loaded, padding: int) -> None:
+    prompt, token = torch.tensor([numbers(60)]).cuda(), torch.tensor([[7]]).cuda()
+    mask = torch.ones(1, 64, dtype=torch.int64)
+    mask[:, :padding] = 0
+    mask, waits = mask.cuda(), []
+    for masked in (False, True):
+        cache = KVCache(above.model, "full", None)
+        above.model(prompt, attention_mask=mask[:, :60] if masked else None, past_key_values=cache)
+        cuda.syncs.clear()
+        for columns in (61, 62, 63):
+            above.model(token, attention_mask=mask[:, :columns] if masked else None, past_key_values=cache)
+        waits.append(len(cuda.syncs))
+    assert waits[0] == waits[1] <= 2 * 3
+
+
 def test_what_icecache_has_found_is_sent_ahead_to_the_layers_that_reuse_it(cuda: Twin) -> None:
     """And no token twice: see the moved bytes of `agree`."""
     sent: list[int] = []

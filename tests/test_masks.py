@@ -8,7 +8,7 @@ import pytest
 import torch
 from driver import CLOSE, SMALL, numbers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
-from zoo import SIZES, random_model
+from zoo import SIZES, generated, inputs, random_model
 
 from kvbench import KVCache
 from kvbench.config import ConfigError
@@ -140,6 +140,13 @@ def test_text_that_such_a_model_reads_is_generated_from_as_ever(sees_images: Pre
     options = {"token_type_ids": torch.zeros_like(text), "attention_mask": torch.ones_like(text), "do_sample": False}
     expected = sees_images.generate(text, **options, max_new_tokens=4)
     assert torch.equal(sees_images.generate(text, **options, max_new_tokens=4, past_key_values=cache), expected)
+
+
+def test_a_mask_of_a_window_that_no_layer_is_given_is_none_of_the_cache_s() -> None:
+    """Qwen2-MoE makes one of width 0."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = random_model("qwen2_moe", shared_expert_intermediate_size=32, **experts)
+    assert generated(model, inputs(2), KVCache(model, "full", None)) == generated(model, inputs(2))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -328,8 +328,8 @@ def _unfit(
     for name in ("softcap", "position_bias"):
         if given.get(name) is not None:
             yield f"its attention has a {name}, which kvbench does not compute"
-    if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding
-        yield "it gives its attention a mask of its own"
+    if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding, or `_HIDES`
+        yield "it gives its attention a mask of its own, or of a window that its config does not tell"
     causal = given.get("is_causal")  # what the call says goes before what the module says, as in sdpa
     if not getattr(module, "is_causal", True) if causal is None else not causal and query.shape[2] > 1:
         yield "its attention looks ahead (is_causal=False)"
@@ -369,7 +369,7 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
     """For our caches the 2D padding mask as it is (None without padding); for any other, that of the model, or sdpa's.
 
     Raises:
-        ConfigError: ours, and it is not causal, or has a window.
+        ConfigError: ours, and it is not causal.
     """
     ours, mailbox.masking = mailbox.masking, False
     if not ours:
@@ -378,6 +378,8 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
             return sdpa_mask(attention_mask=attention_mask, **kwargs)
         masks = ALL_MASK_ATTENTION_FUNCTIONS
         return masks[own](attention_mask=attention_mask, **kwargs) if own in masks else None
+    if (window := kwargs.get("local_size")) is not None and window < kwargs["kv_length"]:
+        return _HIDES  # some models make one that no layer is given
     if not _is_causal(attention_mask, **kwargs):
         name = getattr(kwargs.get("config"), "model_type", "this model")
         raise ConfigError(
@@ -388,10 +390,11 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
     return attention_mask
 
 
+_HIDES = torch.empty(0, 0, 0)  # a mask that hides what came before, which no layer with full attention may be given
+
+
 def _is_causal(attention_mask: torch.Tensor | None, **kwargs: Any) -> bool:
     """Whether a mask that transformers asks for shows each token itself and all before it, but for padding."""
-    if (window := kwargs.get("local_size")) is not None and window < kwargs["kv_length"]:
-        return False
     if kwargs.get("allow_is_causal_skip") or kwargs.get("mask_function") is causal_mask_function:
         return True  # nothing was added to it: what is, forbids to leave it out
     full = {"attention_mask": attention_mask, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
