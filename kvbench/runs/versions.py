@@ -74,9 +74,9 @@ def files_of(target: str) -> list[Path]:
     module = target.rpartition(".")[0]
     top = _top(module)
     root = _folder_of(top)
-    installed = root is not None and not {"site-packages", "dist-packages"}.isdisjoint(root.parts)
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(root.parts)
     files: dict[str, Path] = {}
-    waiting = {module} if root is not None else set()
+    waiting = {module}
     while waiting:
         name = waiting.pop()
         stem = root.joinpath(*name.split("."))
@@ -97,14 +97,18 @@ def _top(dotted: str) -> str:
     return dotted.partition(".")[0]
 
 
-def _folder_of(top: str) -> Path | None:
-    """The folder in which a top-level package or module lies; None: it has no file."""
+def _folder_of(top: str) -> Path:
+    """The folder in which a top-level package or module lies.
+
+    Raises:
+        ModuleNotFoundError: it has no file.
+    """
     try:
         spec = importlib.util.find_spec(top)
     except ValueError:  # a module without a spec, such as __main__
-        return None
+        spec = None
     if spec is None or not (places := spec.submodule_search_locations or [spec.origin or ""]):
-        return None
+        raise ModuleNotFoundError(f"{top}: no Python source found for it")
     return Path(places[0]).parent
 
 
