@@ -259,6 +259,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
         if key not in valid:
             raise ConfigError(f"{key}: no such option of method {name}; {nearest(key, valid)}")
     check_types("method", options, node)
+    check_rules("method", node)
     check_valid("method", options, node.get("valid") or {})
     return _split(OmegaConf.create({**node, **options}))
 
@@ -278,6 +279,43 @@ def check_types(group: str, given: Mapping[str, Any], defaults: Mapping[str, Any
         # bool is a subclass of int, and an int is a fine float: the exact type decides, but for that one.
         if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
             raise ConfigError(f"{group}.{key}={show(value)}: expected {_kind(default)}, such as {show(default)}")
+
+
+# What a rule below `valid:` may say, and the types of it: of a whole number, and of any number.
+_NUMBER, _SWITCH = (int, float), (bool,)
+WHOLE_RULE = {"at_least": (int,), "odd": _SWITCH, "or_null": _SWITCH}
+NUMBER_RULE = {"above": _NUMBER, "from": _NUMBER, "at_most": _NUMBER, "or_null": _SWITCH}
+
+
+def check_rules(group: str, chosen: Mapping[str, Any]) -> None:
+    """Refuse a file whose `valid` key has a rule that `check_valid` cannot read: the default rule would count instead.
+
+    Args:
+        group: "method" or "task", for the message.
+        chosen: all keys of the choice.
+
+    Raises:
+        ConfigError: names the rule, what is wrong with it and what would be right.
+    """
+    rules = chosen.get("valid") or {}
+    if not isinstance(rules, Mapping):
+        raise ConfigError(f"{group}.valid={show(rules)}: expected a mapping of options to rules")
+    for key, rule in rules.items():
+        if key not in chosen or key in HARNESS_KEYS:
+            hint = nearest(str(key), chosen.keys() - HARNESS_KEYS)
+            raise ConfigError(f"{group}.valid.{key}: {chosen.get('name')} has no such option; {hint}")
+        if isinstance(rule, list):
+            continue
+        where = f"{group}.valid.{key}={show(rule)}"
+        if not isinstance(rule, Mapping):
+            raise ConfigError(f"{where}: expected a list of values, or a mapping such as {{at_least: 1}}")
+        kind, words = ("any", NUMBER_RULE) if rule.keys() & {"above", "from"} else ("a whole", WHOLE_RULE)
+        for word, value in rule.items():
+            if word not in words:
+                every = f"{', '.join(WHOLE_RULE)} of a whole one, {', '.join(NUMBER_RULE)} of any"
+                raise ConfigError(f"{where}: {word} says nothing of {kind} number; expected {every}")
+            if type(value) not in words[word]:
+                raise ConfigError(f"{where}: {word}: expected {_kind(words[word][-1]())}")
 
 
 def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:

@@ -328,7 +328,18 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
         key: set(map(str, choices)) for key, choices in words.items()
     }
     assert set(valid) <= set(annotations) | config.INHERITED
+    config.check_rules(group, node)
     config.check_valid(group, node, valid)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("valid", {"window": {"abovee": 0}}), ("minimum", {"paper": 9, "unifed": 4})]
+)
+def test_a_misspelt_word_in_a_file_of_ones_own_is_refused_before_a_run(composed, key, value):
+    made = composed("method=snapkv")
+    made.method.update({"name": "mine", key: value})
+    with pytest.raises(ConfigError, match=rf"method\.{key}.*(abovee|unifed)"):
+        check(made)
 
 
 def test_an_added_key_is_unknown_too(refusal):

@@ -105,6 +105,32 @@ def test_a_value_that_a_file_leaves_out_is_refused_with_key_and_value(group, nam
 
 
 @pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"abovee": 0}, ["{abovee: 0}", "abovee", "above"]),
+        ({"at_least": 1, "at_most": 4}, ["at_most", "whole"]),
+        ({"at_most": 4}, ["at_most", "above"]),
+        ({"above": 0, "odd": True}, ["odd", "any number"]),
+        ({"at_least": "one"}, ["at_least", "a whole number"]),
+        ({"from": "0"}, ["from", "a number"]),
+        ({"or_null": 1}, ["or_null", "true or false"]),
+        (3, ["=3", "a list", "at_least"]),
+        ("odd", ["=odd", "a list", "at_least"]),
+    ],
+)
+def test_a_rule_that_says_something_unknown_is_refused_and_not_read_as_the_default(rule, words):
+    with pytest.raises(ConfigError) as refused:
+        config.check_rules("method", {"name": "mine", "window": 8, "valid": {"window": rule}})
+    assert all(word in str(refused.value) for word in ["method.valid.window", *words])
+
+
+@pytest.mark.parametrize("valid", [{"windo": [8]}, {"preset": [8]}, [8], "window"])
+def test_a_rule_of_no_option_is_refused(valid):
+    with pytest.raises(ConfigError, match=r"method\.valid.*(no such option|expected a mapping)"):
+        config.check_rules("method", {"name": "mine", "preset": 8, "window": 8, "valid": valid})
+
+
+@pytest.mark.parametrize(
     ("name", "options", "line"),
     [
         ("qest", {}, r"method=qest: no such method; did you mean quest\?"),

@@ -15,17 +15,18 @@ from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.backends.backend import backend_of
-from kvbench.budget import Budget
+from kvbench.budget import Accounting, Budget
 from kvbench.config import (
     FACTS,
     ConfigError,
+    check_rules,
     check_types,
     check_valid,
     first_line,
@@ -205,6 +206,7 @@ def _check_values(run: Any) -> None:
     if run["batch"] > 1 and (reason := next(_no_batch(run), None)):
         raise ConfigError(f"batch={run['batch']}: {reason}; expected 1")
     for group in ("method", "task"):
+        check_rules(group, run[group])
         check_valid(group, run[group], run[group].get("valid") or {})
 
 
@@ -235,8 +237,10 @@ def _check_method(method: Mapping[str, Any]) -> None:
     """What the file of a method of one's own can have wrong: its minimum, and the module that it names."""
     minimum = method.get("minimum")
     right = isinstance(minimum, Mapping) and all(least is None or type(least) is int for least in minimum.values())
-    if minimum is not None and not right:
-        raise ConfigError(f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1}}")
+    if minimum is not None and not (right and minimum.keys() <= set(get_args(Accounting))):
+        raise ConfigError(
+            f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1, unified: 1}}"
+        )
     module = str(method["_target_"]).rpartition(".")[0]
     try:
         there = not module or find_spec(module.partition(".")[0]) is not None

@@ -26,6 +26,7 @@ from kvbench.cli.words import refuse_twice
 from kvbench.config import (
     HARNESS_KEYS,
     ConfigError,
+    check_rules,
     check_types,
     check_valid,
     first_line,
@@ -287,6 +288,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
             name = config.get("name", config["_target_"])
             raise ConfigError(f"{folder}: task.{key}={show(value)}: no such option of {name}; {nearest(key, valid)}")
     check_types("task", options, config)
+    check_rules("task", config)
     check_valid("task", options, config.get("valid") or {})
     for key in getattr(locate(config["_target_"]), "permissions", ()):
         if config.get(key) and key not in options:
