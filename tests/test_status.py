@@ -118,6 +118,18 @@ def test_a_merge_that_is_killed_half_way_doubles_nothing(tmp_path: Path, monkeyp
         assert [record["id"] for record in lines(folder.path)] == ["a"]
 
 
+def test_samples_that_are_a_link_are_named_and_shards_merged_into_no_other_file(tmp_path: Path) -> None:
+    killed = opened(tmp_path / "results", Shard(0, 2))
+    killed.add({"id": "a"})
+    killed._mine.close()
+    killed._held.close()
+    samples, victim = killed.path / "samples.jsonl", tmp_path / "victim"
+    samples.symlink_to(victim)
+    with pytest.raises(ResultsError, match=r"samples\.jsonl.*link"):
+        opened(tmp_path / "results")
+    assert not victim.exists() and samples.is_symlink()
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 

@@ -116,7 +116,8 @@ def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
                 if not folder.is_dir():  # another process may have been quicker
                     _fetch(source, folder, place)
         except OSError as error:
-            reason = error.strerror or first_line(error)
+            is_link = error.errno == errno.ELOOP
+            reason = f"{error.filename} is a symbolic link" if is_link else error.strerror or first_line(error)
             raise ConfigError(
                 f"KVBENCH_HOME={folder.parents[1]}: {reason}; expected a folder with room to write"
             ) from error
@@ -129,13 +130,16 @@ def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Hold a lock, which the kernel frees with the process, however that ends."""
-    with open(path, "w") as lock:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("another process is fetching it; waiting", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _fetch(source: Source, folder: Path, place: str | None) -> None:

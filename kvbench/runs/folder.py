@@ -285,7 +285,7 @@ class RunFolder:
     def beat(self) -> None:
         """Give a sign of life: status.json gets a new time. What cannot be written shows where a sample is."""
         with suppress(OSError):
-            os.utime(self._own / "status.json")
+            os.utime(self._own / "status.json", follow_symlinks=False)
 
     @contextmanager
     def _opened(self, more: int = 0) -> Iterator[int]:
@@ -446,7 +446,6 @@ def _merge_shards(folder: Path) -> None:
     records, end = read_samples(file)
     if new := of_shards(folder, records):
         (folder / "summary.json").unlink(missing_ok=True)
-        file.touch()
         append_records(file, list(new.values()), end)
     shutil.rmtree(folder / SHARDS)
 
@@ -512,7 +511,7 @@ def held(folder: Path) -> Iterator[None]:
 def append_records(path: Path, records: Sequence[Record], end: int) -> None:
     """All of these records after the last whole line, or none: what a full disk cuts off is taken back."""
     rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
-    with open(path, "r+b", buffering=0, opener=unlinked) as file:
+    with open(path, "r+b", buffering=0, opener=lambda path, flags: unlinked(path, flags | os.O_CREAT)) as file:
         file.truncate(end)
         file.seek(end)
         try:
