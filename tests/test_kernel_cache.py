@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from rich.console import Console
 
 from kvbench.cli.warm import main as warm
 from kvbench.config import choices
-from kvbench.kernels import compiled
+from kvbench.kernels import compiled, private
 from kvbench.kernels.build import Job, build, described
 from kvbench.kernels.listed import listed
 from kvbench.runs import kernels
@@ -60,7 +63,9 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, argument: float | str = 0, **environment: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, argument: float | str = 0, stderr: int | None = None, **environment: str
+) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(folder), str(CHECKOUT)])
     command = [sys.executable, str(folder / "caller.py"), str(argument)]
     return subprocess.Popen(
@@ -68,6 +73,7 @@ def start(folder: Path, argument: float | str = 0, **environment: str) -> subpro
         # Python takes a changed file for the old one where its size is the same, and its second.
         env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", **environment},
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
 
@@ -169,6 +175,157 @@ def test_what_nobody_compiled_for_long_goes_when_its_successor_comes(sources: Pa
     (sources / "called.py").write_text(CALLED.format(2))
     printed(start(sources))
     assert young.exists() and not old.exists()
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "one byte": lambda content: content[:1],
+    "30 bytes": lambda content: content[:30],
+    "half": lambda content: content[: len(content) // 2],
+    "all but one": lambda content: content[:-1],
+    "one more": lambda content: content + b"\0",
+    "zeros": lambda content: bytes(len(content)),
+    "text": lambda content: b"garbage\n" * 20,
+    "another pickle": lambda content: pickle.dumps([1]),
+    "one bit": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+}
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "1.nbc"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_as_good_as_none_and_said_once(
+    suffix: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read() -> Any:
+        files = compiled._Files(tmp_path, "one", is_private=True)
+        return files.load("types")
+
+    files, file = compiled._Files(tmp_path, "one", is_private=True), tmp_path / f"one.{suffix}"
+    files.save("types", list(range(100)))
+    assert read() == list(range(100))
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    assert read() is None and read() is None
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(file) in line and "compiled anew" in line
+    files.save("types", [7])
+    assert read() == [7] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling link"])
+def test_what_is_no_file_is_not_read_and_does_not_wait(kind: str, tmp_path: Path) -> None:
+    files, file = compiled._Files(tmp_path, "one", is_private=True), tmp_path / "one.nbi"
+    files.save("types", 1)
+    other = file.rename(tmp_path / "other")
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to(other if kind == "link" else tmp_path / "nowhere")
+    assert files.load("types") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_damaged_kernel_is_compiled_anew_in_one_line_and_once(sources: Path, suffix: str) -> None:
+    printed(start(sources))
+    [file] = (sources / "__pycache__").glob(f"caller.sum*.{suffix}")
+    os.truncate(file, 30)
+    again = start(sources, stderr=subprocess.PIPE)
+    out, said = again.communicate(timeout=120)
+    assert out.split("\n")[0] == "compiles sum" and [str(file) in line for line in said.splitlines()] == [True]
+    assert printed(start(sources)) == ["10"]
+
+
+@dataclass
+class Opened:
+    """A folder `cache` in a folder `above`, and how both are."""
+
+    above: int = 0o755
+    cache: int = 0o700
+    owner: int | None = None
+    group: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("opened", "which"),
+    [
+        (Opened(), None),
+        (Opened(cache=0o755), None),
+        (Opened(above=0o1777), None),
+        (Opened(cache=0o777), "cache"),
+        (Opened(cache=0o1777), "cache"),
+        (Opened(above=0o777), "above"),
+        (Opened(cache=0o770), None),
+        (Opened(cache=0o770, group=65534), "cache"),
+        (Opened(owner=65534), "cache"),
+        (Opened(cache=0o500, owner=65534), "cache"),
+    ],
+)
+def test_a_folder_that_another_user_can_write_to_is_no_place_for_kernels(
+    opened: Opened, which: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (opened.owner or opened.group) and os.geteuid():
+        pytest.skip("only root gives files away")
+    monkeypatch.setattr(private, "_is_of_one", lambda group: group == tmp_path.stat().st_gid)
+    cache = tmp_path / "above" / "cache"
+    cache.mkdir(parents=True)
+    os.chown(cache, -1 if opened.owner is None else opened.owner, -1 if opened.group is None else opened.group)
+    cache.chmod(opened.cache)
+    cache.parent.chmod(opened.above)
+    first = private.open_to_others(cache)
+    assert (None if first is None else first.name) == which
+    if opened.cache == 0o1777:  # as /tmp: what this user makes in it nobody else takes away
+        assert private.open_to_others(cache / "kernels") is None
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_no_kernel_is_read_from_where_another_user_can_write_and_that_is_said(
+    variable: str, is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared, own, sources = tmp_path / "shared", tmp_path / "own", tmp_path / "sources"
+    for folder in (shared, own, sources):
+        folder.mkdir()
+    shared.chmod(0o777)
+    if is_link:
+        (tmp_path / "link").symlink_to(shared)
+    (sources / "__pycache__").write_text("no folder")
+    told = tmp_path / "link" if is_link else shared
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(told) if variable == "NUMBA_CACHE_DIR" else "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own if variable == "NUMBA_CACHE_DIR" else told))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "")
+    folder = compiled._folder.__wrapped__(sources)
+    assert shared not in folder.parents and private.open_to_others(folder) is None
+    assert str(shared) in capsys.readouterr().err
+    assert variable == "XDG_CACHE_HOME" or own in folder.parents
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_a_file_that_another_user_can_have_written_is_not_unpickled(is_root: bool, tmp_path: Path) -> None:
+    if is_root and os.geteuid():
+        pytest.skip("only root gives files away")
+    files, ran = compiled._Files(tmp_path, "one", is_private=True), tmp_path / "ran"
+
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(ran),)
+
+    for name in ("one.nbi", "one.1.nbc"):
+        private.write_intact(tmp_path / name, pickle.dumps(Harmful()))
+        if is_root:
+            os.chown(tmp_path / name, 65534, 65534)
+        else:
+            (tmp_path / name).chmod(0o666)
+    assert files._load_index() == {} and files._load_data("one.1.nbc") is None and not ran.exists()
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    (tmp_path / "kernels.lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"):
+        compiled._locks.__wrapped__(str(tmp_path))
+    assert not victim.exists()
 
 
 def test_types_are_read_as_they_were_written() -> None:

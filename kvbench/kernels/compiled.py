@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -27,11 +28,12 @@ import llvmlite
 import numba
 from numba import njit, types
 from numba.core import config
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from platformdirs import user_cache_path
 
 from kvbench.kernels.lean import lean
+from kvbench.kernels.private import make_private, open_to_others, read_intact, write_intact
 
 KERNELS: dict[str, Any] = {}  # all that this process has imported, by module:name
 UNUSED_DAYS = 30  # after which what was compiled of other sources is deleted
@@ -113,7 +115,9 @@ def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
 
 
 class _Place(_CacheLocator):  # type: ignore[misc]
-    """The first folder that can be written to: what Numba is told, beside the source, of the user, of this process."""
+    """The first folder that this user alone can write to: what Numba is told, beside the source, of the user, of this
+    process.
+    """
 
     def __init__(self, function: Any, path: str) -> None:
         self._py_file, self._digest = path, digest(function.__module__)
@@ -126,6 +130,11 @@ class _Place(_CacheLocator):  # type: ignore[misc]
     def get_cache_path(self) -> str:
         """The folder."""
         return str(_folder(Path(self._py_file).parent))
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody else's files are read there."""
+        return Path(self.get_cache_path()) != _beside(Path(self._py_file).parent)
 
     def get_source_stamp(self) -> str:
         """What is in a file's name already."""
@@ -140,25 +149,78 @@ class _Place(_CacheLocator):  # type: ignore[misc]
 def _folder(sources: Path) -> Path:
     apart = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
     told = [Path(config.CACHE_DIR, apart)] if config.CACHE_DIR else []
-    for folder in (*told, sources / "__pycache__", user_cache_path("kvbench") / "kernels" / apart):
+    for folder in (*told, _beside(sources), user_cache_path("kvbench") / "kernels" / apart):
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder == _beside(sources):  # who can write there runs code here by Python's own files
+                folder.mkdir(exist_ok=True)
+            else:
+                folder = folder.resolve()
+                if (open_one := open_to_others(folder)) is not None:
+                    _say(f"{open_one}: other users can write there; no kernels are kept in {folder.parent}")
+                    continue
+                make_private(folder)
             tempfile.TemporaryFile(dir=folder).close()
             return folder
     own = Path(tempfile.mkdtemp(prefix="kvbench-kernels-"))  # nobody else can write there
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(own)  # of processes that this one starts, too
-    return _folder.__wrapped__(sources)
+    (own / apart).mkdir()
+    return own / apart
+
+
+def _beside(sources: Path) -> Path:
+    return sources / "__pycache__"
+
+
+@functools.cache
+def _say(line: str) -> None:
+    print(f"kernels: {line}", file=sys.stderr)
 
 
 class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = (_Place,)
 
 
+class _Files(IndexDataCacheFile):  # type: ignore[misc]
+    """An index and what it lists, as files that hold nobody else's code; a damaged one is as good as none."""
+
+    def __init__(self, folder: Path, name: str, is_private: bool) -> None:
+        super().__init__(str(folder), name, "")
+        self._folder, self._is_private = folder, is_private
+
+    def _read(self, name: str) -> Any:
+        path = self._folder / name
+        try:
+            content = read_intact(path, self._is_private)
+            return None if content is None else pickle.loads(content)
+        except Exception as error:  # unpickling has many
+            _say(f"{path}: {error}; compiled anew")
+            with suppress(OSError):
+                path.unlink()
+            return None
+
+    def _load_index(self) -> dict[Any, str]:
+        return self._read(self._index_name) or {}
+
+    def _load_data(self, name: str) -> Any:
+        return self._read(name)
+
+    def _save_index(self, overloads: dict[Any, str]) -> None:
+        write_intact(self._folder / self._index_name, self._dump(overloads))
+
+    def _save_data(self, name: str, data: Any) -> None:
+        write_intact(self._folder / name, self._dump(data))
+
+
 class _OnDisk(FunctionCache):  # type: ignore[misc]
     """Compiled code of one function on disk."""
 
     _impl_class = _Kept
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        folder, is_private = Path(self.cache_path), self._impl.locator.is_private
+        self._cache_file = _Files(folder, self._impl.filename_base, is_private)
 
     def has(self, signature: Any, codegen: Any) -> bool:
         """Whether it was compiled for these types."""
@@ -170,10 +232,10 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
         """No other process compiles, or writes, the same meanwhile; one that is killed leaves nothing locked."""
         name = f"{self._impl.filename_base}{what}"
         place = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
-        file = _locks(self.cache_path)
         try:
+            file = _locks(self.cache_path)
             fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
-        except OSError:  # a file system without locks: at worst the same is compiled twice
+        except OSError:  # a file system without locks, a link in its place: at worst the same is compiled twice
             yield
             return
         try:
@@ -195,4 +257,4 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
 @functools.cache
 def _locks(folder: str) -> int:
     """The file whose bytes are locks, each of one function and types. Open for good: closing it would free them all."""
-    return os.open(Path(folder, "kernels.lock"), os.O_CREAT | os.O_RDWR)
+    return os.open(Path(folder, "kernels.lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
