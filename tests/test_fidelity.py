@@ -17,7 +17,7 @@ from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.compose import composed
 from kvbench.cli.score import rescore
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
+from kvbench.runs.run import prepare, run, work_of
 from kvbench.runs.shared import run_shared
 from kvbench.tasks.fidelity import Fidelity
 
@@ -39,6 +39,14 @@ def test_what_attends_everything_is_full_attention(tmp_path: Path, words: list[s
     assert summary["score"] == 100.0
     assert summary["fidelity"]["kl_max"] < 1e-6
     assert summary["fidelity"]["nll"] == pytest.approx(summary["fidelity"]["nll_full"], abs=1e-6)
+
+
+def test_samples_of_given_tokens_have_a_share_in_the_work_by_their_length(tmp_path: Path) -> None:
+    config: Any = OmegaConf.to_container(configured(tmp_path, "task.lengths=[100,200]"), resolve=True)
+    work = work_of(prepare(config), None, ())
+    shares = {sample.id: work.share(sample) for sample in work.samples}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["fidelity-200-0"] / shares["fidelity-100-0"] == pytest.approx((200 + 13) / (100 + 13))
 
 
 def test_every_step_has_its_divergence_and_the_likelihood_of_the_text(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from rich.console import Console
 from kvbench.cli.warm import main as warm
 from kvbench.config import choices
 from kvbench.kernels import compiled, private
-from kvbench.kernels.build import Job, build, described
+from kvbench.kernels.build import Job, _Queue, build, described
 from kvbench.kernels.listed import listed
 from kvbench.runs import kernels
 from methods.icecache.kernels.arrays import NODE, Tree
@@ -357,6 +359,62 @@ def test_what_other_kernels_call_is_compiled_before_them_and_the_rest_longest_fi
     said: list[tuple[int, float]] = []
     build(jobs, [0, 2, 1, 3], lambda ready, left: said.append((ready, left)))
     assert done == [0, 1, 2, 3] and [ready for ready, _ in said] == [0, 1, 2, 3, 4] and said[-1][1] == 0
+
+
+def test_what_is_left_follows_what_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 kernels of 2 s in two processes, on a machine that takes ten times as long."""
+    now, said = 0.0, list[tuple[int, float]]()
+    monkeypatch.setattr("kvbench.kernels.build.time.monotonic", lambda: now)
+    jobs = [Job(str(number), [], 2.0, ()) for number in range(12)]
+    queue = _Queue(jobs, range(12), 2, lambda ready, left: said.append((ready, left)))
+    queue.tell()
+    assert said[-1] == (0, 12)
+    taken = [queue.take(), queue.take()]
+    for now in (1.0, 10.0, 19.0):  # noqa: B007  # the clock above
+        queue.tell()
+    assert said[-1][1] > said[-2][1] > said[-3][1] > 9
+    now = 20.0
+    for number in taken:
+        assert number is not None
+        queue.done(number)
+    assert said[-1] == (2, 100)
+    while (number := queue.take()) is not None:
+        queue.done(number)
+    assert said[-1] == (12, 0)
+
+
+def test_a_slow_compilation_is_told_of_though_no_kernel_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Job):
+        def compile(self) -> None:
+            until = time.monotonic() + 10
+            while len(said) < 4 and time.monotonic() < until:
+                time.sleep(0.01)
+
+    said = list[int]()
+    monkeypatch.setattr("kvbench.kernels.build.TELL_SECONDS", 0.01)
+    build([Slow("0", [], 1, ())], [0], lambda ready, left: said.append(ready))
+    assert said[:4] == [0] * 4 and said[-1] == 1
+
+
+def test_off_a_terminal_kernels_have_a_line_at_intervals_with_their_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, out = 100.0, io.StringIO()
+
+    def compile_them(numbers: list[int], say: Callable[[int, float], None]) -> None:
+        nonlocal now
+        for ready, left in ((0, 6), (0, 5), (1, 200), (1, 180), (2, 0)):
+            say(ready, left)
+            now += kernels.LINE_SECONDS / 2
+
+    monkeypatch.setattr("kvbench.runs.kernels.time.monotonic", lambda: now)
+    monkeypatch.setattr(kernels, "missing", lambda numbers: [*numbers])
+    monkeypatch.setattr(kernels, "compile_listed", compile_them)
+    assert kernels.compile_kernels([3, 4], Console(file=out, width=100)) == 2
+    lines = out.getvalue().splitlines()
+    assert [line.partition("once: ")[2] for line in lines] == [
+        "0 done, some 6 s left",
+        "1 done, some 200 s left",
+        "2 done, some 0 s left",
+    ]
 
 
 def test_a_list_that_is_older_than_the_sources_ends_no_run() -> None:

@@ -19,6 +19,7 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method, Needs
+from kvbench.runs import shared
 from kvbench.runs.identity import decodes_together
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
@@ -97,6 +98,33 @@ def test_fidelity_compares_with_full_attention_beside_it(configs: Any, tmp_path:
         for name in ("kl", "nll", "nll_full"):
             assert one["steps"][name] == pytest.approx(other["steps"][name], abs=1e-4)
         assert (one["kl_mean"] > 1e-4) == (not key.startswith("full/"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("batch=3",),
+        ("task.keys=2", "protocol.question=decode"),
+        ("task=fidelity", "task.lengths=[300]", "task.samples=2", "task.steps=6", "~task.limit"),
+    ],
+)
+def test_how_much_is_left_is_known_with_the_first_pass_and_nothing_is_left_at_the_end(
+    configs: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    reports, first = list[Reporter](), list[float | None]()
+    real, rows = shared.SideBySide, Reporter.rows
+
+    def noted(self: Reporter, count: int, seconds: float) -> None:
+        rows(self, count, seconds)
+        first.append(self.together.left(1.0))
+
+    monkeypatch.setattr(shared, "SideBySide", lambda arms: (reports.append(arms.report), real(arms))[1])
+    monkeypatch.setattr(Reporter, "rows", noted)
+    quiet(configs(*words, arms=ARMS[:3]))
+    together = reports[0].together
+    assert first[0] is not None and first[0] > 0
+    assert together.read == pytest.approx(1) and together.expected == together.decoded > 0
 
 
 def test_answers_to_one_prompt_are_drawn_as_alone(configs: Any, tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvbench.cli import status
+from kvbench.kernels import often
 from kvbench.runs import folder as folders
 from kvbench.runs import heartbeat
 from kvbench.runs import progress as bars
@@ -220,28 +224,81 @@ def test_the_command_lists_runs_and_counts_states(tmp_path: Path, capsys: Any) -
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then_with_the_pace_of_the_last_half_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A clock whose `now` a test sets."""
+    clock = SimpleNamespace(now=100.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(bars.time, "monotonic", lambda: clock.now)
+        yield clock
+
+
+def test_a_line_has_the_pace_of_the_last_half_minute_and_what_runs(clock: SimpleNamespace) -> None:
     out = io.StringIO()
     with bars.progress(Console(file=out, width=100), total=4, done=0) as report:
         report.begin()
-        now += bars.LINE_SECONDS
+        report.line()
+        clock.now += bars.LINE_SECONDS
         report.tokens(500, 510)
+        report.line()
         report.tokens(510, 510)
         report.advance(0.25)
         report.begin(at=300)
-        now += bars.LINE_SECONDS
+        clock.now += bars.LINE_SECONDS
         report.tokens(390, 400)
-        now += 3 * bars.LINE_SECONDS
+        report.line()
+        clock.now += 3 * bars.LINE_SECONDS
         report.tokens(399, 400)
-    assert out.getvalue().splitlines() == [
+        report.line()
+        report.compiles = True
+        report.line()
+    assert out.getvalue().splitlines()[:5] == [
+        "0/4 samples, 0:00:00; reading a prompt",
         "0/4 samples, 17 tokens/s, 0:00:30; of this one 500 of 510 tokens",
         "1/4 samples, 3 tokens/s, 0:03:00 left; of this one 390 of 400 tokens",
-        *["1/4 samples, 0 tokens/s, 0:07:30 left; of this one 399 of 400 tokens"] * 2,
+        "1/4 samples, 0 tokens/s, 0:07:30 left; of this one 399 of 400 tokens",
+        "1/4 samples, 0 tokens/s, 0:07:30 left; compiling a kernel",
     ]
+
+
+def test_off_a_terminal_lines_come_at_intervals_though_nothing_calls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "LINE_SECONDS", 0.01)
+    out = io.StringIO()
+    with bars.progress(Console(file=out, width=100), total=4, done=0):
+        until = time.monotonic() + 10
+        while out.getvalue().count("\n") < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    lines = out.getvalue().splitlines()
+    assert len(lines) >= 4 and {line[:11] for line in lines} == {"0/4 samples"}
+
+
+def test_where_nobody_reads_the_lines_the_block_is_stopped() -> None:
+    def lost() -> None:
+        raise SystemExit  # no Exception, as OutputLost
+
+    with pytest.raises(KeyboardInterrupt), often.every(0.01, lost):
+        for _ in range(1000):
+            time.sleep(0.01)
+
+
+def test_arms_that_decode_together_have_a_time_left_before_a_sample_is_done(clock: SimpleNamespace) -> None:
+    out = io.StringIO()
+    with bars.progress(Console(file=out, width=160), total=10, done=0) as report:
+        together = report.together
+        for _ in range(5):  # prompts, each 20 s to read, of two arms with 100 tokens
+            clock.now += 20
+            together.read += 0.1
+            together.expected += 2 * 100
+        assert report.left() == "", "no token is decoded"
+        for _ in range(10):
+            clock.now += 3
+            report.rows(10, 3.0)
+        report.line()
+        # 5 prompts to read at 20 s; 100 of 2,000 tokens are decoded in 30 s
+        assert report.left() == f"{timedelta(seconds=5 * 20 + 30 * 19)} left"
+        together.expected -= 2 * 90  # one ended early
+        assert report.left() == f"{timedelta(seconds=round(5 * 20 + 30 * (1640 / 100 - 1)))} left"
+    assert "10 rows decode together, 100 of 1,000 tokens" in out.getvalue() and "50%" in out.getvalue()
 
 
 def test_the_bar_of_tokens_ends_full_where_a_stop_token_came_early() -> None:
@@ -253,18 +310,16 @@ def test_the_bar_of_tokens_ends_full_where_a_stop_token_came_early() -> None:
 
 
 def test_a_kernel_that_must_be_compiled_is_said_once_and_counts_as_no_time_of_the_model(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
 ) -> None:
     from numba.core import event
 
-    now = 100.0
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
     out = io.StringIO()
     with bars.progress(Console(file=out, width=120), total=2, done=0) as report:
         for _ in range(2):
             with event.trigger_event("numba:compile"), event.trigger_event("numba:compile"):
-                now += 60
-        now += 10
+                clock.now += 60
+        clock.now += 10
         report.tokens(100, 100)
         report.advance(0.5)
     assert out.getvalue().count("compiling kernels") == 1

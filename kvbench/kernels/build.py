@@ -20,8 +20,10 @@ import numpy as np
 from numba import from_dtype, types
 
 from kvbench.kernels.compiled import KERNELS, on_disk
+from kvbench.kernels.often import every
 
 MOST_PROCESSES = 8
+TELL_SECONDS = 1.0
 WORTH_A_PROCESS = 6.0  # seconds of compilation; a process takes three to start
 
 
@@ -103,11 +105,13 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
     """Compile the wanted ones of the jobs, this process among others; what fails is left to who calls it.
 
     Args:
-        say: called with how many are ready and the seconds that are left, before the first and as each is.
+        say: called with how many are ready and the seconds that are left, before the first, as each is, and every
+            `TELL_SECONDS`.
     """
-    queue, seconds = _Queue(jobs, wanted, say), sum(jobs[number].seconds for number in wanted)
+    seconds = sum(jobs[number].seconds for number in wanted)
     many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted)) if seconds > WORTH_A_PROCESS else 1
-    say(0, seconds / many)
+    queue = _Queue(jobs, wanted, many, say)
+    queue.tell()
     command = [sys.executable, "-m", "kvbench.kernels.build"]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
     processes = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none) for _ in range(many - 1)]
@@ -115,12 +119,13 @@ def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float]
     try:
         for thread in threads:
             thread.start()
-        while (number := queue.take()) is not None:
-            with suppress(Exception):  # it comes again, and is said, where the kernel is called
-                jobs[number].compile()
-            queue.done(number)
-        for thread in threads:
-            thread.join()
+        with every(TELL_SECONDS, queue.tell):
+            while (number := queue.take()) is not None:
+                with suppress(Exception):  # it comes again, and is said, where the kernel is called
+                    jobs[number].compile()
+                queue.done(number)
+            for thread in threads:
+                thread.join()
     finally:
         for process in processes:
             process.kill()
@@ -142,10 +147,18 @@ def _ask(process: subprocess.Popen[str], queue: _Queue) -> None:
 
 
 class _Queue:
-    """Which job is next: none before those that it calls, and first what most of the others wait for."""
+    """Which job is next: none before those that it calls, and first what most of the others wait for; and how long all
+    of them will take.
 
-    def __init__(self, jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float], None]) -> None:
-        self.jobs, self._say, self._ready = jobs, say, threading.Condition()
+    Args:
+        jobs, wanted, say: see `build`.
+        many: processes.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], wanted: Sequence[int], many: int, say: Callable[[int, float], None]
+    ) -> None:
+        self.jobs, self._many, self._say, self._ready = jobs, many, say, threading.Condition()
         self._waiting, self._open, self._began = set(wanted), set(wanted), time.monotonic()
         self._weight = {number: jobs[number].seconds for number in wanted}
         for number in sorted(wanted, reverse=True):  # who calls stands after what is called
@@ -171,10 +184,24 @@ class _Queue:
         """A job is over, whether it compiled or not."""
         with self._ready:
             self._open.remove(number)
-            left = sum(self.jobs[one].seconds for one in self._open)
-            elapsed, done = time.monotonic() - self._began, self._whole - left
-            self._say(len(self._weight) - len(self._open), left * elapsed / max(done, 1e-3))
+            self.tell()
             self._ready.notify_all()
+
+    def tell(self) -> None:
+        """Say how many are ready, and the seconds that are left."""
+        with self._ready:
+            self._say(len(self._weight) - len(self._open), self._left(time.monotonic() - self._began))
+
+    def _left(self, elapsed: float) -> float:
+        """By what has passed: of the jobs that are compiled now half counts as done, until one has ended no job as
+        quicker than it once was.
+        """
+        done = self._whole - sum(self.jobs[one].seconds for one in self._open)
+        halves = sum(self.jobs[one].seconds for one in self._open - self._waiting) / 2
+        slowness = elapsed / max(done + halves, 1e-3)
+        if not done:
+            slowness = max(slowness, 1 / self._many)
+        return max(0.0, slowness * self._whole - elapsed) if self._open else 0.0
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Who brings one waits here until there is room, while those that are there go on;
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,10 +42,10 @@ class Lane:
 
     Args:
         loaded: the model.
-        stepped: called after each pass with its rows.
+        stepped: called after each pass with its rows and its seconds.
     """
 
-    def __init__(self, loaded: Loaded, stepped: Callable[[int], object] = lambda rows: None) -> None:
+    def __init__(self, loaded: Loaded, stepped: Callable[[int, float], object] = lambda rows, seconds: None) -> None:
         self._pass, self._stepped, self._room = DecodePass(loaded.model), stepped, room(loaded)
         self._most = 1 if unfit(loaded.model) else MOST_ROWS
         self._going: dict[Decoding, Going] = {}
@@ -90,11 +91,11 @@ class Lane:
 
     def step(self) -> None:
         """Decode a token of each row."""
-        rows = self._pass.rows
+        rows, began = self._pass.rows, time.monotonic()
         for decoding, error in self._pass.step():
             if decoding in self._going:  # none that an earlier one has dropped
                 self._end(decoding, error)
-        self._stepped(rows)
+        self._stepped(rows, time.monotonic() - began)
 
     def finish(self) -> None:
         """Go on until nothing is left."""

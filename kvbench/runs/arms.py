@@ -54,7 +54,7 @@ class Arms:
         try:
             for record in records():
                 if record["id"] not in folder.done:
-                    folder.add(record, self.report.share + sum(map(self._work.share, batch)))
+                    folder.add(record, self.report.share + self.share(batch))
                     self.report.failed(record)
         except Exception as error:
             self.ended[index] = error
@@ -66,6 +66,10 @@ class Arms:
     def all_ended(self) -> bool:
         """Whether no arm goes on."""
         return len(self.ended) == len(self._running)
+
+    def share(self, samples: Iterable[Sample]) -> float:
+        """The share of samples in the work of this start."""
+        return sum(map(self._work.share, samples))
 
     def over(self, batch: Sequence[Sample]) -> None:
         """All arms are through with a batch."""
@@ -81,7 +85,8 @@ def in_turn(arms: Arms, batches: Iterable[Batch]) -> None:
         waiting, prefilled = arms.lacking(batch.samples), None
         for part, prefilled, failed in arms.prefilled(batch, waiting):
             read = max(len(prompt.ids) for prompt in part)
-            for index, arm in waiting.items():
+            for number, (index, arm) in enumerate(waiting.items()):
+                arms.report.part = number / len(waiting) * arms.share(batch.samples)
                 arms.report.name(arm_name(arm.config))
                 arms.report.begin(read if prefilled else 0)
                 arms.add(index, batch.samples, partial(_measured, arm, part, arms.report, prefilled, failed))

@@ -6,10 +6,10 @@ that has mounted the folder.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from kvbench.kernels.often import every
 from kvbench.runs.folder import RunFolder
 
 BEAT_SECONDS = 15.0
@@ -19,15 +19,10 @@ DEAD_SECONDS = 90.0  # without a sign of life; clocks of machines differ, and a 
 @contextmanager
 def beating(folders: Sequence[RunFolder]) -> Iterator[None]:
     """Give signs of life of these folders while the block runs."""
-    over = threading.Event()
 
     def beat() -> None:
-        while not over.wait(BEAT_SECONDS):
-            for folder in folders:
-                folder.beat()
+        for folder in folders:
+            folder.beat()
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
-    try:
+    with every(BEAT_SECONDS, beat):
         yield
-    finally:
-        over.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 
 from rich.progress import BarColumn, Progress, TextColumn
@@ -9,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from kvbench.kernels.listed import compile_listed, missing, needed_by
 from kvbench.measure.arm import Setup
 from kvbench.memory.kinds import kv_in
+from kvbench.runs.progress import LINE_SECONDS
 from kvbench.runs.terminal import Console
 
 
@@ -20,20 +23,22 @@ def compile_for(arms: Sequence[Setup], console: Console) -> None:
 
 
 def compile_kernels(numbers: Iterable[int], console: Console) -> int:
-    """Compile those that nobody has, side by side, with a bar; how many these were."""
+    """Compile those that nobody has, side by side, with a bar or a line now and then; how many these were."""
     wanted = missing(numbers)
     if not wanted:
         return 0
-    drawn = console.is_terminal or console.is_jupyter
+    drawn, line_at = console.is_terminal or console.is_jupyter, -math.inf
     count, left = TextColumn("kernel {task.completed:.0f} of {task.total:.0f}"), TextColumn("{task.fields[left]}")
     with Progress(count, BarColumn(), left, console=console, disable=not drawn, transient=True) as bars:
         bar = bars.add_task("kernels", total=len(wanted), left="")
 
         def say(ready: int, seconds: float) -> None:
+            nonlocal line_at
             left = f"some {seconds:.0f} s left"
             bars.update(bar, completed=ready, left=left)
-            if not drawn and ready == 0:
-                console.print(f"compiling {len(wanted)} kernels, once: {left}")
+            if not drawn and time.monotonic() - line_at >= LINE_SECONDS:
+                line_at = time.monotonic()
+                console.print(f"compiling {len(wanted)} kernels, once: {ready} done, {left}", soft_wrap=True)
 
         compile_listed(wanted, say)
     return len(wanted)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,29 +16,57 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.progress import Task as Bar
 from rich.text import Text
 
+from kvbench.kernels.often import every
 from kvbench.runs.terminal import Console
 
 LINE_SECONDS = 30.0
 
 
-def time_left(elapsed: float, share: float) -> str:
-    """The time left by the share of the work that is done, not by counting: samples may differ a hundredfold.
+def time_left(elapsed: float, share: float) -> float | None:
+    """Seconds left by the share of the work that is done, not by counting: samples may differ a hundredfold.
 
     Args:
         elapsed: seconds.
-        share: of the work, 0..1; "" where nothing is done.
+        share: of the work, 0..1; None where nothing is done.
     """
-    return f"{timedelta(seconds=round(elapsed * (1 - share) / share))} left" if 0 < share < 1 else ""
+    return elapsed * (1 - share) / share if share > 0 else None
+
+
+@dataclass
+class Together:
+    """The work of arms that decode together: prompts are read one by one, and their rows go on side by side.
+
+    Attributes:
+        read: the share of the prompts that are read, 0..1.
+        expected: tokens to decode of these prompts, in all their rows, at most.
+        decoded: of them.
+        seconds: that it took.
+        rows: of the last pass.
+    """
+
+    read: float = 0.0
+    expected: int = 0
+    decoded: int = 0
+    seconds: float = 0.0
+    rows: int = 0
+
+    def left(self, elapsed: float) -> float | None:
+        """Seconds left, by what reading and decoding have taken so far, each by itself; None before the first pass."""
+        if not (self.read and self.decoded):
+            return None
+        reading = time_left(max(0.0, elapsed - self.seconds), min(1.0, self.read))
+        decoding = time_left(self.seconds, min(1.0, self.decoded * self.read / max(1, self.expected)))
+        return (reading or 0.0) + (decoding or 0.0)
 
 
 class TimeLeft(ProgressColumn):
-    """`time_left` as a column."""
+    """A reporter's time left as a column."""
 
     def render(self, bar: Bar) -> Text:
         """The time left, "" while it is not known."""
-        if not bar.elapsed or bar.finished:
-            return Text("")
-        return Text(time_left(bar.elapsed, bar.fields.get("share") or 0.0), style="progress.remaining")
+        report: Reporter | None = bar.fields.get("report")
+        left = "" if report is None or bar.finished else report.left()
+        return Text(left, style="progress.remaining")
 
 
 class Speed(ProgressColumn):
@@ -76,52 +105,74 @@ class Reporter:
 
     Attributes:
         share: of the work of this start that is done.
+        part: of this work, what is done of the samples that run.
+        together: of arms that decode together.
+        compiles: whether a kernel is being compiled.
     """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
-        self.bars, self.share = bars, 0.0
-        self._samples = bars.add_task("samples", total=total, completed=min(done, total), share=0.0)
+        self.bars, self.share, self.part = bars, 0.0, 0.0
+        self.together, self.compiles = Together(), False
+        self._samples = bars.add_task("samples", total=total, completed=min(done, total))
+        bars.update(self._samples, report=self)  # which is drawn at once
         self._pace = Pace(bars.get_time())
         self._inside = bars.add_task("tokens of this sample", total=None, visible=False, pace=self._pace)
         self._said: set[str] = set()
-        self._at = self._of = self._rows = 0
-        self._line_at = bars.get_time()
+        self._at, self._of, self._reads = 0, 0, False
 
     def begin(self, at: int = 0) -> None:
         """A generation begins, with `at` tokens of its prompt read already."""
-        self._at, self._of = at, 0
+        self._at, self._of, self._reads = at, 0, not at
 
     def tokens(self, done: int, total: int) -> None:
         """`done` of `total` tokens of the current generation are read or written."""
         self._pace.add(done - self._at, self.bars.get_time())
-        self._at, self._of = done, total
+        self._at, self._of, self._reads = done, total, False
         self.bars.update(self._inside, completed=done, total=total, visible=True)
-        self._line_now_and_then()
 
-    def _line_now_and_then(self) -> None:
-        if self.bars.disable and self.bars.get_time() - self._line_at >= LINE_SECONDS:
-            self.line()
-
-    def rows(self, count: int) -> None:
-        """A token of each of so many rows was decoded, of several arms and samples."""
+    def rows(self, count: int, seconds: float) -> None:
+        """A token of each of so many rows was decoded, of several arms and samples, in so many seconds."""
+        together = self.together
         self._pace.add(count, self.bars.get_time())
-        self._at, self._of, self._rows = 0, 0, count
+        self._at, self._of, together.rows = 0, 0, count
+        together.decoded, together.seconds = together.decoded + count, together.seconds + seconds
         self.bars.update(
-            self._inside, description=f"tokens, {count} rows", completed=self._pace.tokens, total=None, visible=True
+            self._inside,
+            description=f"tokens, {count} rows",
+            completed=together.decoded,
+            total=max(together.decoded, together.expected),
+            visible=True,
         )
-        self._line_now_and_then()
+
+    def left(self) -> str:
+        """The time left; "" while it is not known, and where there is none."""
+        elapsed = self.bars.tasks[self._samples].elapsed or 0.0
+        left = self.together.left(elapsed)
+        left = time_left(elapsed, self.share + self.part) if left is None else left
+        return f"{timedelta(seconds=round(left))} left" if left and round(left) else ""
 
     def line(self) -> None:
-        """How far it is, as a line: over all samples, at what pace, and inside the one that runs."""
-        samples, elapsed = self.bars.tasks[self._samples], self.bars.tasks[self._samples].elapsed or 0.0
-        left = time_left(elapsed, self.share) or str(timedelta(seconds=round(elapsed)))
-        line = f"{samples.completed:.0f}/{samples.total:.0f} samples, {self._pace}, {left}"
-        if self._at < self._of:
-            line += f"; of this one {self._at:,} of {self._of:,} tokens"
-        elif self._rows:
-            line += f"; {self._rows} rows decode together"
-        self._line_at = self.bars.get_time()
-        self.bars.console.print(line, highlight=False)
+        """How far it is, as a line: over all samples, at what pace, and what is running."""
+        samples = self.bars.tasks[self._samples]
+        pace = [str(self._pace)] if self._pace.tokens else []
+        left = self.left() or str(timedelta(seconds=round(samples.elapsed or 0.0)))
+        line = ", ".join([f"{samples.completed:.0f}/{samples.total:.0f} samples", *pace, left])
+        self.bars.console.print("; ".join([line, *self._running()]), highlight=False, soft_wrap=True)
+
+    def _running(self) -> Iterator[str]:
+        """What goes on now."""
+        together = self.together
+        if 0 < together.read < 0.995:
+            yield f"{together.read:.0%} of the prompts are read"
+        if self.compiles:
+            yield "compiling a kernel"
+        elif self._reads:
+            yield "reading a prompt"
+        elif self._at < self._of:
+            yield f"of this one {self._at:,} of {self._of:,} tokens"
+        elif together.rows:
+            done = f"{together.decoded:,} of {max(together.decoded, together.expected):,} tokens"
+            yield f"{together.rows} rows decode together, {done}"
 
     def sample(self, record: dict[str, Any], share: float) -> None:
         """A sample has ended, `share` of the work of this start."""
@@ -137,9 +188,9 @@ class Reporter:
 
     def advance(self, share: float) -> None:
         """One more sample is done, `share` of the work; one that ended early has no tokens to come."""
-        self._of = 0
+        self._of, self.part = 0, 0.0
         self.share += share
-        self.bars.update(self._samples, advance=1, share=self.share)
+        self.bars.update(self._samples, advance=1)
         self.bars.update(self._inside, completed=self.bars.tasks[self._inside].total)
 
     def failed(self, record: dict[str, Any]) -> None:
@@ -174,17 +225,19 @@ class _Compilations(event.Listener):
         if not self._depth:
             self._since = time.monotonic()
         self._depth += 1
+        self.report.compiles = True
         self.report.once("kernels", "compiling kernels, up to a minute, the first time that they are used (said once)")
 
     def on_end(self, event: event.Event) -> None:
         self._depth -= 1
         if not self._depth:
+            self.report.compiles = False
             self._compiled += time.monotonic() - self._since
 
 
 @contextmanager
 def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
-    """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, and one at its end.
+    """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, whatever runs, and one at its end.
 
     Args:
         console: where they are drawn.
@@ -196,7 +249,8 @@ def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
     times = TimeElapsedColumn(), TimeLeft(), Speed()
     with Progress(*columns, *times, console=console, disable=not drawn, get_time=clock) as bars:
         report = clock.report = Reporter(bars, total, done)
-        with event.install_listener("numba:compile", clock):
+        lines = nullcontext() if drawn else every(LINE_SECONDS, report.line)
+        with event.install_listener("numba:compile", clock), lines:
             yield report
         if not drawn:
             report.line()

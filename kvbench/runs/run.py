@@ -295,7 +295,7 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
         left = max(1, total - finished)
         return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / left)
     longest_first = sorted(pending, key=lambda sample: len(sample.question) - len(sample.prompt))  # by the contexts
-    characters = max(1, sum(len(sample.prompt) for sample in longest_first))
+    work = sum(map(_length, longest_first))
     total = each * shard.share(len(ids) // each)
     return Work(
         longest_first,
@@ -304,8 +304,13 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
         total,
         total - len(longest_first),
         len(ids) // each < (limit or math.inf),
-        lambda sample: len(sample.prompt) / characters,
+        lambda sample: _length(sample) / work,
     )
+
+
+def _length(sample: Sample) -> int:
+    """How much there is to read, 1 or more: characters of a prompt, or tokens where all of them are given."""
+    return max(1, len(sample.given.prompt) + len(sample.given.tokens) if sample.given else len(sample.prompt))
 
 
 def _pending(

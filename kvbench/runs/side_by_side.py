@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class SideBySide:
 
     def __init__(self, arms: Arms) -> None:
         self._arms, self._lane = arms, Lane(arms.first.loaded, arms.report.rows)
+        self._together = arms.report.together
         self._again = deque[_Brought]()  # samples of a batch that has failed, each by itself
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
 
@@ -85,6 +86,8 @@ class SideBySide:
                 self._arms.add(index, batch.samples, partial(_failures, arm, lost, failed))
                 if prefilled is not None and index not in self._arms.ended:
                     self._join(brought, index, arm, ready, prefilled)
+        if brought.counts:
+            self._together.read += self._arms.share(batch.samples)
         self._through(brought)
 
     def _refer(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
@@ -92,7 +95,7 @@ class SideBySide:
         if prompts[0].sample.given and prefilled.reference is None:
             begin = partial(begin_reference, self._arms.first, prompts[0], prefilled)
             going = Going(None, 0, self._shared(prompts, prefilled), lambda decoding, error: None)
-            self._lane.join(begin, 1, going)
+            self._lane.join(partial(self._expected, begin), 1, going)
 
     def _reference_bytes(self, prompts: Sequence[TokenizedSample]) -> int:
         given = prompts[0].sample.given
@@ -112,13 +115,25 @@ class SideBySide:
         begun = Begun(arm, prompts, prefilled)
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
+            if decoding is not None:  # which may have ended early
+                self._together.expected -= len(prompts) * decoding.to_come
             self._arms.add(index, brought.batch.samples, partial(self._records, index, begun, decoding, error))
             if index in self._arms.ended:
                 self._lane.drop(index)
             self._through(brought)
 
         brought.to_come += 1
-        self._lane.join(begun.begin, len(prompts), Going(index, size, self._shared(prompts, prefilled), ended))
+        self._lane.join(
+            partial(self._expected, begun.begin),
+            len(prompts),
+            Going(index, size, self._shared(prompts, prefilled), ended),
+        )
+
+    def _expected(self, begin: Callable[[], Decoding]) -> Decoding:
+        """Begin a generation, whose tokens are work to come from here on."""
+        decoding = begin()
+        self._together.expected += len(decoding.made) * decoding.to_come
+        return decoding
 
     def _records(
         self, index: int, begun: Begun, decoding: Decoding | None, error: Exception | None

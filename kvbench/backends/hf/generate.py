@@ -208,6 +208,11 @@ class Decoding:
         """Whether no row generates another token."""
         return not self._question and (self.steps + 1 >= self._most or not any(self.active))
 
+    @property
+    def to_come(self) -> int:
+        """Passes to come, at most."""
+        return len(self._question) + self._most - 1 - self.steps
+
     def choose(self, logits: torch.Tensor) -> None:
         """Take the logits [B, vocabulary] of the pass: they say the tokens of the next one.
 
