@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -172,7 +173,13 @@ def test_a_check_has_a_line_for_each_claim_and_says_which_fails_and_why(
     monkeypatch.setattr(own_method, "claims", lambda: tmp_path)
     monkeypatch.setitem(sys.modules, "test_conformance", None)  # as it was afterwards: the real one may be there
     del sys.modules["test_conformance"]
-    failing, holding, outcome = filter(None, (done := kvbench("check-method", "quest")).out.splitlines())
+    monkeypatch.setattr(own_method, "LINE_SECONDS", 0.0)
+    lines = filter(None, (done := kvbench("check-method", "quest")).out.splitlines())
+    _, count, *lines = lines
+    assert count.startswith("3 cases of 2 claims")
+    far = [line for line in lines if re.fullmatch(r"\d of 3 cases, some [\d:]+ left", line)]
+    assert len(far) == 2 and far[0].startswith("1 of 3 cases")
+    failing, holding, outcome = [line for line in lines if line not in far]
     assert failing.startswith("fails  it keeps its rule (unified-") and "two lines of why" in failing
     assert holding == "holds  it's whole" and done.code == 1
     assert "1 of 2 claims" in outcome and "-k it_keeps_its_rule " in outcome

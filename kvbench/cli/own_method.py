@@ -8,13 +8,16 @@ import argparse
 import os
 import re
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvbench.config import ASSETS, PACKAGE, ConfigError, bind_methods, choices, choose_from, nearest, searched
+from kvbench.kernels.often import LINE_SECONDS
 
 TEMPLATES = ASSETS / "method"
 NEEDED = ("pytest", "hypothesis")  # to check, not to run
@@ -83,6 +86,7 @@ def check_method(arguments: Sequence[str]) -> int:
     bind_methods()
     import pytest
 
+    print("collecting the claims", flush=True)
     # Neither the settings nor the cache of a project that the command is given in, and of pytest's words none.
     settings = ["-c", os.devnull, "--rootdir", str(claims()), "-p", "no:cacheprovider", "-W", "ignore"]
     quiet = ["-qq", "--tb=no", "-rN", "-o", "console_output_style=classic"]
@@ -102,12 +106,16 @@ def claims() -> Path:
 
 
 class Claims:
-    """A plugin of pytest's: of the claims those about one method, and a line for each that holds or does not."""
+    """A plugin of pytest's: of the claims those about one method, a line for each that holds or does not, and now and
+    then how far it is.
+    """
 
     def __init__(self, method: str) -> None:
         self.method = method
         self._cases: Counter[str] = Counter()  # of each claim, those still to come
         self._failed: dict[str, None] = {}
+        self._all = 0
+        self._began = self._line_at = time.monotonic()
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Leave out what is about other methods, or about none."""
@@ -121,6 +129,9 @@ class Claims:
     def pytest_collection_finish(self, session: Any) -> None:
         """Count the cases of each claim, when all plugins have chosen."""
         self._cases.update(_claim(item.nodeid) for item in session.items)
+        self._all, self._began = len(session.items), time.monotonic()
+        if self._all:
+            print(f"{self._all} cases of {len(self._cases)} claims; kernels are compiled as they are met", flush=True)
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str]:
         """No dot for a case that has run."""
@@ -140,6 +151,11 @@ class Claims:
         self._cases[claim] -= 1
         if not self._cases[claim] and claim not in self._failed:
             print(f"holds  {_words(claim)}", flush=True)
+        now, to_come = time.monotonic(), self._cases.total()
+        if to_come and now - self._line_at >= LINE_SECONDS:
+            self._line_at, done = now, self._all - to_come
+            left = timedelta(seconds=round((now - self._began) * to_come / done))
+            print(f"{done} of {self._all} cases, some {left} left", flush=True)
 
     def outcome(self) -> str:
         """How many claims hold, and how to look at one that does not."""

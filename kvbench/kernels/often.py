@@ -7,6 +7,8 @@ from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+LINE_SECONDS = 30.0  # between two lines about the same, where there is no terminal
+
 
 @contextmanager
 def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvbench.kernels.listed import compile_listed, missing, needed_by
+from kvbench.kernels.often import LINE_SECONDS
 from kvbench.measure.arm import Setup
 from kvbench.memory.kinds import kv_in
-from kvbench.runs.progress import LINE_SECONDS
 from kvbench.runs.terminal import Console
 
 

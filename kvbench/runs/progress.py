@@ -16,10 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.progress import Task as Bar
 from rich.text import Text
 
-from kvbench.kernels.often import every
+from kvbench.kernels.often import LINE_SECONDS, every
 from kvbench.runs.terminal import Console
-
-LINE_SECONDS = 30.0
 
 
 def time_left(elapsed: float, share: float) -> float | None:
