@@ -4,6 +4,9 @@ import copy
 import functools
 import json
 import math
+import os
+import tempfile
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -75,6 +78,7 @@ def model_folder(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", **keys}))
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        (folder / "tokenizer.json").write_text("{}")
         return folder
 
     return make
@@ -521,6 +525,49 @@ def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
     assert refusal("results_dir='~/results'") == "results_dir=~/results: expected a folder, with no ~ in front"
     check(composed(f"results_dir={tmp_path}/new/results"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("where", ["", "runs", "runs/passkey", "runs/passkey/tiny/icecache-256"])
+def test_a_link_to_nowhere_on_the_way_to_the_results_is_named_before_a_model_loads(refusal, tmp_path, where):
+    link = tmp_path / "results" / where
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "gone")
+    line = refusal(f"results_dir={tmp_path}/results")
+    assert line.startswith(f"results_dir={tmp_path}/results: ") and str(link) in line and "gone" in line
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("where", ["runs", "runs/passkey/tiny", "runs/passkey/tiny/icecache-256"])
+def test_results_of_another_user_are_named_before_a_model_loads(composed, where):
+    with tempfile.TemporaryDirectory() as top:
+        (Path(top) / "results" / where).mkdir(parents=True)
+        for folder in [Path(top), Path(top) / "results"]:
+            folder.chmod(0o777)
+        made = composed(f"results_dir={top}/results")
+        os.seteuid(65534)
+        try:
+            with pytest.raises(ConfigError, match=rf"results_dir={top}/results: .*{where} \(Permission denied\)"):
+                check(made)
+        finally:
+            os.seteuid(0)
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused_before_a_model_loads(refusal, model_folder):
+    folder = model_folder(model_type="llama", num_hidden_layers=2)
+    (folder / "tokenizer.json").unlink()
+    line = refusal(f"model.path={folder}")
+    assert line.startswith(f"model.path={folder}: ") and "tokenizer.json" in line
+
+
+def test_a_folder_of_rulers_with_too_few_rows_is_refused_before_a_model_loads(refusal, composed, tmp_path):
+    file = tmp_path / "4096" / "vt.jsonl"
+    file.parent.mkdir()
+    file.write_text("{}\n" * 3)
+    words = ["task=ruler", "task.subsets=[vt]", "task.lengths=[4096]", f"task.data_dir={tmp_path}"]
+    line = refusal(*words, "task.samples=4")
+    assert "task.samples=4" in line and str(file) in line and "3 lines" in line
+    check(composed(*words, "task.samples=3"))
 
 
 def test_results_of_another_format_under_the_same_arm_are_refused(refusal, composed, tmp_path):

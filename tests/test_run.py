@@ -22,8 +22,9 @@ from kvbench.memory.kinds import kv_in
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
-from kvbench.runs.run import identity, prepare, run
+from kvbench.runs.run import identity, open_folder, prepare, run
 from kvbench.spans import PARTS
+from kvbench.tasks.fidelity import Fidelity
 
 SAMPLES = 3
 FIRST = "passkey-512-0-0"
@@ -123,6 +124,35 @@ def test_run_writes_a_record_for_every_sample(tmp_path: Path, configured: Any, c
     printed = capsys.readouterr().out
     assert str(folder) in printed
     assert "accuracy" in printed
+
+
+def test_a_folder_that_another_process_holds_is_refused_before_kernels_are_compiled(
+    configured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured()
+    monkeypatch.setattr("kvbench.runs.run.compile_for", lambda *_: pytest.fail("compiles"))
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    with open_folder(prepare(plain)), pytest.raises(ResultsError, match="in use"):
+        run(config)
+
+
+def test_every_stored_sample_is_read_before_the_weights_are(
+    configured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is wrong with the last of them is said before a model loads, and of what a limit leaves out nothing."""
+
+    def samples(self: Any, tokenizer: Any, seed: int) -> Any:
+        yield from real(self, tokenizer, seed)
+        raise ValueError("task.data_dir: the fourth row")
+
+    real = Fidelity.samples
+    monkeypatch.setattr(Fidelity, "samples", samples)
+    monkeypatch.setattr("kvbench.backends.hf.loading._loaded", lambda *_: pytest.fail("reads weights"))
+    words = ("task=fidelity", "task.lengths=[64]", "task.samples=3", "task.steps=4")
+    for limit, fails in (("null", True), ("3", False)):
+        config: Any = OmegaConf.to_container(configured(*words, f"task.limit={limit}"), resolve=True)
+        with pytest.raises(ConfigError if fails else pytest.fail.Exception):
+            prepare(config)
 
 
 def test_run_folder_says_what_ran(tmp_path: Path, configured: Any) -> None:

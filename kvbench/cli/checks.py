@@ -48,7 +48,7 @@ from kvbench.models.support import (
     window,
     windows,
 )
-from kvbench.runs.folder import refuse_other_formats
+from kvbench.runs.folder import arm_folder, refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
 
@@ -97,7 +97,9 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     if lengths:
         _budget(run).check_prompt(min(lengths))
     _check_results_dir(run["results_dir"])
-    refuse_other_formats(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    folder = arm_folder(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
+    _check_writable(folder, run["results_dir"])
+    refuse_other_formats(folder)
     if here:
         _check_task(run["task"])
 
@@ -295,6 +297,8 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
     refuse_wrong_rope(shape, where)
     refuse_unsupported(shape, label)
     refuse_impossible(shape, where)
+    if source.path is not None and source.gguf is None and source.folder is not None:
+        hub.refuse_no_tokenizer(source.folder, source.path)
     return text_config(shape)
 
 
@@ -382,16 +386,21 @@ def _budget(run: Any) -> Budget:
 
 
 def _check_results_dir(results_dir: Any) -> None:
-    """Try to write where the results will go, as much as the small files of a run, and leave nothing there."""
     if not isinstance(results_dir, str) or not results_dir or results_dir.startswith("~"):
         raise ConfigError(f"results_dir={show(results_dir)}: expected a folder, with no ~ in front")
-    folder = Path(results_dir).absolute()
-    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
+
+
+def _check_writable(folder: Path, results_dir: str) -> None:
+    """Try to write where the results of an arm will go, as much as a run's small files, and leave nothing there."""
+    folder = folder.absolute()
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists() or parent.is_symlink())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(SMALL_FILES))
     except OSError as error:
-        reason = error.strerror if existing.is_dir() else "it is a file"
+        reason = error.strerror
+        if not existing.is_dir():
+            reason = "it is a file" if existing.exists() else f"a link to {existing.readlink()}, which is not there"
         raise ConfigError(
             f"results_dir={results_dir}: cannot write in {existing} ({reason}); expected a folder to write to"
         ) from error

@@ -26,6 +26,9 @@ REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
 
 
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
+
+
 class ModelSource(NamedTuple):
     """What the keys of a run's `model` group ask for.
 
@@ -223,6 +226,16 @@ def refuse_no_weights(folder: Path, path: str) -> None:
             raise ConfigError(f"model.path={path}: {name} {reason}; copy or download it again")
     if missing := sorted(_parts(folder / "model.safetensors.index.json") - files):
         raise ConfigError(f"model.path={path}: {missing[0]} is missing, which model.safetensors.index.json names")
+
+
+def refuse_no_tokenizer(folder: Path, path: str) -> None:
+    """Refuse a model's folder without any file that a tokenizer is read from.
+
+    Raises:
+        ConfigError: says which are meant.
+    """
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={path}: no tokenizer in it; expected tokenizer.json, or other files of one")
 
 
 def _damage(file: Path) -> str:

@@ -134,7 +134,7 @@ class RunFolder:
             ResultsError: another process holds the folder, another version wrote it, a line in the middle of
                 samples.jsonl is damaged, or results_dir cannot be written.
         """
-        folder = cls(_of_identity(_arm(results_dir, task, model, arm), identity), shard)
+        folder = cls(_of_identity(arm_folder(results_dir, task, model, arm), identity), shard)
         with writing(folder.path), ExitStack() as failed:
             failed.push(folder._held)
             failed.push(folder._mine)
@@ -375,19 +375,22 @@ def take_lock(folder: Path, shared: bool = False) -> int:
     return lock
 
 
-def refuse_other_formats(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> None:
+def refuse_other_formats(arm: Path) -> None:
     """Refuse to add to an arm that holds results of another format, whatever their run ids: one table would mix them.
+
+    Args:
+        arm: its folder.
 
     Raises:
         ResultsError: names the first such folder.
     """
-    path = _arm(results_dir, task, model, arm)
-    with writing(path):
-        for file in sorted(path.glob("*/run.yaml")):
+    with writing(arm):
+        for file in sorted(arm.glob("*/run.yaml")):
             check_format(file.parent)
 
 
-def _arm(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> Path:
+def arm_folder(results_dir: str | os.PathLike[str], task: str, model: str, arm: str) -> Path:
+    """The folder of all runs of an arm."""
     return Path(results_dir, "runs", *map(_folder_name, (task, model, arm)))
 
 

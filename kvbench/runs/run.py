@@ -67,8 +67,8 @@ def run(cfg: DictConfig, shard: Shard = WHOLE) -> dict[str, Any]:
 
 def _run(config: Config, shard: Shard) -> dict[str, Any]:
     arm, console = prepare(config), Console()
-    compile_for([arm], console)
     with open_folder(arm, shard) as folder, beating([folder]):
+        compile_for([arm], console)
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
         work = work_of(arm, config["task"].get("limit"), folder.done, shard)
@@ -168,7 +168,8 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
 
     def try_out(tokenizer: Tokenizer) -> None:
         protocol.check_chat(tokenizer)
-        first = next(iter(task.samples(tokenizer, config["seed"])), None)  # reads the files, and tries the lengths
+        tried = take(task.samples(tokenizer, config["seed"]), config["task"].get("limit") if task.stored else 1)
+        first, *_ = [*tried] or [None]  # reads the files, and tries the lengths
         if first is None or first.error:
             return
         if protocol.temperature and (first.timed or first.given):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -166,11 +167,8 @@ def task_of(config: Mapping[str, Any]) -> Task:
 
 
 def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
-    """The first `limit` samples (None: all)."""
-    for count, sample in enumerate(samples):
-        if limit is not None and count >= limit:
-            return
-        yield sample
+    """The first `limit` samples (None: all), and no other is made."""
+    return itertools.islice(samples, limit)
 
 
 def several(samples: Iterable[Sample], count: int) -> Iterator[Sample]:

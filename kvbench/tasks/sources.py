@@ -6,6 +6,7 @@ about to fetch and how large it is. Lines of a data file are read one by one, an
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,11 +47,13 @@ class LocalFile:
         file: where it is.
         key: the config key that named it or its folder.
         subsets: where each is a file of that folder: their names.
+        lines: that are read of it, and must be there.
     """
 
     file: Path
     key: str
     subsets: tuple[str, ...] = ()
+    lines: int = 0
 
     @property
     def label(self) -> str:
@@ -58,7 +61,7 @@ class LocalFile:
         return self.file.name
 
     def check(self) -> None:
-        """Whether the file is there, and something in it.
+        """Whether the file is there, and in it what is read of it.
 
         Raises:
             ValueError: it is not.
@@ -72,6 +75,10 @@ class LocalFile:
             raise ValueError(f"{self.key}: {self.file}: {there}{choose}")
         if not self.file.stat().st_size:
             raise ValueError(f"{self.key}: {self.file}: empty")
+        with self.file.open("rb") as lines:
+            there = sum(1 for _ in itertools.islice(lines, self.lines))
+        if there < self.lines:
+            raise ValueError(f"task.samples={self.lines}: {self.file} has {there} lines; expected as many")
 
     def path(self) -> Path:
         """The file itself.

@@ -34,14 +34,14 @@ class Stored(NamedTuple):
     error: str = ""
 
 
-def source(data_dir: str, subset: str, length: int, subsets: Sequence[str] = ()) -> LocalFile | HubFile:
+def source(data_dir: str, subset: str, length: int, samples: int, subsets: Sequence[str] = ()) -> LocalFile | HubFile:
     """The file of a subset and a length: `<length>/<subset>.jsonl`, or the hub's file with all subsets of a length.
 
-    `subsets` are those that could be chosen in its place.
+    It has as many samples as are read; `subsets` are those that could be chosen in its place.
     """
     if data_dir == HUB:
         return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
-    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets))
+    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets), samples)
 
 
 def stored(file: LocalFile | HubFile, subset: str, samples: int) -> list[Stored]:

@@ -138,7 +138,8 @@ class Ruler(Task):
         if self.data_dir is not None:
             cells = [(name, length) for length in self.lengths for name in self.subsets]
             # The hub has all subsets of a length in one file.
-            return list(dict.fromkeys(ruler_files.source(self.data_dir, *cell, self.known) for cell in cells))
+            files = (ruler_files.source(self.data_dir, *cell, self.count, self.known) for cell in cells)
+            return list(dict.fromkeys(files))
         return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
 
     @functools.cached_property
@@ -225,7 +226,7 @@ class Ruler(Task):
         assert self.data_dir is not None
         found = []
         for name, length in cells:
-            file = ruler_files.source(self.data_dir, name, length)
+            file = ruler_files.source(self.data_dir, name, length, self.count)
             meta = {"subset": name, "length": length, "data": file.label}
             found.append((name, length, meta, ruler_files.stored(file, name, self.count)))
         for index in range(self.count):
