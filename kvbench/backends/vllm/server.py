@@ -17,8 +17,8 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvbench.backends.vllm import bodies, metrics
 from kvbench.backends.vllm.limits import freed_by, refuse_to_start, room_beside, shape_of
-from kvbench.backends.vllm.metrics import MIDDLEWARE
 from kvbench.backends.vllm.plan import Plan, engine_options
 from kvbench.config import ConfigError, first_line
 from kvbench.models.footprint import GIB, free_memory
@@ -80,7 +80,7 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
 
 def _defaults(plan: Plan) -> list[str]:
     """Arguments that the user's come after."""
-    words = ["--middleware", MIDDLEWARE, "--enforce-eager"]
+    words = ["--middleware", metrics.MIDDLEWARE, "--middleware", bodies.MIDDLEWARE, "--enforce-eager"]
     if plan.frees or plan.build().needs.query_window:
         words.append("--no-enable-prefix-caching")
     return words
