@@ -104,6 +104,14 @@ def conf_dir() -> Path:
     return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
 
 
+def how_to_have_vllm() -> str:
+    """How to make the environment that vLLM has of its own: by make in a checkout, by pip beside a wheel."""
+    if (PACKAGE.parent / "Makefile").is_file():
+        return "make setup-vllm makes an environment with it"
+    made = "python -m venv FOLDER; FOLDER/bin/pip install 'kvbench[vllm]'"
+    return f"{made} makes an environment with it, which KVBENCH_VLLM=FOLDER names"
+
+
 def groups() -> list[str]:
     """Names of the groups, such as method and task, in alphabetical order.
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from kvbench.backends.hf.cache import KVCache
 from kvbench.cli import lm_eval as command
 from kvbench.cli.lm_eval import setup_config
 from kvbench.cli.main import main
 from kvbench.config import ASSETS, ConfigError
+from kvbench.models import hub
 from kvbench.runs import versions
 
 TINY = str(ASSETS / "tiny")
@@ -114,6 +118,41 @@ def model(batch_size: int, **settings: Any) -> Any:
     from kvbench.cli.lm_eval_model import KVBenchLM
 
     return KVBenchLM(batch_size, "cpu", pretrained=TINY, dtype="float32", **settings)
+
+
+@pytest.mark.parametrize(
+    ("error", "reach", "is_line"),
+    [
+        (ConnectionError("Couldn't reach 'gsm8k' on the Hub"), "HF_HUB_OFFLINE is set", True),
+        (LocalEntryNotFoundError("nothing in the cache"), "huggingface.co does not answer", True),
+        (ConnectionError("refused"), None, False),
+        (IndexError("of a task"), "huggingface.co does not answer", False),
+    ],
+)
+def test_what_lm_eval_cannot_fetch_without_a_network_is_a_line(
+    error: Exception, reach: str | None, is_line: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(given: Any) -> None:
+        try:
+            raise error
+        except type(error) as cause:
+            raise RuntimeError("task gsm8k") from cause
+
+    line = SimpleNamespace(execute=execute, parse_args=lambda: None)
+    for name, values in {
+        "lm_eval._cli": {"HarnessCLI": lambda: line},
+        "lm_eval.api.registry": {"model_registry": {"kvbench"}},
+        "lm_eval.utils": {"setup_logging": lambda: None},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
+    for name in ("lm_eval", "lm_eval.api"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(hub, "out_of_reach", lambda: reach)
+    with pytest.raises(ConfigError if is_line else RuntimeError) as refused:
+        command._hand_to_lm_eval({}, "cpu", [])
+    if is_line:
+        assert "\n" not in str(refused.value) and "gsm8k" in str(refused.value) and str(reach) in str(refused.value)
 
 
 @pytest.fixture(scope="module")

@@ -243,6 +243,15 @@ def test_what_asks_nothing_apart_is_refused_with_the_tokenizer_there(tmp_path: P
         prepare(config)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("question", ["after", "decode"])
+def test_a_slow_tokenizer_is_named_before_weights_are_read(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", False)
+    monkeypatch.setattr("kvbench.backends.hf.loading._loaded", lambda *_: pytest.fail("reads weights"))
+    config = OmegaConf.to_container(composed("model=dummy-tiny", f"protocol.question={question}"), resolve=True)
+    with pytest.raises(ConfigError, match=f"protocol.question={question}: .*slow.*with"):
+        prepare(config)  # type: ignore[arg-type]
+
+
 def test_a_sample_without_a_question_is_named(tiny: Loaded) -> None:
     config = composed("model=dummy-tiny", "protocol.question=after")
     arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]

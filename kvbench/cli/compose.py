@@ -32,12 +32,13 @@ from kvbench.cli.words import (
     parsed,
     reason,
     refuse_hydras_own,
+    refuse_numbers,
     refuse_several_choices,
     refuse_sweep,
     refuse_twice,
     refuse_unknown_choices,
 )
-from kvbench.config import ConfigError, choose_from, conf_dir, nearest_key, show, sweep_words
+from kvbench.config import ConfigError, choose_from, conf_dir, groups, nearest_key, show, sweep_words
 
 
 class OwnFolder(SearchPathPlugin):
@@ -95,6 +96,7 @@ def asked_for(loader: ConfigLoader, name: str, words: Sequence[str], multirun: b
     overrides = parsed(loader, words)
     refuse_twice(words, "; several are a sweep, {key}={values} with -m")
     refuse_hydras_own(overrides)
+    refuse_numbers(overrides)
     refuse_several_choices(loader, overrides)
     config = compose(loader, name, [options(override)[0] for override in overrides])
     if multirun or config.hydra.mode == RunMode.MULTIRUN:
@@ -176,10 +178,10 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
     try:
         return loader.load_configuration(name, list(words), run_mode=RunMode.RUN)
     except MissingConfigException as error:
-        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        group, _, choice = _split_choice(str(error.missing_cfg_file))
         if not group:
             raise ConfigError(f"--config-name={name}: {reason(error)}") from error
-        raise no_such_choice(group, choice, error.options or []) from error
+        raise no_such_choice(group, choice, loader.get_group_options(group)) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{mark.name if mark else name}: no YAML: {' '.join(str(error).split())}") from error
@@ -187,6 +189,14 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
         _refuse_no_name(loader, words)
         unknown = _unknown_key(loader, name, words)
         raise ConfigError(unknown or reason(error)) from error
+
+
+def _split_choice(path: str) -> tuple[str, str, str]:
+    """The group, "/" and the choice, which may have a / itself where somebody took it for a path."""
+    for group in (*groups(), ON_TOP):
+        if path.startswith(f"{group}/"):
+            return path.partition("/")
+    return path.rpartition("/")
 
 
 def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:

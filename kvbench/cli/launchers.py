@@ -7,6 +7,7 @@ jobs. A job that fails, or is killed, stops no other. Imports no Hydra: a job's 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -157,7 +158,7 @@ class Submitted(InTurn):
                     running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
                 time.sleep(POLL_SECONDS if running else 0)
         except submitit.core.utils.FailedJobError as error:  # sbatch refuses what hydra.launcher asks for
-            raise ConfigError(f"hydra.launcher: {first_line(error)}") from error
+            raise ConfigError(f"hydra.launcher: {first_line(error)}{self.remedy(str(error))}") from error
         except BaseException:  # Ctrl-C, or nobody reads on, or there is no room for the jobs' files
             self.stop(list(running.values()), console)
             raise
@@ -165,6 +166,10 @@ class Submitted(InTurn):
     def executor(self, submitit: Any, folder: Path) -> Any:
         """What submits the jobs."""
         raise NotImplementedError
+
+    def remedy(self, refused: str) -> str:
+        """What to do where a job is refused with these words, as the end of a message; "" where that is not known."""
+        return ""
 
     def room(self, executor: Any, running: set[int]) -> int:
         """How many jobs may be submitted now; may prepare the executor for the next."""
@@ -244,16 +249,26 @@ class Slurm(Submitted):
 
     def executor(self, submitit: Any, folder: Path) -> Any:
         """The array's executor."""
-        if shutil.which("sbatch") is None:
-            raise ConfigError("hydra/launcher=slurm: there is no sbatch here; start it where jobs can be submitted")
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
-        try:
-            executor.update_parameters(
-                **{k: value for k, value in self.parameters.items() if value not in (None, {}, [])}
+        if missing := [program for program in ("sbatch", "srun") if shutil.which(program) is None]:
+            raise ConfigError(
+                f"hydra/launcher=slurm: there is no {missing[0]} here; start it where jobs can be submitted"
             )
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
+        asked = {key: value for key, value in self.parameters.items() if value not in (None, {}, [])}
+        if asked.get("gpus_per_node") == 0:  # not to be named where there are no GPUs
+            del asked["gpus_per_node"]
+        try:
+            executor.update_parameters(**asked)
         except ValueError as error:
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from error
         return executor
+
+    def remedy(self, refused: str) -> str:
+        """A cluster without GPUs has none to give."""
+        gpus = self.parameters.get("gpus_per_node")
+        if gpus and re.search(r"generic resource|\bgres\b|gpus?-per-node", refused, re.IGNORECASE):
+            return f"; hydra.launcher.gpus_per_node={gpus} asks for GPUs: where there are none, expected 0"
+        return ""
 
     def room(self, executor: Any, running: set[int]) -> int:
         """All at once: SLURM keeps the queue."""

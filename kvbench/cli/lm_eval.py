@@ -42,6 +42,7 @@ LM_EVALS_OWN = {
     "results_dir": "--output_path",
     "batch": "--batch_size",
 }
+CLIENTS = ("huggingface_hub", "httpx", "requests", "urllib3", "datasets")  # whose errors may be of a network
 
 USAGE = """\
 kvbench lm-eval [key=value ...] [--method NAME] [--budget C] [--model-path FOLDER] --tasks TASK,... [lm-eval's options]
@@ -159,6 +160,15 @@ def _word(key: str, value: Any) -> str:
     return f"{key}='{escaped}'"
 
 
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is one of a connection."""
+    while error is not None:
+        if isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] in CLIENTS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _hand_to_lm_eval(settings: Mapping[str, Any], device: str, options: Sequence[str]) -> int:
     from lm_eval._cli import HarnessCLI
     from lm_eval.api.registry import model_registry
@@ -176,5 +186,11 @@ def _hand_to_lm_eval(settings: Mapping[str, Any], device: str, options: Sequence
         # what lm-eval's own check of its options says, such as an unknown task: it has no model yet
         if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("evaluate_config.py"):
             raise ConfigError(f"lm-eval: {first_line(error)}; see lm_eval ls tasks, lm_eval run --help") from error
+        raise
+    except Exception as error:  # of a dataset, which lm-eval fetches by itself
+        if _is_of_network(error) and (reason := hub.out_of_reach()):
+            raise ConfigError(
+                f"lm-eval: {first_line(error)} ({reason}); expected a network, or the task's data in the hub's cache"
+            ) from error
         raise
     return 0

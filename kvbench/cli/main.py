@@ -8,6 +8,7 @@ stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -57,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(given: Sequence[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("kvbench: the working directory was removed; go to one that is there, as with cd ~", file=sys.stderr)
+        return 2
     try:
         if (code := other_command(given)) is not None:
             return code

@@ -3,7 +3,7 @@
     kvbench serve model=smollm2-135m-instruct method=snapkv budget=256
     kvbench serve model.path=FOLDER method=quest --port 8001 -- --max-model-len 4096     vLLM's own arguments after --
 
-vLLM has an environment of its own (`make setup-vllm`), which is found: `$KVBENCH_VLLM`, or `.venv-vllm` beside kvbench.
+vLLM has an environment of its own (`make setup-vllm`): that of `$KVBENCH_VLLM`, or `.venv-vllm` beside kvbench.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.cli.checks import check_setup
 from kvbench.cli.compose import asked_for, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag, refuse_twice
-from kvbench.config import PACKAGE, ConfigError, bind_methods, first_line
+from kvbench.config import PACKAGE, ConfigError, bind_methods, first_line, how_to_have_vllm
 from kvbench.measure.protocol import Protocol
 from kvbench.models.hub import ModelSource
 
@@ -96,11 +96,10 @@ def interpreter() -> Path | None:
         raise ConfigError(
             f"{ENVIRONMENT}={named}: no bin/python in it; expected the folder of an environment with {VLLM}"
             if named
-            else f"serve: {VLLM} is not installed here, and there is no {folder}; make setup-vllm makes it, or "
-            f"{ENVIRONMENT}=FOLDER names an environment that has it"
+            else f"serve: {VLLM} is not installed here, and there is no {folder}; {how_to_have_vllm()}"
         )
     if folder.resolve() == Path(sys.prefix).resolve():
-        raise ConfigError(f"serve: {VLLM} is not in {folder}; make setup-vllm installs it")
+        raise ConfigError(f"serve: {VLLM} is not in {folder}; {how_to_have_vllm()}")
     return python
 
 

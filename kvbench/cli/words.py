@@ -22,6 +22,8 @@ HYDRAS = (
     *("hydra.sweep.dir", "hydra.mode", "hydra.searchpath"),
 )
 
+FOLDERS = ("results_dir", "model.path", "task.data_dir", "hydra.sweep.dir")  # keys whose values are names
+
 
 def parsed(loader: ConfigLoader, words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them.
@@ -103,6 +105,24 @@ def refuse_twice(words: Iterable[str], hint: str = "") -> None:
             raise ConfigError(f"{key}={first} {key}={value}: one key with two values; expected one of them{more}")
 
 
+def refuse_numbers(overrides: Iterable[Override]) -> None:
+    """Refuse a folder's name that is read as a number or a truth value, and so as another name: 2024_11_29.
+
+    Raises:
+        ConfigError: says what was typed, and how it is quoted.
+    """
+    for override in overrides:
+        key, _, typed = str(override.input_line).lstrip("+").partition("=")
+        if key not in FOLDERS or override.is_sweep_override() or override.is_delete():
+            continue
+        value = override.value()
+        if type(value) in (int, float, bool) and (show(value) != typed or key == "results_dir"):
+            raise ConfigError(
+                f"{key}={typed}: read as {show(value)}; a name that looks like a number stands in quotes, "
+                f"\"{key}='{typed}'\""
+            )
+
+
 def refuse_several_choices(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
     """Refuse a list of a group's choices, which Hydra would lay one over the other: method=[full,snapkv].
 
@@ -174,6 +194,8 @@ def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
 
 def no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
     """The error of a choice that does not exist."""
+    if group == "model" and "/" in choice:
+        return ConfigError(f"model={choice}: no name of conf/model; a folder or a hub id is model.path={choice}")
     others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
     return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}{searched(group)}")
 

@@ -168,6 +168,11 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
 
     def try_out(tokenizer: Tokenizer) -> None:
         protocol.check_chat(tokenizer)
+        if protocol.question != "with" and not tokenizer.is_fast:
+            raise ValueError(
+                f"protocol.question={protocol.question}: {type(tokenizer).__name__} is a slow tokenizer, which does "
+                "not say at which token a question begins; expected with, or a model that has a tokenizer.json"
+            )
         tried = take(task.samples(tokenizer, config["seed"]), config["task"].get("limit") if task.stored else 1)
         first, *_ = [*tried] or [None]  # reads the files, and tries the lengths
         if first is None or first.error:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from kvbench.budget import Accounting, Budget, has_budget
-from kvbench.config import HARNESS_KEYS, ConfigError, build, method_config, nearest, shipped, show
+from kvbench.config import HARNESS_KEYS, ConfigError, build, how_to_have_vllm, method_config, nearest, shipped, show
 from kvbench.method import Method, Needs
 
 KEY = "kvbench"  # in vLLM's additional_config
@@ -169,9 +169,7 @@ def check_installed() -> None:
     try:
         found = version(PACKAGE)
     except PackageNotFoundError:
-        raise ConfigError(
-            f"backend=vllm: {PACKAGE} is not installed here; make setup-vllm makes an environment"
-        ) from None
+        raise ConfigError(f"backend=vllm: {PACKAGE} is not installed here; {how_to_have_vllm()}") from None
     if not found.startswith(f"{SUPPORTED}."):
         raise ConfigError(f"backend=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
 
