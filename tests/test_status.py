@@ -160,6 +160,39 @@ def test_who_gives_no_sign_of_life_is_dead_until_the_next_beat(tmp_path: Path) -
         assert state_of(folder.path).state == "running"
 
 
+@pytest.mark.parametrize("skew", [-3600, 3600])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_run_of_a_machine_with_another_clock_lives_where_its_file_gets_another_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, skew: int, lives: bool
+) -> None:
+    with opened(tmp_path) as folder:
+        file = folder.path / "status.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "elsewhere"}))
+
+        def beat(seconds: float = 0.0) -> None:
+            there = time.time() + skew + seconds
+            os.utime(file, (there, there))
+
+        beat()
+        monkeypatch.setattr(status.time, "sleep", lambda seconds: beat(seconds) if lives else None)
+        assert status.main([str(tmp_path), "--json"]) == 0
+        out, err = capsys.readouterr()
+        [one] = json.loads(out)
+        assert one["state"] == ("running" if lives else "dead") and "clocks" in err
+        assert not lives or one["silent_s"] == 0
+
+
+def test_what_needs_no_watching_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of this machine, one of long ago, and one that has just given a sign of life."""
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: pytest.fail("waits"))
+    for host, age in ((None, 3600), ("elsewhere", 5 * 86400), ("elsewhere", 3)):
+        with opened(tmp_path / f"{host}-{age}") as folder:
+            file = folder.path / "status.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | ({"host": host} if host else {})))
+            os.utime(file, (time.time() - age,) * 2)
+            assert status.main([str(tmp_path)]) == 0
+
+
 def test_a_process_that_is_gone_from_this_machine_is_dead_at_once(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

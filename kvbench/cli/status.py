@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kvbench.cli.report import own_folders
-from kvbench.runs.state import State, state_of
+from kvbench.runs.state import WATCH_SECONDS, State, doubtful, state_of
 from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
 
@@ -37,7 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         folders = given.folders or own_folders(FOLDER, "status")[0]
-        states = [state_of(folder) for folder in runs_in(folders)]
+        runs = list(runs_in(folders))
+        if before := doubtful(runs):
+            print(
+                f"other machines' clocks may differ: watching {len(before)} status.json for {WATCH_SECONDS:.0f} s",
+                file=sys.stderr,
+            )
+            time.sleep(WATCH_SECONDS)
+        states = [state_of(folder, before) for folder in runs]
     except ResultsError as error:
         print(f"kvbench status: {printable(str(error))}", file=sys.stderr)
         return 2

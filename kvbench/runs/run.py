@@ -174,7 +174,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
                 "not say at which token a question begins; expected with, or a model that has a tokenizer.json"
             )
         tried = take(task.samples(tokenizer, config["seed"]), config["task"].get("limit") if task.stored else 1)
-        first, *_ = [*tried] or [None]  # reads the files, and tries the lengths
+        first = next(iter([*tried]), None)  # reads the files, and tries the lengths
         if first is None or first.error:
             return
         if protocol.temperature and (first.timed or first.given):

@@ -6,15 +6,18 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvbench.runs.heartbeat import DEAD_SECONDS
+from kvbench.runs.heartbeat import BEAT_SECONDS, DEAD_SECONDS
 from kvbench.runs.stored import SHARDS, archive_of, json_in
 
+WATCH_SECONDS = BEAT_SECONDS + 5.0
+LONGEST_SKEW = 86400.0  # seconds between the clocks of two machines
 LEAST_SHARE = 1e-6  # of the work: a smaller share says nothing of what is left
 TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("state", "began", "updated", "host"), (str,)),
@@ -52,15 +55,29 @@ class State(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """What a status file says, and its age in seconds."""
+    """What a status file says, and its age in seconds, below 0 where the clock of who wrote it is ahead.
+
+    Attributes:
+        moves: whether it has got a new time since one looked before; None: nobody did.
+    """
 
     says: Mapping[str, Any]
     age: float
+    moves: bool | None = None
 
     @property
     def state(self) -> str:
         state = str(self.says.get("state", "unknown"))
-        return "dead" if state == "running" and (self.age > DEAD_SECONDS or self._gone()) else state
+        if state != "running":
+            return state
+        is_dead = not self.moves if self.moves is not None else self.age > DEAD_SECONDS or self._gone()
+        return "dead" if is_dead else state
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its age may be that of a run that lives, or of one that is dead, on a machine of another clock."""
+        elsewhere = self.says.get("host") != socket.gethostname()
+        return self.says.get("state") == "running" and elsewhere and DEAD_SECONDS < abs(self.age) < LONGEST_SKEW
 
     def _gone(self) -> bool:
         """Whether the process ran on this machine and is there no more; of another machine's nothing is known."""
@@ -75,11 +92,28 @@ class _Status(NamedTuple):
         return False
 
 
-def state_of(folder: Path) -> State:
-    """The state of a run folder, its shards taken together."""
-    own = _status(folder / "status.json")
+def doubtful(folders: Iterable[Path]) -> dict[Path, float]:
+    """The status files of runs of which the clocks of two machines may say wrongly that they are dead, or not, with
+    their times: who lives gives it another one within `WATCH_SECONDS`.
+    """
+    files = (file for folder in folders for file in (folder / "status.json", *folder.glob(f"{SHARDS}/*/status.json")))
+    return {
+        file: file.stat().st_mtime
+        for file in files
+        if archive_of(file.parent) is None and (one := _status(file)) and one.is_doubtful
+    }
+
+
+def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) -> State:
+    """The state of a run folder, its shards taken together.
+
+    Args:
+        folder: of the run.
+        before: what `doubtful` gave, `WATCH_SECONDS` ago.
+    """
+    own = _status(folder / "status.json", before)
     files = {file: int(number[1]) for file in sorted(folder.glob(f"{SHARDS}/*/status.json")) if (number := _of(file))}
-    shards = [one for file in files if (one := _status(file))]
+    shards = [one for file in files if (one := _status(file, before))]
     statuses = [*([own] if own else []), *shards]
     running = [one for one in statuses if one.state == "running"]
     totals = [total for one in statuses if (total := one.says.get("total"))]
@@ -92,7 +126,7 @@ def state_of(folder: Path) -> State:
         max(totals, default=None),
         sum(rate for rate, _ in paces) if paces else None,
         max((left for _, left in paces if left is not None), default=None),
-        min((one.age for one in statuses), default=None),
+        min((max(0.0, one.age) for one in statuses), default=None),
         len(running),
         max(files.values(), default=1),
     )
@@ -125,12 +159,13 @@ def _pace(status: _Status) -> tuple[float, float | None] | None:
     return 60 * ran / elapsed, left
 
 
-def _status(file: Path) -> _Status | None:
+def _status(file: Path, before: Mapping[Path, float] = MappingProxyType({})) -> _Status | None:
     """A status file, of which what has another type than kvbench writes says nothing; None where it cannot be read."""
     says = json_in(file)  # opening asks a file server for the file's present time
     try:
-        age = time.time() - (archive_of(file.parent) or file).stat().st_mtime
+        written = (archive_of(file.parent) or file).stat().st_mtime
     except OSError:
         return None
     plain = {key: value for key, value in says.items() if type(value) in TYPES.get(key, ())}
-    return _Status(plain, max(0.0, age)) if says else None
+    moves = written != before[file] if file in before else None
+    return _Status(plain, 0.0 if moves else time.time() - written, moves) if says else None

@@ -76,9 +76,9 @@ class LocalFile:
         if not self.file.stat().st_size:
             raise ValueError(f"{self.key}: {self.file}: empty")
         with self.file.open("rb") as lines:
-            there = sum(1 for _ in itertools.islice(lines, self.lines))
-        if there < self.lines:
-            raise ValueError(f"task.samples={self.lines}: {self.file} has {there} lines; expected as many")
+            count = sum(1 for _ in itertools.islice(lines, self.lines))
+        if count < self.lines:
+            raise ValueError(f"task.samples={self.lines}: {self.file} has {count} lines; expected as many")
 
     def path(self) -> Path:
         """The file itself.
