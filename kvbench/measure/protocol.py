@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvbench.tasks import TEMPLATE_SETTINGS
+from kvbench.models.prompts import appended, chat_text
 
 if TYPE_CHECKING:
     from kvbench.budget import Accounting
@@ -203,10 +203,12 @@ def _halves(ids: list[int], half: int, tokenizer: Tokenizer) -> str:
 
 
 def _rendered(sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut: int = 0) -> Rendered:
-    text = (_chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
+    text = (chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
     locate = bool(sample.question) and tokenizer.is_fast
     encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False)
     ids = list(encoded["input_ids"])
+    if not chat:
+        ids = ids[: len(ids) - appended(tokenizer)]
     start = _question_character(text, sample.question) if locate else None
     if start is None and locate and not cut:
         raise ValueError(f"the chat template changed the question {sample.question!r}: use protocol.chat=off")
@@ -215,11 +217,6 @@ def _rendered(sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut
     # Special tokens have empty offsets: they hold no character and are passed over.
     question = next(index for index, (_, end) in enumerate(encoded["offset_mapping"]) if end > start)
     return Rendered(ids, question, cut)
-
-
-def _chat_text(prompt: str, tokenizer: Tokenizer) -> str:
-    message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
 
 
 def _question_character(text: str, question: str) -> int | None:

@@ -15,10 +15,6 @@ from kvbench.tasks.sources import DataFile
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
 
-# Llama's template prints today's date and Qwen3's chooses whether to think: left free, a prompt changes with the day or
-# the release. The date is the one Llama 3.1's own template falls back to.
-TEMPLATE_SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
-
 Keys = Literal["model", "synthetic_attention"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.config import ASSETS, show
+from kvbench.models.prompts import raw_ids
 from kvbench.tasks import Given, Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
@@ -87,7 +88,7 @@ class Fidelity(Task):
         Raises:
             ValueError: no text has as many tokens as a length needs.
         """
-        begin = tokenizer("", add_special_tokens=True)["input_ids"]
+        begin = raw_ids("", tokenizer)
         tokens = {
             name: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             for name, text in self.texts.items()

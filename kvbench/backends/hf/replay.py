@@ -19,7 +19,7 @@ from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, check_finite
 from kvbench.engine.replay import Pass, Template
 from kvbench.method import Replayed
-from kvbench.tasks import TEMPLATE_SETTINGS
+from kvbench.models.prompts import chat_text, raw_ids
 
 TEXTS = ("One.", "Two.")  # of two users: what the template makes of both begins alike
 
@@ -37,12 +37,10 @@ def template_of(tokenizer: PreTrainedTokenizerBase | None, name: str) -> Templat
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    begins = tokenizer("", verbose=False)["input_ids"]
-    bos = tokenizer.bos_token_id if tokenizer.bos_token_id in begins else None
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id in raw_ids("", tokenizer) else None
     if not tokenizer.chat_template:
         return Template(encode, bos=bos)
-    given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **TEMPLATE_SETTINGS}
-    wrapped = [str(tokenizer.apply_chat_template([{"role": "user", "content": one}], **given)) for one in TEXTS]
+    wrapped = [chat_text(one, tokenizer) for one in TEXTS]
     header = commonprefix([encode(text) for text in wrapped])
     return Template(encode, tuple(header), tuple(encode(wrapped[0].rpartition(TEXTS[0])[2])), bos)
 

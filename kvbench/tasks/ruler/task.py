@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from kvbench.tasks import TEMPLATE_SETTINGS, Sample, Task
+from kvbench.models.prompts import chat_text
+from kvbench.tasks import Sample, Task
 from kvbench.tasks.ruler import files as ruler_files
 from kvbench.tasks.ruler import texts as ruler_texts
 from kvbench.tasks.ruler.files import HUB, MEGABYTES
@@ -300,9 +301,7 @@ def counter(tokenizer: Tokenizer) -> Counter:
     if not getattr(tokenizer, "chat_template", None):
         return count
     word = "text"
-    message = [{"role": "user", "content": word}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **TEMPLATE_SETTINGS)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer(chat_text(word, tokenizer), add_special_tokens=False, verbose=False)["input_ids"]
     return Counter(tokenizer, max(0, len(ids) - count(word)))
 
 
