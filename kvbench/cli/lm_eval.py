@@ -90,7 +90,7 @@ def cache_of(file: str, config: Mapping[str, Any]) -> str:
     what = {
         "config": {key: value for key, value in config.items() if key not in ("threads", "memory_check")},
         "versions": versions_of(config),
-        "weights": hub.weights_of(hub.source_of(config["model"]), config["seed"]),
+        "weights": hub.content_of(hub.source_of(config["model"]), config["seed"]),
     }
     return f"{file}-{run_id(what)}"
 

@@ -12,7 +12,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
+from kvbench.models.digests import digests_of, fingerprint
 
 ADAPTER = "adapter_config.json"  # what peft writes of an adapter
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
@@ -165,12 +166,56 @@ def refuse_adapter(path: str) -> NoReturn:
     )
 
 
+STATEMENT = "kvbench.json"
+
+
+def state_revision(folder: Path, revision: str) -> None:
+    """Write into the folder of a fetched model what it is, and of which files that is said."""
+    statement = {"revision": revision, "files": _files_digest(folder)}
+    (folder / STATEMENT).write_text(json.dumps(statement) + "\n")
+
+
 def stated_revision(folder: Path) -> str | None:
-    """What the folder of a fetched model says its weights are; None for any other folder."""
+    """What the folder of a fetched model says it is, if its files are those that were fetched; None for any other."""
+    file = folder / STATEMENT
     try:
-        return str(json.loads((folder / "kvbench.json").read_text())["revision"])
-    except (OSError, LookupError, RecursionError, TypeError, ValueError):
+        statement = json.loads(file.read_text())
+        if (digest := statement.get("files")) is None:  # from before it was kept: none may have been changed since
+            whole = max(other.stat().st_mtime_ns for other in _files(folder)) <= file.stat().st_mtime_ns
+        else:
+            whole = digest == _files_digest(folder)
+        return str(statement["revision"]) if whole else None
+    except (AttributeError, OSError, LookupError, RecursionError, TypeError, ValueError):
         return None
+
+
+def revision_of(folder: Path) -> str:
+    """What a model's folder holds: as it states itself, or by all bytes of its files."""
+    return stated_revision(folder) or fingerprint([*_files(folder), *folder.glob(STATEMENT)], "folder")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a model's folder, but for what kvbench says of them."""
+    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    return [file for file in found if file.is_file() and not file.name.startswith(".") and file.name != STATEMENT]
+
+
+def _files_digest(folder: Path) -> str:
+    return fingerprint(_files(folder), "files")
+
+
+def is_as_downloaded(snapshot: Path) -> bool:
+    """Whether the files of a commit in the hub's local cache hold what the hub's library wrote there.
+
+    It links each to one that is named by a hash: large ones by their sha256, others as git names them.
+    """
+    blobs = [file.resolve() for file in _files(snapshot) if file.is_symlink()]
+    large = digests_of(blob for blob in blobs if len(blob.name) == 64)
+    return all(digest == blob.name for blob, digest in large.items()) and all(
+        hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest() == blob.name
+        for blob in blobs
+        if len(blob.name) == 40
+    )
 
 
 def weights_of(source: ModelSource, seed: int = 0) -> str | None:
@@ -180,36 +225,29 @@ def weights_of(source: ModelSource, seed: int = 0) -> str | None:
         source: whose weights.
         seed: of random weights.
     """
-    if source.path is None:
-        return f"{source.name}-dummy-{seed}"
-    if source.gguf is not None:
-        return fingerprint([source.gguf], "gguf")
-    folder = source.folder or cached_folder(source.path)
-    if folder is None or not holds_weights(folder):
-        return None
+    folder = _with_weights(source)
+    if folder is None:
+        return content_of(source, seed)
     files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     return stated_revision(folder) or fingerprint(files, "weights")
 
 
-def fingerprint(files: Iterable[Path], kind: str) -> str:
-    """`<kind>-<hash>` of files: text in full, weights by name, size and a few megabytes of their bytes."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for start in _sampled(size):
-                stream.seek(start)
-                digest.update(stream.read(1 << 20))
-    return f"{kind}-{digest.hexdigest()[:16]}"
+def content_of(source: ModelSource, seed: int = 0) -> str | None:
+    """What distinguishes a model from others, its config, tokenizer and template included; else as `weights_of`."""
+    if source.path is None:
+        return f"{source.name}-dummy-{seed}"
+    if source.gguf is not None:
+        return fingerprint([source.gguf], "gguf")
+    folder = _with_weights(source)
+    return None if folder is None else revision_of(folder)
 
 
-def _sampled(size: int) -> list[int]:
-    """Offsets of the megabytes to hash: all of a small file, else the first, the last, and two between."""
-    step = 1 << 20
-    if size <= 64 * step:
-        return list(range(0, size, step))
-    return [0, size // 3, 2 * size // 3, size - step]
+def _with_weights(source: ModelSource) -> Path | None:
+    """The folder that holds a model's weights on this machine; None for GGUF files and random weights."""
+    if source.path is None or source.gguf is not None:
+        return None
+    folder = source.folder or cached_folder(source.path)
+    return folder if folder is not None and holds_weights(folder) else None
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:

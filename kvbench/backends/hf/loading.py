@@ -39,6 +39,7 @@ from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.model import refuse_own_attention, use_kvbench_attention
 from kvbench.config import ConfigError, first_line
 from kvbench.models import gguf, hub
+from kvbench.models.digests import fingerprint
 from kvbench.models.support import refuse_unsupported, window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -155,7 +156,7 @@ def _load(
         model, tokenizer = read_gguf(
             source.gguf, kind, lambda config: _refuse_unsupported(config, source.name), try_out
         )
-        return _loaded(model.to(where), tokenizer, source, hub.fingerprint([source.gguf], "gguf"))
+        return _loaded(model.to(where), tokenizer, source, fingerprint([source.gguf], "gguf"))
     return _pretrained(source, source.path, where, kind, try_out)
 
 
@@ -237,9 +238,10 @@ def describe(
         if folder is None and find_adapter_config_file(path, local_files_only=settings["local_files_only"]):
             hub.refuse_adapter(path)
     _refuse_unsupported(model_config, source.name)
-    revision = _commit(path) if folder is None else hub.stated_revision(folder) or _folder_revision(folder)
+    where = folder or _snapshot(path)
     if folder is None:
-        settings["revision"] = revision  # the weights are of the commit that the results will name
+        settings["revision"] = where.name  # the weights are of the commit that the results will name
+    revision = where.name if folder is None and hub.is_as_downloaded(where) else hub.revision_of(where)
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log file every step of the bar would be a line
     with _explained(path):
@@ -431,16 +433,11 @@ def stop_ids_of(*sources: Any) -> tuple[int, ...]:
     return ()
 
 
-def _commit(hub_id: str) -> str:
-    """The commit whose config.json was just read: the cache keeps each in a folder of that name."""
+def _snapshot(hub_id: str) -> Path:
+    """Where the cache keeps the commit whose config.json was just read: a folder of its name."""
     folder = hub.cached_folder(hub_id)
     assert folder is not None, f"{hub_id}: its config.json was read but is not in the cache"
-    return folder.name
-
-
-def _folder_revision(folder: Path) -> str:
-    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
-    return hub.fingerprint(files, "folder")
+    return folder
 
 
 def device_of(device: str) -> torch.device:

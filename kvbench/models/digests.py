@@ -1,0 +1,113 @@
+"""What files hold, as a hash: all of their bytes count. A large file is read once for as long as it stays as it is.
+
+What a file held is remembered under `$KVBENCH_HOME` by its place on the disk, its size and the times of its last
+changes. What lies there is read as data, and only if it is the user's own. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvbench.config import ConfigError, home
+
+LARGE = 64 << 20  # bytes: what is smaller is read each time
+BLOCK = 1 << 22
+MOST_REMEMBERED = 1000  # files
+MOST_BYTES = 1 << 20  # of what is remembered
+SETTLED = 2 * 10**9  # ns: what was changed this recently may change again and keep its times
+SAID_EVERY = 20.0  # seconds
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fingerprint(files: Iterable[Path], kind: str) -> str:
+    """`<kind>-<hash>` of files, by name, size and all of their bytes; a line on stderr says where that takes long."""
+    digest, listed = hashlib.sha256(), sorted(files)
+    large = digests_of(file for file in listed if file.stat().st_size > LARGE)
+    for file in listed:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(large[file].encode() if file in large else file.read_bytes())
+    return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def digests_of(files: Iterable[Path]) -> dict[Path, str]:
+    """The sha256 of files, each read whole unless it is remembered."""
+    remembered, listed = _remembered(), list(files)
+    keys = {file: _key(file.stat()) for file in listed}
+    new = [file for file in listed if keys[file] not in remembered]
+    progress = Progress(sum(file.stat().st_size for file in new))
+    for file in new:
+        remembered[keys[file]] = _read(file, progress)
+    if fresh := [keys[file] for file in new if _is_settled(file, keys[file])]:
+        _remember({key: remembered[key] for key in fresh})
+    return {file: remembered[keys[file]] for file in listed}
+
+
+class Progress:
+    """Says on stderr how long it takes yet to read so many bytes, where that is more than a moment."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.begin = time.monotonic()
+        self.next = self.begin + 1
+
+    def add(self, count: int) -> None:
+        """So many more have been read."""
+        self.done += count
+        now = time.monotonic()
+        if now >= self.next:
+            left = (self.total - self.done) * (now - self.begin) / self.done
+            size = f"{self.total / 1e9:.1f} GB of weights"
+            print(f"reading all {size}, which a run is named by, once: some {left:.0f} s left", file=sys.stderr)
+            self.next = now + SAID_EVERY
+
+
+def _read(file: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK):
+            digest.update(block)
+            progress.add(len(block))
+    return digest.hexdigest()
+
+
+def _key(found: os.stat_result) -> str:
+    """What names a file's content for as long as nobody writes to it; the last time changes whatever others are set."""
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    return "-".join(map(str, (found.st_dev, found.st_ino, found.st_size, *times)))
+
+
+def _is_settled(file: Path, key: str) -> bool:
+    """Whether a file is as it was before it was read, and for some time."""
+    after = file.stat()
+    return _key(after) == key and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > SETTLED
+
+
+def _remembered() -> dict[str, str]:
+    file = home() / "digests.json"
+    try:
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > MOST_BYTES:
+            return {}
+        listed = json.loads(file.read_bytes())
+        return {key: value for key, value in listed.items() if _SHA256.fullmatch(value)}
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError):  # a damaged file is made anew
+        return {}
+
+
+def _remember(new: dict[str, str]) -> None:
+    kept = list((_remembered() | new).items())[-MOST_REMEMBERED:]
+    with contextlib.suppress(ConfigError, OSError):  # where nothing can be written, files are read again
+        home().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=home(), prefix=".digests-", delete=False) as file:
+            json.dump(dict(kept), file)
+        os.replace(file.name, home() / "digests.json")
