@@ -39,6 +39,7 @@ from kvbench.config import (
 from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KV, kv_of, unfit
 from kvbench.models import hub
+from kvbench.models.folder import refuse_no_tokenizer, refuse_no_weights
 from kvbench.models.heads import calibration_for
 from kvbench.models.support import (
     refuse_impossible,
@@ -292,13 +293,13 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
     if source.path is None and "model_type" not in shape:
         raise ConfigError(f"model.config={show(model.get('config'))}: random weights need a transformers config")
     if source.path is not None and source.gguf is None and source.folder is not None:
-        hub.refuse_no_weights(source.folder, source.path)
+        refuse_no_weights(source.folder, source.path)
     where = "model.config." if source.path is None else f"{label}: config.json: "
     refuse_wrong_rope(shape, where)
-    refuse_unsupported(shape, label)
     refuse_impossible(shape, where)
+    refuse_unsupported(shape, label)
     if source.path is not None and source.gguf is None and source.folder is not None:
-        hub.refuse_no_tokenizer(source.folder, source.path)
+        refuse_no_tokenizer(source.folder, source.path)
     return text_config(shape)
 
 

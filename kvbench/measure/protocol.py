@@ -215,7 +215,10 @@ def _rendered(sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut
     if start is None:
         return Rendered(ids, cut=cut)
     # Special tokens have empty offsets: they hold no character and are passed over.
-    question = next(index for index, (_, end) in enumerate(encoded["offset_mapping"]) if end > start)
+    offsets = enumerate(encoded["offset_mapping"])
+    question = next((index for index, (_, end) in offsets if end > start), None)
+    if question is None:
+        raise ValueError(f"the tokenizer drops the question {sample.question!r}; expected a tokenizer that keeps texts")
     return Rendered(ids, question, cut)
 
 

@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 
 from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
 from kvbench.models.digests import digests_of, fingerprint
+from kvbench.models.folder import holds_weights, refuse_strange_files
 
 ADAPTER = "adapter_config.json"  # what peft writes of an adapter
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
 
 
-TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 
 
 class ModelSource(NamedTuple):
@@ -139,8 +139,9 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     """The transformers config in a model's folder; `path` is what messages call the folder.
 
     Raises:
-        ConfigError: no config.json, or one that cannot be read; or an adapter.
+        ConfigError: no config.json, one that cannot be read, or a folder with things that are no files; or an adapter.
     """
+    refuse_strange_files(folder, path)
     if (folder / ADAPTER).exists():
         refuse_adapter(path)
     try:
@@ -248,62 +249,6 @@ def _with_weights(source: ModelSource) -> Path | None:
         return None
     folder = source.folder or cached_folder(source.path)
     return folder if folder is not None and holds_weights(folder) else None
-
-
-def refuse_no_weights(folder: Path, path: str) -> None:
-    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a broken download.
-
-    Raises:
-        ConfigError: names the file.
-    """
-    if not holds_weights(folder):
-        raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
-    files = {file.name for file in folder.glob("*.safetensors")}
-    for name in sorted(files):
-        if reason := _damage(folder / name):
-            raise ConfigError(f"model.path={path}: {name} {reason}; copy or download it again")
-    if missing := sorted(_parts(folder / "model.safetensors.index.json") - files):
-        raise ConfigError(f"model.path={path}: {missing[0]} is missing, which model.safetensors.index.json names")
-
-
-def refuse_no_tokenizer(folder: Path, path: str) -> None:
-    """Refuse a model's folder without any file that a tokenizer is read from.
-
-    Raises:
-        ConfigError: says which are meant.
-    """
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise ConfigError(f"model.path={path}: no tokenizer in it; expected tokenizer.json, or other files of one")
-
-
-def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file by its header, which says where its tensors end; "" for nothing."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or 8 + length > size:
-            return f"is cut short, {size} bytes"
-        try:
-            header = json.loads(stream.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            whole = 8 + length + max(ends, default=0)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            return "is no safetensors file"
-    return "" if size == whole else f"has {size} bytes where its header says {whole}"
-
-
-def _parts(index: Path) -> set[str]:
-    """The files that the weights of a model are spread over; none where no index says so."""
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        return set()
-
-
-def holds_weights(folder: Path) -> bool:
-    """Whether a folder has files as trained weights come in."""
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
 
 
 def cached_folder(hub_id: str) -> Path | None:

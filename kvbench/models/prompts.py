@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,26 @@ TODAY = "2024-07-26"
 SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 Content = str | list[dict[str, str]]
+
+
+@contextmanager
+def tokenizing(path: str) -> Iterator[None]:
+    """Turn what the compiled code of a tokenizer raises into one line: `Exception` itself, or that it panics.
+
+    Raises:
+        ConfigError: names `path`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or is_panic(error):
+            raise ConfigError(f"model.path={path}: its tokenizer cannot read a text: {first_line(error)}") from error
+        raise
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether compiled Rust code has met what it had not thought of: its error, no `Exception`, has no module."""
+    return type(error).__name__ == "PanicException"
 
 
 def raw_ids(text: str, tokenizer: Tokenizer) -> list[int]:

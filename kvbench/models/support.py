@@ -49,6 +49,8 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+# And of its windows, where it has any; with the least they may be.
+WINDOW_SIZES = {"sliding_window": 1, "max_window_layers": 0}
 
 
 def refuse_impossible(model_config: Mapping[str, Any], where: str) -> None:
@@ -67,6 +69,13 @@ def refuse_impossible(model_config: Mapping[str, Any], where: str) -> None:
         may_be_null = key not in config or key in ("num_key_value_heads", "head_dim")
         if not (size is None and may_be_null) and (type(size) is not int or size < 1):
             raise ConfigError(f"{where}{key}={show(size)}: expected a whole number, 1 or more")
+    for key, least in WINDOW_SIZES.items():
+        size = config.get(key)
+        if size is not None and (type(size) is not int or size < least):
+            raise ConfigError(f"{where}{key}={show(size)}: expected a whole number, {least} or more")
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
+        raise ConfigError(f"{where}layer_types={show(types)}: expected a list of words, such as full_attention")
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ from kvbench.backends.hf.model import refuse_own_attention, use_kvbench_attentio
 from kvbench.config import ConfigError, first_line
 from kvbench.models import gguf, hub
 from kvbench.models.digests import fingerprint
+from kvbench.models.folder import stop_ids, tensor_types
+from kvbench.models.prompts import is_panic, tokenizing
 from kvbench.models.support import refuse_unsupported, window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,6 +93,12 @@ class Loaded:
     def layers(self) -> int:
         """How many it has."""
         count: int = self.model.config.get_text_config().num_hidden_layers
+        return count
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it knows."""
+        count: int = self.model.config.get_text_config().vocab_size
         return count
 
 
@@ -244,9 +253,11 @@ def describe(
     revision = where.name if folder is None and hub.is_as_downloaded(where) else hub.revision_of(where)
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log file every step of the bar would be a line
-    with _explained(path):
+    with _explained(path), _silent():
         tokenizer = AutoTokenizer.from_pretrained(where_from, **settings)
-    try_out(tokenizer)
+        _refuse_unfit(tokenizer, path)
+    with tokenizing(path):
+        try_out(tokenizer)
     return Described(where_from, settings, model_config, tokenizer, revision)
 
 
@@ -270,6 +281,9 @@ def _pretrained(
         )
     _refuse_random_weights(found, path)
     _refuse_left_out(found, model, path)
+    if getattr(described.config, "quantization_config", None) is None:
+        with _explained(path):
+            _refuse_whole_numbers(source.folder or _snapshot(path), model, path)
     return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
 
@@ -305,6 +319,32 @@ def _refuse_left_out(found: Mapping[str, Any], model: PreTrainedModel, path: str
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigError(f"model.path={path}: its weights hold {left[0]}{more}, for which config.json has no place")
+
+
+def _refuse_whole_numbers(folder: Path, model: PreTrainedModel, path: str) -> None:
+    """Refuse weights that are whole numbers or true and false, which transformers takes as they are, scaled by nothing.
+
+    Args:
+        folder: of the files; what of them the model has no weight for is passed over.
+        model, path: as of `_refuse_left_out`.
+    """
+    prefix = f"{model.base_model_prefix}."
+    names = {
+        short for name, _ in model.named_parameters() for short in (name, name.removeprefix(prefix), prefix + name)
+    }
+    for file, tensor, kind in [*tensor_types(folder), *_pickled_types(folder)]:
+        if tensor in names and not kind.startswith(("F", "BF", "float", "bfloat")):
+            raise ConfigError(
+                f"model.path={path}: {file}: {tensor} is of {kind}; expected weights that are no whole numbers, or a "
+                "quantization_config in config.json"
+            )
+
+
+def _pickled_types(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """As `tensor_types`, of the weights of a folder that has them in torch's own files alone."""
+    for file in () if any(folder.glob("*.safetensors")) else sorted(folder.glob("pytorch_model*.bin")):
+        for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
+            yield file.name, name, str(tensor.dtype).removeprefix("torch.")
 
 
 def _first(part: str) -> str:
@@ -396,7 +436,9 @@ def _explained(path: str) -> Iterator[None]:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if Path(path).expanduser().is_dir():
             raise ConfigError(f"model.path={path}: not a usable model folder: {first_line(error)}") from error
         raise ConfigError(
@@ -405,6 +447,37 @@ def _explained(path: str) -> Iterator[None]:
         ) from error
     finally:
         set_verbosity(verbosity)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep compiled code, which panics in several lines of its own, from writing to stderr."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+TEXT = "The year is 1984:\n\té, 北京 🙂"  # letters, digits, marks, spaces, and characters of several bytes
+
+
+def _refuse_unfit(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a tokenizer that reads no text, or nothing of one, before a task meets it.
+
+    Raises:
+        ConfigError: names the folder.
+    """
+    with tokenizing(path):
+        ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+        tokenizer.decode(tokenizer(TEXT)["input_ids"])
+    if not ids:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer makes no tokens of {TEXT!r}; expected one that reads texts"
+        )
 
 
 def _loaded(
@@ -423,13 +496,15 @@ def _loaded(
     )
 
 
+STOPS_IN = ("generation_config.json", "config.json", "tokenizer_config.json")
+
+
 def stop_ids_of(*sources: Any) -> tuple[int, ...]:
     """The tokens that end a generation, by the first of generation config, config and tokenizer that names any."""
     # Chat models list several in their generation config and only one in the other two places.
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids not in (None, []):
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    for place, source in zip(STOPS_IN, sources, strict=False):
+        if ids := stop_ids(getattr(source, "eos_token_id", None), f"{place}: "):
+            return ids
     return ()
 
 

@@ -53,6 +53,12 @@ class Served(models.Loaded):
         return count
 
     @property
+    def vocabulary(self) -> int:
+        """See `Loaded`."""
+        count: int = self._config.hf_text_config.vocab_size
+        return count
+
+    @property
     def _config(self) -> Any:
         return self.model.llm_engine.model_config  # type: ignore[operator, union-attr]
 
