@@ -22,12 +22,12 @@ from transformers.utils import chat_template_utils
 class StandingClock(datetime):
     """The clock that templates read, set by each request."""
 
-    today = datetime(1970, 1, 1)
+    day = datetime(1970, 1, 1)
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
         """The same day always."""
-        return cls.today
+        return cls.day
 
 
 def main(seconds: int, memory: int) -> None:
@@ -51,7 +51,7 @@ def main(seconds: int, memory: int) -> None:
 
 def _answer(template: Any, messages: list[Any], today: str, most: int, settings: dict[str, Any]) -> dict[str, str]:
     """The "text" that a template makes of messages, of at most so many characters; or the "error" that it ends in."""
-    StandingClock.today = datetime.fromisoformat(today)
+    StandingClock.day = datetime.fromisoformat(today)
     random.seed(0)
     try:
         [text], _ = chat_template_utils.render_jinja_template(
