@@ -58,6 +58,7 @@ def test_what_a_template_draws_is_the_same_in_every_process():
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "RecursionError"),
         (5, "TypeError"),
+        ("{{ messages[0].content }}{{ '\\ud800' }}", "UnicodeEncodeError"),
         ("{{ 'ab' * 10**9 }}", "memory"),
         ("{% set ns = namespace(s='a') %}{% for _ in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "memory"),
         ("{{ messages[0].content }}{{ 'a' * 10**7 }}", "10000019 characters"),

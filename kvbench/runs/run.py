@@ -26,6 +26,7 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.models.heads import calibration_for
+from kvbench.models.prompts import tokenizing
 from kvbench.models.types import Tokenizer
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -336,8 +337,9 @@ def _pending(
 def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
     """The samples of this run, as the task orders them, and each answer to one."""
     try:
-        taken = take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
-        yield from several(taken, arm.protocol.samples)
+        with tokenizing(str(arm.loaded.tokenizer.name_or_path)):
+            taken = take(arm.task.samples(arm.loaded.tokenizer, arm.config["seed"]), limit)
+            yield from several(taken, arm.protocol.samples)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

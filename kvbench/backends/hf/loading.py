@@ -374,13 +374,16 @@ def read_gguf(
     where_from = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         with _read_once():
-            tokenizer = AutoTokenizer.from_pretrained(**where_from)
+            with _silent(), tokenizing(str(file)):
+                tokenizer = AutoTokenizer.from_pretrained(**where_from)
+                _refuse_unfit(tokenizer, str(file))
             config = AutoConfig.from_pretrained(**where_from)
             if rope := gguf.with_scaling(header, config):
                 config.rope_parameters = rope
             gguf.refuse_dropped(header, config)
             check(config)
-            try_out(tokenizer)
+            with tokenizing(str(file)):
+                try_out(tokenizer)
             quantised = GgufConfig(gguf_file=file.name, dequantize=True)
             model, found = AutoModelForCausalLM.from_pretrained(
                 **where_from, config=config, quantization_config=quantised, dtype=dtype, output_loading_info=True

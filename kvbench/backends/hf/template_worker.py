@@ -57,6 +57,7 @@ def _answer(template: Any, messages: list[Any], today: str, most: int, settings:
         [text], _ = chat_template_utils.render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=True, **settings
         )
+        text.encode()  # half a character is no text for a tokenizer
     except MemoryError:
         return {"error": "takes too much memory"}
     except Exception as error:
