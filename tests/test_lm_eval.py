@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,16 @@ def test_answers_of_other_code_are_kept_in_another_file(monkeypatch: pytest.Monk
     before = command.cache_of("kept", setup_config({"method": "quest"}))
     monkeypatch.setattr(versions, "HARNESS", versions.HARNESS + 1)
     assert command.cache_of("kept", setup_config({"method": "quest"})) != before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_answers_of_a_model_with_another_byte_are_kept_in_another_file(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(ASSETS / "tiny", tmp_path / "model")
+    before = command.cache_of("kept", setup_config({"method": "full", "pretrained": str(folder)}))
+    held = bytearray((folder / name).read_bytes())
+    held[-1:] = bytes([held[-1] ^ 1]) if name == "model.safetensors" else held[-1:] + b"\n"
+    (folder / name).write_bytes(held)
+    assert command.cache_of("kept", setup_config({"method": "full", "pretrained": str(folder)})) != before
 
 
 @pytest.mark.parametrize("word", ["--model_args", "--model=hf", "-a", "-M"])

@@ -28,8 +28,6 @@ REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
 PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again for half a minute
 
 
-
-
 class ModelSource(NamedTuple):
     """What the keys of a run's `model` group ask for.
 

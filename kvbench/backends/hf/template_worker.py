@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import chat_template_utils
@@ -22,12 +23,12 @@ from transformers.utils import chat_template_utils
 class StandingClock(datetime):
     """The clock that templates read, set by each request."""
 
-    day = datetime(1970, 1, 1)
+    stands_at = datetime(1970, 1, 1)
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
         """The same day always."""
-        return cls.day
+        return cls.stands_at
 
 
 def main(seconds: int, memory: int) -> None:
@@ -35,12 +36,12 @@ def main(seconds: int, memory: int) -> None:
 
     Args:
         seconds: of the processor's time that one may take; what takes more ends the process by SIGPROF.
-        memory: bytes that the process may have.
+        memory: bytes that the process may take beside those it begins with.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with contextlib.suppress(ValueError):  # a lower limit stands already
-        resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (_in_use() + memory, hard))
     chat_template_utils.datetime = StandingClock
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -49,9 +50,17 @@ def main(seconds: int, memory: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def _in_use() -> int:
+    """Bytes of address space of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def _answer(template: Any, messages: list[Any], today: str, most: int, settings: dict[str, Any]) -> dict[str, str]:
     """The "text" that a template makes of messages, of at most so many characters; or the "error" that it ends in."""
-    StandingClock.day = datetime.fromisoformat(today)
+    StandingClock.stands_at = datetime.fromisoformat(today)
     random.seed(0)
     try:
         [text], _ = chat_template_utils.render_jinja_template(
