@@ -123,6 +123,26 @@ def test_a_raw_prompt_ends_with_its_text_whatever_the_tokenizer_appends():
     assert prompts.raw_ids("", tokenizer) == [bos] and template_of(tokenizer, "kvzip").bos == bos
 
 
+def test_an_answer_that_nobody_waited_for_is_no_later_ones(monkeypatch):
+    worker = prompts.TemplateWorker()
+    request = {"messages": [], "today": prompts.TODAY, "most": 9, "settings": {}}
+    process = worker._running()
+
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+    whole, process.stdout = process.stdout, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(worker, "close", lambda: setattr(worker, "_process", None))
+        worker.ask(json.dumps({"template": "first", **request}))
+    process.stdout = whole
+    process.communicate()
+    assert worker.ask(json.dumps({"template": "second", **request})) == {"text": "second"}
+    monkeypatch.undo()
+    worker.close()
+
+
 def test_the_process_that_renders_ends_with_its_own():
     worker = prompts.TemplateWorker()
     request = {"template": "x", "messages": [], "today": prompts.TODAY, "most": 9, "settings": {}}

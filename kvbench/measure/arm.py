@@ -170,10 +170,10 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     ids, question = rendered.ids, []
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
     last = max([*ids, *(sample.given.tokens if sample.given else ())], default=0)
-    if last >= (known := arm.loaded.vocabulary):
+    if last >= (vocabulary := arm.loaded.vocabulary):
         raise ConfigError(
-            f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the model has {known}; "
-            "expected the tokenizer that belongs to its weights"
+            f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the model has {vocabulary} "
+            "tokens; expected the tokenizer that belongs to its weights"
         )
     if (how := arm.protocol.question) != "with":
         if not rendered.question_start or sample.question == sample.prompt:

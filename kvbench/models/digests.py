@@ -44,7 +44,7 @@ def digests_of(files: Iterable[Path]) -> dict[Path, str]:
     remembered, listed = _remembered(), list(files)
     keys = {file: _key(file.stat()) for file in listed}
     new = [file for file in listed if keys[file] not in remembered]
-    progress = Progress(sum(file.stat().st_size for file in new))
+    progress = ReadProgress(sum(file.stat().st_size for file in new))
     for file in new:
         remembered[keys[file]] = _read(file, progress)
     if fresh := [keys[file] for file in new if _is_settled(file, keys[file])]:
@@ -52,7 +52,7 @@ def digests_of(files: Iterable[Path]) -> dict[Path, str]:
     return {file: remembered[keys[file]] for file in listed}
 
 
-class Progress:
+class ReadProgress:
     """Says on stderr how long it takes yet to read so many bytes, where that is more than a moment."""
 
     def __init__(self, total: int) -> None:
@@ -71,7 +71,7 @@ class Progress:
             self.next = now + SAID_EVERY
 
 
-def _read(file: Path, progress: Progress) -> str:
+def _read(file: Path, progress: ReadProgress) -> str:
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
@@ -80,10 +80,10 @@ def _read(file: Path, progress: Progress) -> str:
     return digest.hexdigest()
 
 
-def _key(found: os.stat_result) -> str:
+def _key(status: os.stat_result) -> str:
     """What names a file's content for as long as nobody writes to it; the last time changes whatever others are set."""
-    times = (found.st_mtime_ns, found.st_ctime_ns)
-    return "-".join(map(str, (found.st_dev, found.st_ino, found.st_size, *times)))
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return "-".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
 
 def _is_settled(file: Path, key: str) -> bool:
@@ -95,8 +95,8 @@ def _is_settled(file: Path, key: str) -> bool:
 def _remembered() -> dict[str, str]:
     file = home() / "digests.json"
     try:
-        found = file.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > MOST_BYTES:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > MOST_BYTES:
             return {}
         listed = json.loads(file.read_bytes())
         return {key: value for key, value in listed.items() if _SHA256.fullmatch(value)}
@@ -105,9 +105,10 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(new: dict[str, str]) -> None:
-    kept = list((_remembered() | new).items())[-MOST_REMEMBERED:]
+    newest = list((_remembered() | new).items())[-MOST_REMEMBERED:]
     with contextlib.suppress(ConfigError, OSError):  # where nothing can be written, files are read again
         home().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=home(), prefix=".digests-", delete=False) as file:
-            json.dump(dict(kept), file)
-        os.replace(file.name, home() / "digests.json")
+        with tempfile.TemporaryDirectory(prefix=".digests-", dir=home()) as folder:
+            file = Path(folder, "digests.json")
+            file.write_text(json.dumps(dict(newest)))
+            file.replace(home() / file.name)

@@ -54,16 +54,16 @@ def refuse_strange_files(folder: Path, path: str) -> None:
 def _strange(file: Path) -> str:
     """What keeps a file from being read; "" for nothing."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
     if not os.access(file, os.R_OK):
         return "cannot be read: Permission denied"
     most = MOST_OF_CONFIG if file.name in CONFIGS else MOST_BYTES
-    if found.st_size > most and not any(map(file.match, WEIGHTS)):
-        return f"has {found.st_size} bytes; expected at most {most}"
+    if status.st_size > most and not any(map(file.match, WEIGHTS)):
+        return f"has {status.st_size} bytes; expected at most {most}"
     return ""
 
 

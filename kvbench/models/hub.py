@@ -166,6 +166,7 @@ def refuse_adapter(path: str) -> NoReturn:
 
 
 STATEMENT = "kvbench.json"
+MOMENT = 60.0  # seconds that a fetch may take to put its files in place
 
 
 def state_revision(folder: Path, revision: str) -> None:
@@ -179,11 +180,15 @@ def stated_revision(folder: Path) -> str | None:
     file = folder / STATEMENT
     try:
         statement = json.loads(file.read_text())
-        if (digest := statement.get("files")) is None:  # from before it was kept: none may have been changed since
-            whole = max(other.stat().st_mtime_ns for other in _files(folder)) <= file.stat().st_mtime_ns
-        else:
-            whole = digest == _files_digest(folder)
-        return str(statement["revision"]) if whole else None
+        if "files" in statement:
+            unchanged = statement["files"] == _files_digest(folder)
+        else:  # from before that was written: none may have been changed, or have come, since
+            written, others = file.stat(), [other.stat() for other in _files(folder)]
+            unchanged = all(
+                other.st_mtime_ns <= written.st_mtime_ns and other.st_ctime <= written.st_ctime + MOMENT
+                for other in others
+            )
+        return str(statement["revision"]) if unchanged else None
     except (AttributeError, OSError, LookupError, RecursionError, TypeError, ValueError):
         return None
 
@@ -195,8 +200,8 @@ def revision_of(folder: Path) -> str:
 
 def _files(folder: Path) -> list[Path]:
     """The files of a model's folder, but for what kvbench says of them."""
-    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    return [file for file in found if file.is_file() and not file.name.startswith(".") and file.name != STATEMENT]
+    entries = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    return [file for file in entries if file.is_file() and not file.name.startswith(".") and file.name != STATEMENT]
 
 
 def _files_digest(folder: Path) -> str:

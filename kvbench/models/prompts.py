@@ -6,7 +6,6 @@ where it takes too long, and whatever it ends in is one line that names the mode
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -120,12 +119,11 @@ def _rendered(content: Content, characters: int, tokenizer: Tokenizer) -> Mappin
 
 
 class TemplateWorker:
-    """The process that renders; a new one where the last has ended."""
+    """The process that renders; a new one where the last has ended. It ends with the one that asks it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        atexit.register(self.close)
 
     def ask(self, request: str) -> dict[str, str]:
         """The answer to a request, a line of JSON."""
@@ -139,6 +137,10 @@ class TemplateWorker:
                     return dict(json.loads(answer))
             except BrokenPipeError:
                 pass
+            except BaseException:  # a key pressed: the answer to come is to no later request
+                process.kill()
+                self.close()
+                raise
             self.close()
             if process.returncode == -signal.SIGPROF:
                 return {"error": f"takes more than {SECONDS} s", "stopped": "by the clock"}
