@@ -120,7 +120,23 @@ def test_a_raw_prompt_ends_with_its_text_whatever_the_tokenizer_appends():
     asking = Sample(id="two", prompt=TEXT, answers=(), max_new_tokens=4, question="colour?", answer_prefix=" It is")
     rendered = render(asking, tokenizer, chat=False)
     assert tokenizer.decode(rendered.ids[rendered.question_start :]) == "colour? It is"
+    assert prompts.treatment(tokenizer, chat=False) == {"left_out": 2}
     assert prompts.raw_ids("", tokenizer) == [bos] and template_of(tokenizer, "kvzip").bos == bos
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (None, {}),
+        ("{{ messages[0].content }}{{ date_string }}", {}),
+        ("{{ 'text' }}{{ messages[0].content }}", {}),
+        ("{{ messages[0].content }}{{ strftime_now('%Y') }}", {"day": "2024-07-26"}),
+        (PARTS, {"parts": True}),
+    ],
+)
+def test_a_run_is_named_by_what_its_template_would_see_otherwise(template, expected):
+    assert prompts.treatment(with_template(template), chat=True) == expected
+    assert prompts.treatment(with_template(template), chat=False) == {}
 
 
 def test_an_answer_that_nobody_waited_for_is_no_later_ones(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvbench.config import ConfigError, first_line
 
@@ -35,6 +36,7 @@ TODAY = "2024-07-26"
 SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 Content = str | list[dict[str, str]]
+PROBE = "What is this?"
 
 
 @contextmanager
@@ -93,6 +95,24 @@ def chat_text(text: str, tokenizer: Tokenizer) -> str:
         f"model.path={tokenizer.name_or_path}: its chat template{_file(tokenizer)} {failures[0]}; expected one that "
         "keeps a user's text, or protocol.chat=off"
     )
+
+
+def treatment(tokenizer: Tokenizer, chat: bool) -> dict[str, Any]:
+    """What is done to a tokenizer's prompts that with most needs no doing: a part of what a run is, {} for most.
+
+    Args:
+        tokenizer: of the model.
+        chat: prompts may go through its chat template.
+    """
+    template = str(tokenizer.chat_template or "") if chat else ""
+    in_parts = re.search("""['"]text['"]""", template) and PROBE not in _rendered(PROBE, len(PROBE), tokenizer).get(
+        "text", ""
+    )
+    return {
+        **({"day": TODAY} if "strftime_now" in template else {}),
+        **({"parts": True} if in_parts else {}),
+        **({"left_out": count} if (count := appended(tokenizer)) else {}),
+    }
 
 
 def _file(tokenizer: Tokenizer) -> str:

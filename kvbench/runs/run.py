@@ -26,7 +26,7 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
 from kvbench.models.heads import calibration_for
-from kvbench.models.prompts import tokenizing
+from kvbench.models.prompts import tokenizing, treatment
 from kvbench.models.types import Tokenizer
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -360,6 +360,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         own = NOT_IDENTITY_OF_GROUP | ({"_target_"} if group != "backend" and is_ours(config[group]) else set())
         config[group] = {key: value for key, value in config[group].items() if key not in own}
     random_weights = arm.loaded.revision.startswith("dummy-")
+    treated = treatment(arm.loaded.tokenizer, arm.protocol.chat != "off")
     data = [source.path() for source in arm.task.sources]
     for key, value in config["task"].items():
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
@@ -378,6 +379,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         "device": arm.loaded.device.type,
         "dtype": dtype_of(arm),
         **({} if arm.decode == "alone" else {"decode": arm.decode}),
+        **({"prompts": treated} if treated else {}),
     }
 
 
