@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
