@@ -157,7 +157,9 @@ class ClusterKV(Method):
         heads, clusters = row.sizes.shape
         if not clusters:
             return torch.empty(self.shape.query_heads, 0, dtype=torch.int64, device=query.device)
-        order = top_earliest(products(query[None, :, None], row.means[None])[0], clusters).view(heads, -1)
+        scores = products(query[None, :, None], row.means[None])[0]
+        scores = scores.nan_to_num(torch.inf, torch.inf, torch.finfo(scores.dtype).min)  # so that all are ranked
+        order = top_earliest(scores, clusters).view(heads, -1)
         starts, sizes = (part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes))
         indexes, _ = entries(starts, sizes, room)
         found = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)

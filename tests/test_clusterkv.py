@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import drive, stream
+from driver import drive, each_accounting, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,3 +104,14 @@ def test_long_answers_are_clustered() -> None:
 def test_sinks_have_room_in_the_least_budget() -> None:
     driven = drive(stream(200, steps=3), method_named("clusterkv", sinks=64, buffer=3), 80)
     assert not driven.audit["over_rule"]
+
+
+@each_accounting
+def test_a_key_whose_products_are_infinite_is_attended_last(accounting: str) -> None:
+    """As full attention, which gives it nothing, and all else."""
+    fixed = stream(60, steps=2, layers=1)
+    fixed.keys[:, :, :, 40] = -1e19
+    fixed.queries[:] = fixed.queries.abs() * 1e20
+    driven = drive(fixed, method_named("clusterkv", cluster_size=8), 32, accounting=accounting)
+    assert driven.outputs.isfinite().all()
+    assert not any(40 in attended for at in driven.seen for attended in at.sets(0))

@@ -123,12 +123,17 @@ class Scorer(KeepsEnds):
         Returns:
             Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of all [B, H, N],
             infinite for protected ones. H is the number of KV heads, or of query heads where each has its own.
+
+        Raises:
+            FloatingPointError: a score is no number.
         """
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
             scores = scores.masked_fill(~real[:, None], -torch.inf)
+        if scores.isnan().any():
+            raise FloatingPointError(f"layer {layer}: a score is no number; keys or queries are too large to square")
         limits = torch.tensor(counts, device=scores.device)
         limits = limits[:, None].expand(scores.shape[:2]) if self.heads is None else self.heads.counts(scores, limits)
         most = max(self._kept_most(layer, prompt))
