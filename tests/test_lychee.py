@@ -531,3 +531,10 @@ def test_a_tokenizer_without_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) 
         drive(fixed, small(), 64)
     with pytest.raises(ConfigError, match=r"or method=quest \(quest_structure\)"):
         drive(fixed, method_named("quest_structure"), 64)
+
+
+@pytest.mark.parametrize("accounting", ["paper", "unified"])
+def test_a_budget_without_room_for_a_chunk_is_refused(accounting: str) -> None:
+    """Of a method that no YAML made; kernels would write beyond their lists."""
+    with pytest.raises(ValueError, match="budget=9: .* leave no chunk"):
+        drive(stream(60, steps=1), LycheeCluster(LycheeCluster.options_type()), 9, accounting=accounting)

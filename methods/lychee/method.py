@@ -112,6 +112,16 @@ class LycheeCluster(Method):
         sinks, buffer = min(self.options.sinks, capacity // 16), max(capacity // 4, self.options.max_chunk)
         return sinks, buffer, capacity - sinks - buffer
 
+    def check_budget(self) -> None:
+        """Refuse what leaves no room for chunks, too: compiled code writes lists of this length."""
+        super().check_budget()
+        for capacity in self.capacities:
+            *others, room = self._split(capacity)
+            if room < 1:
+                raise ValueError(
+                    f"budget={capacity}: sinks and a buffer of {others} tokens leave no chunk; expected more"
+                )
+
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompt into chunks, once for all layers, and cluster those of this layer's keys."""
         if not self.rows:
