@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvbench.config import ConfigError, show
@@ -62,13 +62,16 @@ class Budget:
             )
         if asked is None:
             _check_preset(name, method.get("preset"))
-        rules = (accounting, "unified") if generated == "counted" else (accounting,)
-        least = max((minimum or {}).get(rule) or 1 for rule in rules)
-        budget = cls(size_of(asked, method), accounting, generated, least, name)
+        budget = cls(size_of(asked, method), accounting, generated, method=name).of_method(minimum or {})
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
             raise ConfigError(f"budget={preset if asked is None else f'{asked}:'} {budget._below_minimum}")
         return budget
+
+    def of_method(self, minimum: Mapping[str, int | None]) -> Budget:
+        """No less than a method's own `minimum`, which its YAML has by accounting."""
+        rules = (self.accounting, "unified") if self.generated == "counted" else (self.accounting,)
+        return replace(self, minimum=max(self.minimum, *(minimum.get(rule) or 1 for rule in rules)))
 
     @property
     def unified(self) -> bool:
@@ -97,11 +100,13 @@ class Budget:
         return math.ceil(round(self.size * length, 9))
 
     def check_prompt(self, length: int) -> None:
-        """Refuse a fraction that leaves a prompt of `length` tokens fewer than the method can keep to.
+        """Refuse what leaves a prompt of `length` tokens fewer than the method can keep to.
 
         Raises:
-            ConfigError: the tokens are below the minimum, and not the whole prompt.
+            ConfigError: tokens below the minimum; or a fraction that makes so few, and not the whole prompt.
         """
+        if isinstance(self.size, int) and self.size < self.minimum:
+            raise ConfigError(f"budget={self.size}: {self._below_minimum}")
         if isinstance(self.size, float) and self._share(length) < min(self.minimum, length):
             share = f"{self._share(length)} of a prompt's {length} tokens"
             raise ConfigError(f"budget={self.size}: {share}, {self._below_minimum}")

@@ -468,6 +468,8 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
         if not hasattr(made, key):
             raise ConfigError(f"{key}={show(value)}: _target_={target} has no such option")
         setattr(made, key, value)
+    if harness.get("minimum"):
+        made.minimum = harness["minimum"]
     return made
 
 

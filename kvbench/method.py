@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -460,11 +461,13 @@ class Method:
         evicts: whether `View.keep` drops tokens after the prompt: where generated tokens count inside the budget, or
             always.
         options_type: a dataclass of the options, which the constructor then takes as one; None: it takes each by name.
+        minimum: the smallest budget in tokens by accounting, None for any; `kvbench.config.build` sets it.
     """
 
     needs: Needs = Needs()
     evicts: Literal["never", "counted", "always"] = "never"
     options_type: type[Any] | None = None
+    minimum: Mapping[str, int | None] = MappingProxyType({})
     shape: Shape
     budget: Budget
     view: View
@@ -476,7 +479,8 @@ class Method:
         Raises:
             ValueError: something is wrong that only the prompts or the model's shape show.
         """
-        self.shape, self.budget, self.view, self.context = shape, budget, view, context
+        self.shape, self.view, self.context = shape, view, context
+        self.budget = budget.of_method(self.minimum)
         self.check_budget()
 
     def check_options(self, budget: Budget) -> None:
@@ -488,10 +492,10 @@ class Method:
         self.budget = budget
 
     def check_budget(self) -> None:
-        """Refuse a fraction that leaves a prompt fewer tokens than the method can keep to.
+        """Refuse what leaves a prompt fewer tokens than the method can keep to.
 
         Raises:
-            ValueError: names the fraction, the tokens and the minimum.
+            ValueError: names the budget, the tokens and the minimum.
         """
         for length in self.shape.lengths:
             self.budget.check_prompt(length)

@@ -149,6 +149,15 @@ def test_odd_groups_and_budgets_keep_to_the_rule(case: Case, accounting: str) ->
     assert kept >= 3
 
 
+@each_method_in_turn
+def test_an_engine_refuses_less_than_the_least(case: Case, accounting: str) -> None:
+    """Whoever makes it: compiled code relies on the room that the least budget leaves."""
+    least = (case.facts.get("minimum") or {}).get(accounting) or 1
+    if least > 1:
+        with pytest.raises(ConfigError, match=f"budget={least - 1}: below the minimum of .*, {least} tokens"):
+            drive(stream(60, steps=1), case.build(), least - 1, accounting=accounting, any_budget=False)
+
+
 def limits(driven: Driven) -> Iterator[float]:
     """What the method says that it attends at most: the mean over layers and heads, or of each head."""
     method = driven.engine.method

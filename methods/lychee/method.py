@@ -116,11 +116,10 @@ class LycheeCluster(Method):
         """Refuse what leaves no room for chunks, too: compiled code writes lists of this length."""
         super().check_budget()
         for capacity in self.capacities:
-            *others, room = self._split(capacity)
+            sinks, buffer, room = self._split(capacity)
             if room < 1:
-                raise ValueError(
-                    f"budget={capacity}: sinks and a buffer of {others} tokens leave no chunk; expected more"
-                )
+                taken = f"{sinks} sinks and a buffer of {buffer} tokens"
+                raise ValueError(f"budget={capacity}: {taken} leave no chunk; expected more tokens")
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompt into chunks, once for all layers, and cluster those of this layer's keys."""
