@@ -491,6 +491,16 @@ class Method:
         """
         self.budget = budget
 
+    def first_cut(self, length: int) -> int:
+        """The first decode step in which less than everything may be attended, of a prompt longer than the budget.
+
+        Asked after `check_options`. Before that step a run is full attention's.
+
+        Args:
+            length: prompt tokens.
+        """
+        return 1
+
     def check_budget(self) -> None:
         """Refuse what leaves a prompt fewer tokens than the method can keep to.
 

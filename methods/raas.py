@@ -66,6 +66,10 @@ class RaaS(Evictor):
         """The current token is one of the C; a pinned prompt is outside."""
         return capacity - 1 + (length if self.pinned else 0)
 
+    def first_cut(self, length: int) -> int:
+        """C tokens are generated before one goes, where the prompt is pinned."""
+        return self.budget.tokens(length) + 1 if self.pin_prompt and not self.budget.counts_generated else 1
+
     def prompt_budget(self) -> Budget:
         """A pinned prompt stays whole."""
         return Budget(max(self.shape.lengths)) if self.pinned else super().prompt_budget()

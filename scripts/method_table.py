@@ -35,12 +35,14 @@ class Found(NamedTuple):
         kl: mean KL divergence from full attention with the ends of its interval, nats.
         held, read: bytes of keys and values, on the device and in a step.
         scores: of `TASKS`, per cent.
+        unbounded: the budget never applied on the texts, so that it has no place among the others.
     """
 
     kl: tuple[float, float | None, float | None] | None
     held: float | None
     read: float | None
     scores: dict[str, float]
+    unbounded: bool = False
 
 
 def found() -> dict[str, Found]:
@@ -59,13 +61,14 @@ def _found(method: str, run: Run | None, ids: set[str], runs: Runs) -> Found:
         return Found(None, None, None, scores)
     kl = estimate([run.scores.kl[np.isin(run.scores.ids, list(ids))]])
     held, read = run.arm["device_kv_bytes"], bytes_read(run)
-    return Found(kl[:3], None if missing(held) else held, None if missing(read) else read, scores)
+    amounts = (None if missing(amount) else amount for amount in (held, read))
+    return Found(kl[:3], *amounts, scores, run.is_unbounded)
 
 
 def written(methods: dict[str, Found]) -> str:
-    """The table of all methods that ran, the nearest first."""
+    """The table of all methods that ran, the nearest first, and last those whose budget never applied."""
     ran = [(method, one) for method, one in methods.items() if one.kl or one.scores]
-    ran.sort(key=lambda pair: pair[1].kl[0] if pair[1].kl else float("inf"))
+    ran.sort(key=lambda pair: (pair[1].unbounded, pair[1].kl[0] if pair[1].kl else float("inf")))
     lines = [
         f"| `{method}` | {_kl(one)} | {_mib(one.held)} | {_mib(one.read)} | "
         + " | ".join(_whole(one.scores.get(task)) for task in TASKS)
@@ -93,7 +96,7 @@ def _kl(one: Found) -> str:
     if one.kl is None:
         return "-"
     mean, low, high = one.kl
-    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "")
+    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "") + " (x)" * one.unbounded
 
 
 def _mib(value: float | None) -> str:

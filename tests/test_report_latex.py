@@ -145,6 +145,13 @@ def test_where_all_are_alike_nothing_is_best():
     assert "textbf" not in latex([table({("quest", "64"): 80.0, ("snapkv", "64"): 80.01})])
 
 
+@pytest.mark.parametrize(("alike", "bold", "underlined"), [(10, 0, 0), (6, 0, 0), (5, 5, 0), (1, 1, 0)])
+def test_what_most_methods_print_is_neither_best_nor_second(alike: int, bold: int, underlined: int):
+    scores = {(f"m{number}", "64"): 100.0 if number < alike else 90.0 for number in range(11)}
+    source = latex([table(scores)]).partition("\\midrule")[2].partition("\\bottomrule")[0]
+    assert (source.count("textbf"), source.count("underline")) == (bold, underlined)
+
+
 def test_less_time_is_better_and_rivals_share_their_budget():
     values = {("quest", "64"): 5.0, ("snapkv", "64"): 4.0, ("quest", "128"): 3.0, ("snapkv", "128"): 6.0}
     cells = {

@@ -218,6 +218,7 @@ _LISTED = (
     Quantity("failed", "", "failed", PLAIN, 0, LESS),
     Quantity("cut_samples", "", "samples with cut prompts", PLAIN, 0, LESS),
     Quantity("cut_share", "", "prompt tokens cut out", PERCENT, 0, LESS),
+    Quantity("unbounded_samples", "", "samples in which the budget never applied", PLAIN, 0, LESS),
 )
 QUANTITIES = {quantity.name: quantity for quantity in _LISTED}
 NUMBERS = {name: quantity for name, quantity in QUANTITIES.items() if quantity.is_number}  # what `--values` takes

@@ -38,6 +38,7 @@ from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
 from kvbench.runs.versions import files_digest, is_ours, versions_of
 from kvbench.tasks import Sample, several, take, task_of
+from kvbench.tasks.fidelity import Fidelity
 
 Config = dict[str, Any]
 
@@ -215,6 +216,7 @@ def set_up(
             raise ConfigError(f"task.prefill=false: {name} needs what only a prefill shows; expected true")
         budget = Budget.of(budget_of(config), config["method"], protocol.accounting, protocol.generated)
         method.check_options(budget)
+        refuse_no_cut(config, method)
         if reason := next(unfit_for(kv_in(config), method, config["method"]["name"], budget.counts_generated), None):
             raise ConfigError(reason)
         if loaded is None:
@@ -227,6 +229,23 @@ def set_up(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Setup(config, protocol, loaded, method, budget, dense_layers, calibration)
+
+
+def refuse_no_cut(config: Config, method: Method) -> None:
+    """Refuse given tokens that end before a method attends less than everything: there is nothing to compare.
+
+    Raises:
+        ConfigError: names the steps that it takes.
+    """
+    task = config["task"]
+    if task["name"] != Fidelity.name or not has_budget(config["method"]):
+        return
+    needed = min(map(method.first_cut, task["lengths"]))
+    if task["steps"] < needed:
+        raise ConfigError(
+            f"task.steps={task['steps']}: {config['method']['name']} attends all tokens before step {needed}, so that "
+            f"its numbers would be full attention's; expected {needed} or more"
+        )
 
 
 def largest_prompts(config: Config) -> Prompts:

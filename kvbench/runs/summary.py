@@ -13,6 +13,7 @@ from kvbench.runs.quantities import PASSED, QUANTITIES, TOGETHER, find, is_numbe
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
 LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
+DIGITS = 5e-5  # relative: numbers of an archive have five digits
 DISTURBED = 0.1  # of the threads' cores, taken away by others: beyond that a time is not the method's
 
 
@@ -46,6 +47,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         "n": len(records),
         "failed": len(records) - len(finished),
         **_cut(records),
+        **_unbounded(finished),
         **_passed(records, metric),
         "stderr": _percent_error(main),
         "decode": TOGETHER if together else "",
@@ -134,6 +136,28 @@ def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     left = sum(record.get("prompt_tokens") or 0 for record in records)
     return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + left)}
+
+
+def _unbounded(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """In how many samples the budget never applied; {} for none."""
+    count = sum(map(is_unbounded, records))
+    return {"unbounded_samples": count} if count else {}
+
+
+def is_unbounded(record: Mapping[str, Any]) -> bool:
+    """Whether a sample's budget never applied: in each step every KV head of each sparse layer attended all tokens.
+
+    After N tokens the counts are then N + 1, N + 2, ... up to the most, whose mean lies half-way; steps or heads that
+    attend less lower it. Of a question that is read token by token every token is a step.
+    """
+    audit = record.get("audit") or {}
+    numbers = (audit.get("budget"), audit.get("attended_mean"), audit.get("attended_max"), record.get("prompt_tokens"))
+    if not all(map(is_number, numbers)):
+        return False
+    _, mean, most, tokens = numbers
+    if "turn_tokens" not in audit:
+        tokens -= record.get("question_tokens") or 0
+    return bool(most > tokens and abs(mean - (tokens + 1 + most) / 2) <= DIGITS * mean)
 
 
 def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:

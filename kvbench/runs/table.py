@@ -51,6 +51,8 @@ def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     if "cut_samples" in summary:
         share = QUANTITIES["cut_share"].amount(summary["cut_share"])
         drawn.add_row("prompts cut", f"{summary['cut_samples']} of {summary['n']} samples, by {share} of all tokens")
+    if words := unbounded(summary):
+        drawn.add_row("budget", words)
     for line in (line for part in lines for line in part.items()):
         drawn.add_row(*line)
     return drawn
@@ -135,6 +137,12 @@ def _methods_own(found: Mapping[str, Any]) -> dict[str, str]:
     return {f"method: {quantity.title}": quantity.amount(found[name]) for name, quantity in own.items()}
 
 
+def unbounded(summary: Mapping[str, Any]) -> str:
+    """What to say of a run whose budget never applied in some samples, "" of any other."""
+    count = summary.get("unbounded_samples")
+    return f"never applied in {count} of {summary['n']} samples: all tokens were attended" if count else ""
+
+
 def with_error(score: float | None, stderr: float | None, missing: str = "-", digits: int = SCORE.digits) -> str:
     """A score and its standard error, both 0-100; `missing` without a score."""
     shown = SCORE._replace(digits=digits)
@@ -168,10 +176,10 @@ def print_ends(ends: Sequence[tuple[str, Ended]], console: Console | None = None
     # pass@k is in the largest k that prompts have answers for, and there only where they have several.
     passed = [name for name in PASSED if any(name in summary for _, (summary, _) in ends)][1:][-1:]
     together = {summary.get("decode") == TOGETHER for _, (summary, _) in ends if summary}
+    caveats = [f"{words}: its budget {unbounded(summary)}" for words, (summary, _) in ends if unbounded(summary)]
     needless = {"tpot_ms_mean"} if together == {True} else set() if True in together else {"own_ms"}
     compared = [name for name in (*passed, *COMPARED) if name not in needless]
-    if True in together:
-        table.caption, table.caption_justify = NO_TIMES, "left"
+    table.caption, table.caption_justify = "\n".join([NO_TIMES] * (True in together) + caveats), "left"
     add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in compared)])
     for words, (summary, error) in ends:
         if error:

@@ -101,6 +101,10 @@ class Interval(Scorer):
         left = [kept if cut else size for size, kept, cut in zip(sizes, self.kept, full, strict=True)]
         return left, [row for row, cut in enumerate(full) if cut]
 
+    def first_cut(self, length: int) -> int:
+        """As published the prompt stays whole for an interval."""
+        return 1 if self.budget.counts_generated else self.interval + 1
+
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompts that fill C, where generated tokens count; note the last queries."""
         most = max(self.asked)

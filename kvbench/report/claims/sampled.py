@@ -87,6 +87,8 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
             those = runs_of(runs, asked["bed"], words, times=is_time(value))
             if isinstance(those, Missing):
                 return those
+            if all(run.is_unbounded for run in those):
+                return Missing(f"the budget of {words} never applied: every step attended all tokens")
             chosen[words] = those
             found.setdefault(name, []).append(_readings(those, value, asked.get("lengths", []), name == "of"))
     if apart := _differing(asked, chosen):
@@ -103,8 +105,16 @@ def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
     notes = [
         f"over the {finding.n} of {n} that {arms['among'][0]} answers" if "among" in arms else "",
         "some of these arms decoded together with others, some alone" if len(decoded) > 1 else "",
+        *(_unbounded(words, own) for words, own in chosen.items()),
     ]
     return finding._replace(n=n, note="; ".join(filter(None, notes)), kept=compared.kept, taken=compared.taken)
+
+
+def _unbounded(words: str, own: Sequence[Run]) -> str:
+    """In how many samples of an arm the budget never applied, in words; "" for none."""
+    count = sum(int(run.arm["unbounded_samples"]) for run in own if not missing(run.arm["unbounded_samples"]))
+    total = sum(run.arm["n"] for run in own)
+    return f"the budget of {words} never applied in {count} of {total} samples" if count else ""
 
 
 def _compared(asked: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[Key, Reading]]]) -> Compared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvbench.report.data.run import missing
+from kvbench.report.data.run import missing, never_bounded
 from kvbench.report.data.stats import COVERAGE, LEAST, RANGE_UP_TO
 from kvbench.runs.summary import DISTURBED
 
@@ -37,7 +37,16 @@ MARKS = {
     "v": f"the largest of these times is more than {WIDE} times the least: look for what disturbed them",
     "w": f"ranks no method: full attention scores under {LEAST} on these samples or perhaps 0, or its interval is "
     "wider than the methods' scores lie apart",
+    "x": "its budget never applied: every step attended all tokens, as full attention does, and so it ranks no method",
+    "y": "in some of its samples the budget never applied: every step attended all tokens",
 }
+
+
+def budget_marks(line: Mapping[str, Any]) -> str:
+    """The letter for a line of `Runs.arms` or `Run.cells` in whose samples, all or some, the budget never applied."""
+    if never_bounded(line):
+        return "x"
+    return "" if missing(line["unbounded_samples"]) or not line["unbounded_samples"] else "y"
 
 
 def transfer_marks(transfer: object) -> str:

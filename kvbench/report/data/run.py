@@ -138,6 +138,11 @@ class Run:
         return not missing(self.arm["floor_ms"])
 
     @property
+    def is_unbounded(self) -> bool:
+        """Whether its budget applied in no sample: its numbers are full attention's, and rank no method."""
+        return never_bounded(self.arm)
+
+    @property
     def is_together(self) -> bool:
         """Whether it decoded together with other runs, and has no time of a whole token."""
         return bool(self.arm["decode"] == TOGETHER)
@@ -426,6 +431,12 @@ def with_summary(arm: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str
     """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its own summary's."""
     kept = {key: value for key, value in arm.items() if "." not in key}
     return {**kept, **columns_of(summary, arm["budget"])}
+
+
+def never_bounded(line: Mapping[str, Any]) -> bool:
+    """Whether a line of `Runs.arms` or `Run.cells` is of samples in none of which the budget applied."""
+    count = line["unbounded_samples"]
+    return not missing(count) and bool(count) and count >= line["n"] - line["failed"]
 
 
 def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from kvbench.report.data.select import order_of
 from kvbench.runs.quantities import QUANTITIES, Quantity, is_number, named
 from kvbench.runs.summary import combine
 
-SUMMED = ("n", "failed", "left_out", "tokens")
+SUMMED = ("n", "failed", "unbounded_samples", "left_out", "tokens")
 OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")  # parts of a summary that are of one machine
 
 

@@ -25,7 +25,7 @@ from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
-from kvbench.report.data.style import Style, in_order, styles_of
+from kvbench.report.data.style import Style, in_order, style_of, styles_of
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, named
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
@@ -213,8 +213,10 @@ def panels_of(
         lines: what a line is of; of more than a picture can show the first methods are taken, in the order of `STYLES`.
 
     Raises:
-        ConfigError: more panels or arms than the figure of this name can show.
+        ConfigError: more panels or arms than the figure of this name can show; or there is no arm whose budget
+            applied.
     """
+    arms, unbounded = _bounded(runs, name, arms)
     settings = runs.differing.loc[arms.index]
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
     if times:
@@ -230,7 +232,29 @@ def panels_of(
     refuse_crowd(name, max((len(own) for _, own in found), default=0), "arms in a panel", MOST_ARMS)
     few, notes = _few(runs, [own for _, own in found], lines == "arm") if lines else ([own for _, own in found], ())
     styles = styles_of(method for own in few for method in own["method"])
+    notes = (*notes, *unbounded)
     return [Panel(title, own, styles, notes) for (title, _), own in zip(found, few, strict=True) if len(own)]
+
+
+def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The arms but for those whose budget never applied, which would be drawn where full attention is; and a note that
+    names these. A timed run has its times all the same.
+
+    Raises:
+        ConfigError: no arm is left.
+    """
+    never = [run for run in arms.index if runs[run].is_unbounded and not runs[run].is_timed]
+    if not never:
+        return arms, ()
+    of = arms.loc[never]
+    names = [
+        f"{style_of(method).label} {', '.join(map(size_text, dict.fromkeys(own['budget'])))}"
+        for method, own in of.groupby("method", sort=False)
+    ]
+    why = f"{'; '.join(names)}, whose budget never applied: every step attended all tokens"
+    if len(never) == len(arms):
+        raise ConfigError(f"figure={name}: {why}; choose a smaller budget or longer answers")
+    return arms.drop(index=never), (f"without {why}",)
 
 
 def _samples(arms: pd.DataFrame) -> str:

@@ -57,10 +57,10 @@ class Row(NamedTuple):
 
     @property
     def is_choice(self) -> bool:
-        """Whether it is named among the best: not full attention, not the oracle, within its budget, and on samples
-        that rank methods.
+        """Whether it is named among the best: not full attention, not the oracle, within a budget that applied, and on
+        samples that rank methods.
         """
-        within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER
+        within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER and not self.run.is_unbounded
         return within and not self.run.is_full and not self.unranked and self.method != ORACLE
 
     @property
@@ -139,7 +139,7 @@ class Site:
                 of = self.theirs.get(str(row.run.arm["path"]))
                 named.append(row._replace(variant=", ".join([*apart, *([of.by] if of else [])]), of=of))
         size = Counter(row.panel for row in named)
-        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row.cell.numbers)))
+        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row)))
 
     @cached_property
     def by_length(self) -> list[Row]:
@@ -227,10 +227,13 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
     return list(found.values())
 
 
-def _rank(numbers: Mapping[str, float]) -> tuple[bool, float, float]:
-    """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory."""
+def _rank(row: Row) -> tuple[bool, bool, float, float]:
+    """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory. Those whose
+    budget never applied come last.
+    """
+    numbers = row.cell.numbers
     nearness = numbers.get("kl_mean", -numbers["score"])
-    return "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
+    return row.run.is_unbounded, "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
 
 
 def dense_of(run: Run) -> float:

@@ -178,8 +178,15 @@ def beyond_noise(cell: Cell) -> bool:
 
 
 def ranks_methods(cell: Cell) -> bool:
-    """Whether its samples may rank methods by their score: full attention answers them, and methods differ there."""
-    return "w" not in cell.marks.get("score", "")
+    """Whether it may rank a method by its score: its budget applied, full attention answers its samples, and methods
+    differ there.
+    """
+    return was_bounded(cell) and "w" not in cell.marks.get("score", "")
+
+
+def was_bounded(cell: Cell) -> bool:
+    """Whether its budget applied in any of its samples, or it has none; else no number of it ranks a method."""
+    return not any("x" in letters for letters in cell.marks.values())
 
 
 def compared(cells: Iterable[Cell]) -> str:

@@ -10,13 +10,14 @@ import itertools
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared, ranks_methods
+from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared, ranks_methods, was_bounded
 from kvbench.report.tables.formats import NONE, text
 from kvbench.runs.quantities import Quantity
 
@@ -184,8 +185,9 @@ def _ranked(shown: str, rank: str) -> str:
 def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
     """The command for the best and for the second best of each column, by row, column and line.
 
-    Rivals are the methods of rows that are alike in all else; full attention is none. What prints alike ranks alike,
-    and where all print alike nothing is best, nor among times of several machines, nor what `_is_sure` is not.
+    Rivals are the methods of rows that are alike in all else; full attention is none, nor a method whose budget never
+    applied. What prints alike ranks alike; where more than two and more than half of them are best none is, and so with
+    the second best; nor is anything among times of several machines, nor what `_is_sure` is not.
     """
     if "method" not in table.axes:
         return {}
@@ -198,15 +200,17 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
     found = {}
     for rows, column, name in itertools.product(rivals.values(), range(len(table.columns)), lines):
         quantity = table.lines[name]
-        shown = {row: _number(table.cells.get((row, column)), name, quantity.digits) for row in rows}
-        values = sorted({value for value in shown.values() if value == value}, reverse=quantity.better != "less")
-        cells = [table.cells[row, column] for row in rows if (row, column) in table.cells]
-        apart = quantity.is_time and len({cell.machine for cell in cells}) > 1
-        if not quantity.better or len(values) < 2 or apart:
+        cells = {row: cell for row in rows if (cell := table.cells.get((row, column))) and was_bounded(cell)}
+        numbers = {row: _number(cell, name, quantity.digits) for row, cell in cells.items()}
+        shown = {row: value for row, value in numbers.items() if not math.isnan(value)}
+        best = sorted(set(shown.values()), reverse=quantity.better != "less")[:2]
+        apart = quantity.is_time and len({cell.machine for cell in cells.values()}) > 1
+        counts, most = Counter(shown.values()), max(2, len(shown) // 2)
+        if not quantity.better or len(best) < 2 or apart or counts[best[0]] > most:
             continue
         for row, value in shown.items():
-            if value in values[:2] and _is_sure(table.cells[row, column], name, quantity):
-                found[row, column, name] = (r"\textbf", r"\underline")[values.index(value)]
+            if value in best and counts[value] <= most and _is_sure(cells[row], name, quantity):
+                found[row, column, name] = (r"\textbf", r"\underline")[best.index(value)]
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.config import shipped
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.marks import time_marks, transfer_marks
+from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
@@ -143,7 +143,7 @@ def _ours(paper: PaperTable, line: Any, groups: tuple[str, ...], alike: Sequence
     if paper.timed:
         return _timed_cell(run, line, mixed.get(run, ""))
     marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
-    marks += "s" * bool(run.arm["model"] != line.model)
+    marks += budget_marks(run.arm_of(groups)) + "s" * bool(run.arm["model"] != line.model)
     numbers = score_numbers(run, groups)
     if line.metric in PASSED:
         passed = run.arm[line.metric]
@@ -174,7 +174,7 @@ def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
     times = [best[name] for name in names if not missing(best.get(name))]
     numbers = {"score": sum(times) / 1e3} if len(times) == len(names) else {}
     letters = dict.fromkeys("".join(time_marks(best, name) for name in names))
-    marks = transfer_marks(best["transfer"]) + "".join(letters) + mixed
+    marks = transfer_marks(best["transfer"]) + "".join(letters) + budget_marks(best) + mixed
     return Cell(numbers, {"score": marks}, run.folders, machine=str(best["device_name"]))
 
 

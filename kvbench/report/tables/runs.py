@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvbench.report.data.marks import NO_TIMES, time_marks, transfer_marks
+from kvbench.report.data.marks import NO_TIMES, budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import (
@@ -46,6 +46,7 @@ from kvbench.report.tables.cells import (
     notes_of,
     score_numbers,
     seeds_of,
+    was_bounded,
 )
 from kvbench.report.tables.timed import timed_tables
 from kvbench.runs.quantities import LESS, PASSED, Quantity, named
@@ -201,14 +202,16 @@ def _line(name: str) -> Quantity:
 
 
 def _best_first(table: Table) -> Table:
-    """The same table, its rows by the first value in the first column; those without one last."""
+    """The same table, its rows by the first value in the first column; last those without one, and those whose budget
+    never applied.
+    """
     first = next(iter(table.lines))
     number = "score" if first == "brief_score" else first
     sign = 1 if table.lines[first].better == LESS else -1
 
     def place(row: int) -> float:
         cell = table.cells.get((row, 0))
-        return sign * cell.numbers[number] if cell and number in cell.numbers else math.inf
+        return sign * cell.numbers[number] if cell and number in cell.numbers and was_bounded(cell) else math.inf
 
     order = sorted(range(len(table.rows)), key=place)
     cells = {(order.index(row), column): cell for (row, column), cell in table.cells.items()}
@@ -305,7 +308,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         of_runs: marks that stand at the first number of a run.
     """
     first: Run | None = None
-    machine, unsaid = "", dict(of_runs)
+    machine, unsaid = "", dict[Run, str]()
     numbers: dict[str, float] = {}
     marks: dict[str, str] = {}
     for name in values:
@@ -314,7 +317,9 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
         if not candidates:
             continue
         (run,) = candidates
-        arm, first = run.arm_of(groups), first or run
+        arm = run.arm_of(groups)
+        unsaid.setdefault(run, of_runs[run] + budget_marks(arm))
+        first = first or run
         if name == "gain":
             numbers |= gain_numbers(run, groups)
         elif name == "score" or name in PARTS:
@@ -330,9 +335,11 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
-        marks[name] = marks.get(name, "") + unsaid.pop(run, "")
-    if first and not missing(budget := first.arm_of(groups)["budget_tokens"]):
-        numbers["budget_tokens"] = float(budget)
+        marks[name] = marks.get(name, "") + unsaid[run]
+        unsaid[run] = ""
+    for name in ("budget_tokens", "unbounded_samples") if first else ():
+        if not missing(value := first.arm_of(groups)[name]):
+            numbers[name] = float(value)
     marks = {name: letters for name, letters in marks.items() if letters}
     source, seed = (first.folders, first.label("seed")) if first else ("", "")
     return Cell(numbers, marks, source, machine=machine, seed=seed)

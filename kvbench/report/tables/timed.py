@@ -8,7 +8,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from kvbench.report.data.crossing import TIME, crossing
-from kvbench.report.data.marks import time_marks, transfer_marks
+from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import CELL, Run, TimedCell, is_shared, missing
 from kvbench.report.data.select import differing_keys, labels_of, last_word, order_of
 from kvbench.report.tables.cells import Cell, Table, ends, notes_of
@@ -168,8 +168,12 @@ def _cell(row: _Row, shown: Mapping[str, Quantity]) -> Cell:
     if line["memory"] == "counted" and "memory_bytes" in numbers:
         marks["memory_bytes"] = "a"
     marks = {name: letters for name, letters in marks.items() if letters}
-    if not missing(line["budget_tokens"]):
-        numbers["budget_tokens"] = float(line["budget_tokens"])
+    for name in ("budget_tokens", "unbounded_samples"):
+        if not missing(line[name]):
+            numbers[name] = float(line[name])
+    if letters := budget_marks(line):
+        first = next(iter(there))
+        marks[first] = marks.get(first, "") + letters
     return Cell(numbers, marks, row.run.folders, machine=str(line["device_name"]), seed=row.run.label("seed"))
 
 
