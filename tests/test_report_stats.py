@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from report_runs import record, stored
 
-from kvbench.report.data.stats import FEWEST, Estimate, Z, estimate, intervals, proportion
+from kvbench.report.data.frame import collect
+from kvbench.report.data.stats import FEWEST, SCORES, Estimate, Z, estimate, intervals, proportion
 
 scores = st.lists(st.floats(0, 100), min_size=2, max_size=40).map(np.array)
 
@@ -64,6 +66,26 @@ def test_strata_of_one_size_are_resampled_apart():
     one, both = estimate([values]), estimate([values, values])
     # Two independent halves have a standard error smaller by the root of two; the same weights would keep it.
     assert (both.high - both.low) / (one.high - one.low) == pytest.approx(2**-0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [[13], [1] * 13, [2] * 13, [1, 12], [4, 9]])
+@pytest.mark.parametrize("value", [0.0, 35.0, 100.0])
+def test_scores_that_are_all_alike_have_wilson_s_width(sizes, value):
+    strata = [np.full(size, value) for size in sizes]
+    found, n = estimate(strata, SCORES), sum(sizes)
+    share = Z**2 / (n + Z**2)
+    assert found.mean == value and found.n == n and not found.is_range
+    assert found.low == pytest.approx((1 - share) * value)
+    assert found.high == pytest.approx(value + share * (100 - value))
+    whole = proportion([np.full(13, 0.0)])
+    assert estimate([np.zeros(13)], SCORES)[:3] == pytest.approx(whole[:3])
+
+
+def test_groups_of_one_sample_that_are_all_alike_hide_as_much_as_one_group():
+    varied = np.array([0.0, 50.0, 100.0, 100.0])
+    found = estimate([varied, *[np.array([0.0])] * 13], SCORES)
+    alone = estimate([varied])
+    assert found.high - found.mean > (alone.high - alone.mean) / 14 + 10
 
 
 @pytest.mark.parametrize("strata", [[[70.0]], [[70.0], [0.0, 100.0]]])
@@ -141,3 +163,16 @@ def test_three_samples_have_a_range_and_it_is_called_one():
     assert not proportion([np.array([0.0, 100.0])]).is_range
     assert intervals([three, Estimate(1, None, None, 1)]) == "ranges" and intervals([four]) == "95 % intervals"
     assert "ranges" in intervals([three, four]) and "95 %" in intervals([three, four])
+
+
+def test_no_score_of_samples_that_are_all_alike_has_an_interval_without_width(tmp_path):
+    """Where another method's scores lie between 0 and 100 no 0/1 rule applies; agreement with itself has none."""
+    stored(tmp_path, "full", None, {f"task{number}": [0.5] for number in range(13)}, task="ruler")
+    stored(tmp_path, "quest", 64, {f"task{number}": [0.0] for number in range(13)}, task="ruler")
+    lost = next(run for run in collect([tmp_path]) if run.arm["method"] == "quest").score()
+    assert lost[:3] == (0.0, 0.0, pytest.approx(22.8, abs=0.05))
+    near = [record(str(n), "", 1.0, fidelity={"kl_mean": 0.0, "nll": 1.0, "nll_full": 1.0}) for n in range(13)]
+    stored(tmp_path / "texts", "quest", 64, [{**near[0], "scores": {"accuracy": 0.9}}, *near[1:]], task="fidelity")
+    stored(tmp_path / "texts", "full", None, near, task="fidelity")
+    full = next(run for run in collect([tmp_path / "texts"]) if run.is_full).score()
+    assert full[:3] == (100.0, None, None)

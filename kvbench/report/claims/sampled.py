@@ -25,7 +25,7 @@ from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import decoded_alike
-from kvbench.report.data.stats import difference, estimate, is_0_1, proportion, ratio, repeated
+from kvbench.report.data.stats import SCORES, difference, estimate, is_0_1, proportion, ratio, repeated
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import by_machine, is_disturbed
 
@@ -155,7 +155,8 @@ def _found(asked: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
         return Finding(*difference(values)[:4], interval=Interval.TANGO)
     if asked["value"] == "score" and all(map(is_0_1, values)) and run.scored_as not in run.beside.graded:
         return Finding(*proportion(values)[:4], interval=Interval.WILSON)  # scores that are all 100 have one, too
-    return Finding(*estimate(values)[:4], interval=Interval.BOOTSTRAP)
+    bounds = SCORES if asked["value"] == "score" and missing(run.arm["kl_mean"]) else None
+    return Finding(*estimate(values, bounds)[:4], interval=Interval.BOOTSTRAP)
 
 
 def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ import pandas as pd
 from kvbench.config import show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.stats import FEWEST, LEAST, Estimate, difference, estimate, is_0_1, proportion
+from kvbench.report.data.stats import FEWEST, LEAST, SCORES, Estimate, difference, estimate, is_0_1, proportion
 from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
 from kvbench.runs.stored import Record, samples_so_far
 from kvbench.runs.summary import by_machine, summarise, summarise_repeats
@@ -232,11 +232,16 @@ class Run:
     def score(self, groups: tuple[str, ...] = ()) -> Estimate:
         """The score, 0-100: each of these groups a stratum.
 
-        With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's.
+        With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's. Agreement
+        with full attention that is whole in more than a few texts has none.
         """
         strata = [self.scores.known(self.scores.values, rows) for rows in self.scores.strata(groups)]
-        whole = self.scored_as not in self.beside.graded and all(map(is_0_1, strata))
-        return proportion(strata) if whole else estimate(strata)
+        if self.scored_as not in self.beside.graded and all(map(is_0_1, strata)):
+            return proportion(strata)
+        if missing(self.arm["kl_mean"]):
+            return estimate(strata, SCORES)
+        found = estimate(strata)
+        return found if found.is_range or found.low != found.high else found._replace(low=None, high=None)
 
     @functools.cached_property
     def ranks_none(self) -> str:

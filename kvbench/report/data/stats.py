@@ -30,6 +30,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 FEWEST = 8  # samples: fewer rank no methods
 LEAST = 20  # points of full attention: on samples where it has fewer no method is ranked
 RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
+SCORES = (0.0, 100.0)  # between which they lie
 INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
 
 
@@ -90,15 +91,18 @@ def proportion(strata: Sequence[np.ndarray]) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, low)), min(100.0, max(mean, high)), sum(map(len, strata)))
 
 
-def estimate(strata: Sequence[np.ndarray]) -> Estimate:
+def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = None) -> Estimate:
     """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron 1979), wider by what
     strata without spread may hide.
 
     Args:
         strata: [n] each, none empty; scores, or differences of scores on the same samples (paired bootstrap). There is
             no interval where one stratum alone has one sample.
+        bounds: between which samples may lie that nobody saw, where more than `RANGE_UP_TO` are all alike.
     """
     n = sum(map(len, strata))
+    if bounds and n > RANGE_UP_TO and np.ptp(np.concatenate(strata)) == 0:
+        return _alike(np.concatenate(strata), *bounds)
     mean = sum(float(values.mean()) for values in strata) / len(strata)
     means = _resampled(strata)
     if means is None:
@@ -117,8 +121,19 @@ def estimate(strata: Sequence[np.ndarray]) -> Estimate:
 def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
     """How far the mean of the strata's means may lie nearer to a bound for samples that strata without spread hide."""
     alike = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
-    shares = [Z**2 / (Z**2 + len(alike) * len(values)) for values in alike]
-    return sum(share * abs(bound - float(own[0])) for share, own in zip(shares, alike, strict=True)) / len(strata)
+    hidden = [Z**2 / (Z**2 + len(alike) * len(own)) * abs(bound - float(own[0])) for own in alike]
+    single = [float(values[0]) for values in strata if len(values) == 1]
+    if len(set(single)) == 1:  # collapsed strata, as many
+        hidden.append(len(single) * Z**2 / (Z**2 + len(single)) * abs(bound - single[0]))
+    return sum(hidden) / len(strata)
+
+
+def _alike(values: np.ndarray, least: float, most: float) -> Estimate:
+    """The mean of [n] values that are all alike, with what samples may hide that lie anywhere between these bounds: as
+    many of them as Wilson's interval has of one kind where none was seen.
+    """
+    mean, share = float(values[0]), Z**2 / (len(values) + Z**2)
+    return Estimate(mean, mean - share * (mean - least), mean + share * (most - mean), len(values))
 
 
 def difference(strata: Sequence[np.ndarray]) -> Estimate:
@@ -140,8 +155,7 @@ def difference(strata: Sequence[np.ndarray]) -> Estimate:
         low, high = -100 * _most(lost, gained, n), 100 * _most(gained, lost, n)
         return Estimate(100 * (gained - lost) / n, low, high, len(every))
     if np.ptp(every) == 0:
-        mean, share = float(every[0]), Z**2 / (len(every) + Z**2)
-        return Estimate(mean, mean - share * (100 + mean), mean + share * (100 - mean), len(every))
+        return _alike(every, -100.0, 100.0)
     return estimate(strata)
 
 

@@ -203,8 +203,8 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     if any("score_low" in cell.numbers for cell in cells):
         notes.append(
             f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
-            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), which has no "
-            "width where all samples scored alike."
+            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), with what those "
+            "that all scored alike may hide."
         )
     if any("kl_mean_low" in cell.numbers for cell in cells):
         notes.append(
