@@ -77,7 +77,7 @@ def test_runs_that_are_shipped_are_shown_when_they_are_named(results, capsys, mo
     stored(results / "results", "snapkv")
     stored(results / "results" / "sweep_mine", "topk")
     told, _ = made(capsys)
-    assert told.startswith("2 runs\n") and "snapkv" in told and "topk" in told and "quest" not in told
+    assert told.startswith("2 runs\n") and "snapkv" in told and "topk" in told and "quest " not in told
     assert made(capsys, "results/reference.tar.xz")[0].startswith("3 runs\n")
 
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
-from kvbench.report.data.run import Run, missing
+from kvbench.report.data.run import NOT_OF_FULL, YARDSTICK, Run, missing
 from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
 from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
 
@@ -23,6 +24,9 @@ WITH_SCORE = {
     "samples": Quantity("samples", "", "samples", digits=0),
 }
 SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
+
+# Of the settings that a caption says these come first.
+FIRST = ("model", "task", "method", "budget", "task.lengths", "protocol.question", "protocol.accounting", "seed")
 
 Place = tuple[int, int]  # row and column
 WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
@@ -58,6 +62,7 @@ class Cell:
         mapped: a run of ours could stand here.
         machine: that its times are of; "" where it has none.
         seed: of its run, of several all of them.
+        settings: of its run, as labels (`settings_of`).
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -66,6 +71,7 @@ class Cell:
     mapped: bool = True
     machine: str = ""
     seed: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,47 @@ class Table:
         return ", ".join(
             label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}" for axis, label in shared
         )
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """The settings of a run that change what it is, as labels: of full attention none that it does not depend on."""
+    idle = NOT_OF_FULL if run.arm["method"] == YARDSTICK else ()
+    return {key: run.label(key) for key, value in run.settings.items() if not missing(value) and key not in idle}
+
+
+def captions(cells: Iterable[Cell], parts: Iterable[str], said: Collection[str]) -> list[str]:
+    """What the labels of a table do not say of its runs: the settings that all have; those that all of a part have; and
+    those in which runs differ for another reason. Options in which methods differ are left to CSV.
+
+    Args:
+        parts: of each cell, what its row is of, such as "tiny, passkey".
+        said: the settings that its labels say.
+    """
+    of_parts: dict[str, list[Mapping[str, str]]] = {}
+    for cell, part in zip(cells, parts, strict=True):
+        if cell.settings:
+            of_parts.setdefault(part, []).append(cell.settings)
+
+    def values(key: str, some: Iterable[Mapping[str, str]]) -> list[str]:
+        return sorted({one.get(key, "-") for one in some if key in one or one["method"] != YARDSTICK})
+
+    every = [settings for own in of_parts.values() for settings in own]
+    keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in said]
+    alike = [f"{key}={value}" for key in keys for value in _the_one(values(key, every))]
+    others = [key for key in keys if len(values(key, every)) > 1 and not key.startswith("method.")]
+    by_part = [key for key in others if all(len(values(key, own)) < 2 for own in of_parts.values())]
+    lines = {"The same in all rows": alike}
+    for part, own in of_parts.items():
+        lines[part] = [f"{key}={value}" for key in by_part for value in _the_one(values(key, own))]
+    lines["Not the same in all rows"] = [
+        f"{key}={' | '.join(values(key, every))}" for key in others if key not in by_part
+    ]
+    return [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
+
+
+def _the_one(values: Sequence[str]) -> Sequence[str]:
+    """The value of a setting where there is one, and it is set."""
+    return values if len(values) == 1 and values != ["-"] else ()
 
 
 def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:

@@ -278,13 +278,17 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
 
 def csv_text(tables: Sequence[Table]) -> str:
     """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
-    and the seed and run that it is from. Numbers are as stored: bytes, or in the unit that ends their name.
+    every setting that is no label, and the seed and run that it is from. Numbers are as stored: bytes, or in the unit
+    that ends their name.
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
     names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
     axes = {axis or "row": None for table in tables for axis in table.axes}
-    rows: list[Sequence[Any]] = [["table", *axes, "column", "status", "seed", *names, "marks", "timed_on", "run"]]
+    settings = {key: None for table in tables for cell in table.cells.values() for key in cell.settings}
+    keys = [key for key in settings if key not in axes and key != "seed"]
+    start = ["table", *axes, "column", "status", "seed"]
+    rows: list[Sequence[Any]] = [[*start, *names, "marks", "timed_on", *keys, "run"]]
     for table in tables:
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
             labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
@@ -292,7 +296,8 @@ def csv_text(tables: Sequence[Table]) -> str:
             numbers = [_stored(table, cell, name) for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, cell.run])
+            own = [cell.settings.get(key, "") for key in keys]
+            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, *own, cell.run])
     return csv_lines(rows)
 
 

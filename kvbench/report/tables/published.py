@@ -17,10 +17,12 @@ from kvbench.report.tables.cells import (
     WITH_SCORE,
     Cell,
     Table,
+    captions,
     mark_machines,
     notes_of,
     score_numbers,
     seeds_of,
+    settings_of,
 )
 from kvbench.runs.quantities import PASSED, QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
@@ -79,6 +81,7 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     lines = BESIDE_SECONDS if paper.timed else BESIDE | seeds_of(cells.values())
     cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
+    notes += captions(cells.values(), [""] * len(cells), ["method", "budget"])
     return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
@@ -150,7 +153,7 @@ def _ours(paper: PaperTable, line: Any, groups: tuple[str, ...], alike: Sequence
         if missing(passed):  # some problem lacks an answer yet
             return Cell()
         numbers = {"score": passed}
-    return Cell(numbers, {"score": marks}, run.folders)
+    return Cell(numbers, {"score": marks}, run.folders, settings=settings_of(run))
 
 
 def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
@@ -175,7 +178,8 @@ def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
     numbers = {"score": sum(times) / 1e3} if len(times) == len(names) else {}
     letters = dict.fromkeys("".join(time_marks(best, name) for name in names))
     marks = transfer_marks(best["transfer"]) + "".join(letters) + budget_marks(best) + mixed
-    return Cell(numbers, {"score": marks}, run.folders, machine=str(best["device_name"]))
+    machine = str(best["device_name"])
+    return Cell(numbers, {"score": marks}, run.folders, machine=machine, settings=settings_of(run))
 
 
 def _groups_of(word: str) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from kvbench.report.tables.cells import (
     WHOLE_SCORE,
     Cell,
     Table,
+    captions,
     ends,
     gain_numbers,
     kl_numbers,
@@ -46,6 +47,7 @@ from kvbench.report.tables.cells import (
     notes_of,
     score_numbers,
     seeds_of,
+    settings_of,
     was_bounded,
 )
 from kvbench.report.tables.timed import timed_tables
@@ -270,9 +272,17 @@ def _table(
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
     notes += [NO_TIMES] if times and not together and any(run.is_together for run in chosen) else []
+    axes = [*rows, *columns]
+    parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
+    notes += captions(cells.values(), parts, axes)
     heads = tuple(column_labels) if len(columns) > 1 else ()
     names = list(map(", ".join, column_labels))
     return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
+
+
+def _part(axes: Sequence[str], labels: Sequence[str]) -> str:
+    """The model and task that a cell is of, as far as its labels say."""
+    return ", ".join(label for axis, label in zip(axes, labels, strict=True) if axis in ("model", "task"))
 
 
 def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence[str]) -> dict[Where, list[Run]]:
@@ -342,4 +352,5 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
             numbers[name] = float(value)
     marks = {name: letters for name, letters in marks.items() if letters}
     source, seed = (first.folders, first.label("seed")) if first else ("", "")
-    return Cell(numbers, marks, source, machine=machine, seed=seed)
+    settings = settings_of(first) if first else {}
+    return Cell(numbers, marks, source, machine=machine, seed=seed, settings=settings)

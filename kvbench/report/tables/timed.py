@@ -11,7 +11,7 @@ from kvbench.report.data.crossing import TIME, crossing
 from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import CELL, Run, TimedCell, is_shared, missing
 from kvbench.report.data.select import differing_keys, labels_of, last_word, order_of
-from kvbench.report.tables.cells import Cell, Table, ends, notes_of
+from kvbench.report.tables.cells import Cell, Table, captions, ends, notes_of, settings_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
 # What they show in place of a score, by table; the parts of a step stand in the last.
@@ -90,6 +90,7 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[Table]:
         shown = {name: named(name)._replace(label=named(name).narrow_heading) for name in names}
         cells = {(index, 0): _cell(row, shown) for index, row in enumerate(timed)}
         notes = [*_notes(timed, cells.values()), *notes_of(cells.values(), {})]
+        notes += captions(cells.values(), [""] * len(cells), {*axes, *same, *CELL})
         tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
     if against := _against_full(timed, axes):
         rows, cells = list(against), {(index, 0): cell for index, cell in enumerate(against.values())}
@@ -174,7 +175,8 @@ def _cell(row: _Row, shown: Mapping[str, Quantity]) -> Cell:
     if letters := budget_marks(line):
         first = next(iter(there))
         marks[first] = marks.get(first, "") + letters
-    return Cell(numbers, marks, row.run.folders, machine=str(line["device_name"]), seed=row.run.label("seed"))
+    machine, seed = str(line["device_name"]), row.run.label("seed")
+    return Cell(numbers, marks, row.run.folders, machine=machine, seed=seed, settings=settings_of(row.run))
 
 
 def _letters(mine: Line, theirs: Line, name: str) -> str:
