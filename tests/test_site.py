@@ -199,7 +199,7 @@ def test_full_attention_over_coded_keys_and_values_is_a_choice_with_its_name(tmp
         return [record("one", "", 1.0, audit={"device_kv_bytes": size}), record("two", "", 1.0)]
 
     stored(tmp_path, "full", None, lines(10 * 2**20))
-    stored(tmp_path, "full", None, lines(3 * 2**20), config={"kv": {"device": "kivi4", "host": "kivi4"}})
+    stored(tmp_path, "full", None, lines(3 * 2**20), config={"kv": {"device": "kivi4", "host": "native"}})
     stored(tmp_path, "topk", 64, lines(2**20))  # an oracle: no choice
     site = Site(collect([tmp_path]), "")
     *_, start = front(site, {"Leaderboard": "leaderboard.html"})
@@ -284,6 +284,48 @@ def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
     *_, start = front(Site(collect([tmp_path]), ""), {"Leaderboard": "leaderboard.html"})
     cells = [words for cell, words in cells_of(str(start.content)) if "data-method" in cell]
     assert [words.partition("%")[2] for words in cells] == ["Quest 64score 50.0, 1 of 1 others no different"] * 3 * 2
+
+
+def named_on_the_front(folder: Path) -> list[tuple[str | None, str]]:
+    """The method and the words of each cell of the front door's first table, but for limits that nothing fits."""
+    *_, start = front(Site(collect([folder]), ""), {"Leaderboard": "leaderboard.html"})
+    cells = [(cell, words) for cell, words in cells_of(str(start.content)) if "label" in cell.get("class", "")]
+    return [(cell.get("data-method"), words) for cell, words in cells if "%" in words and not words.endswith("-")]
+
+
+def arm(folder: Path, method: str, scores: list[float], ids: str = "s", **more: Any) -> None:
+    size = 2**24 if method == "full" and not more else 2**20
+    lines = [record(f"{ids}{n}", "", score, audit={"device_kv_bytes": size}) for n, score in enumerate(scores)]
+    stored(folder, method, None if method == "full" else 64, lines, **more)
+
+
+@own
+def test_pairs_that_cannot_be_tested_are_not_counted_as_no_different(tmp_path: Path) -> None:
+    arm(tmp_path, "full", [1.0] * 16)
+    arm(tmp_path, "quest", [1.0, 0.0] * 8)
+    arm(tmp_path, "snapkv", [0.0, 1.0] * 8)
+    arm(tmp_path, "pariskv", [0.0, 0.0, 1.0] * 2)  # shares six samples with the first
+    assert {words.partition("%")[2] for _, words in named_on_the_front(tmp_path)} == {
+        "Quest 64score 50.0, 1 of 1 others no different, 1 untested"
+    }
+
+
+@own
+def test_the_best_of_those_that_have_lost_is_not_recommended(tmp_path: Path) -> None:
+    arm(tmp_path, "full", [1.0] * 24)
+    arm(tmp_path, "quest", [1.0] + [0.0] * 23)
+    arm(tmp_path, "snapkv", [0.0] * 24)
+    found = named_on_the_front(tmp_path)
+    assert found and all(method is None and "the best, of 2: score 4.2" in words for method, words in found)
+
+
+@own
+def test_full_attention_in_fewer_bits_is_named_apart_from_its_setting(tmp_path: Path) -> None:
+    arm(tmp_path, "full", [1.0] * 16)
+    arm(tmp_path, "full", [1.0, 1.0, 0.0, 1.0] * 4, config={"kv": {"device": "kivi4", "host": "kivi4"}})
+    arm(tmp_path, "quest", [0.0, 1.0] * 8)
+    found = {words.partition("%")[2].partition("score")[0] for _, words in named_on_the_front(tmp_path)}
+    assert len(found) == 1 and found.pop().startswith("Full, kv=kivi4")
 
 
 def test_a_method_has_a_page_of_what_it_is_finds_and_should_find(site: Path) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvbench.report.data.run import Run
 from kvbench.report.data.select import order_of
+from kvbench.report.data.stats import LEAST, ranks
 from kvbench.report.site.front import SHARES
 from kvbench.report.site.markup import File, cell_of, ids_of, linked, page, protocols, small
 from kvbench.report.site.rows import FAR_OVER, Row, Site, share_of
@@ -82,10 +83,11 @@ is ordered by nearness to full attention (KL) or by score.</p>
 {protocols(site)}
 <details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
-<section id="best" aria-live="polite"></section>
+<section id="best" aria-live="polite" data-least="{LEAST}"></section>
 <p><small>An arm with prompts of several lengths has a line for each: what it costs and how near it stays are of the
 same samples. Named above is no oracle (Top-k scores every key exactly), nothing that attends {FAR_OVER:g} times its C
-or more, and nothing on samples that rank no methods, as the list above says.</small></p>
+or more, nothing on samples that rank no methods, as the list above says, and none where the best scores under
+{LEAST}.</small></p>
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
@@ -94,8 +96,8 @@ or more, and nothing on samples that rank no methods, as the list above says.</s
 
 
 def _pairs(site: Site) -> dict[Run, str]:
-    """By arm a letter for each arm of its panel: + it is ahead of that, - it is behind, = neither by a paired test; ""
-    where too few samples rank it among any.
+    """By arm a letter for each arm of its panel: + it is ahead of that, - it is behind, = neither by a paired test, ?
+    where they share too few samples for one; "" where too few rank it among any.
     """
     panels: dict[str, list[Row]] = {}
     for row in site.by_length:
@@ -109,7 +111,9 @@ def _pairs(site: Site) -> dict[Run, str]:
 
 def _letter(site: Site, row: Row, other: Row) -> str:
     found = site.ahead(row, other)
-    return "=" if found is None or not found.differs else "+" if found.mean > 0 else "-"
+    if found is None or not ranks(found.n, found.low, found.high):
+        return "?"
+    return "=" if not found.differs else "+" if found.mean > 0 else "-"
 
 
 def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from html import escape
 
 from kvbench.report.data.run import YARDSTICK, Runs
-from kvbench.report.data.stats import COVERAGE, FEWEST
+from kvbench.report.data.stats import COVERAGE, FEWEST, LEAST, Estimate, ranks
 from kvbench.report.figures.all import draw
 from kvbench.report.site.claimed import OWN, by_side, counted
 from kvbench.report.site.drawing import legible, picture
@@ -70,7 +70,7 @@ def _best(site: Site, board: str) -> str:
             fitting = [row for held, row in own if held <= share]
             phone = f'<a class="phone" {link.format(index="&amp;index=on" if indexed else "")}'
             cells += _cell(site, fitting, phone)
-            tests += len(fitting[1:]) if _is_tested(fitting) else 0
+            tests += len(_tested(site, fitting))
         words_of = COUNTED[indexed] if indexed else f"{_of_full(own[0][1], samples)}: {COUNTED[False]}"
         lines.append(f'<tr><th scope="row">{"" if indexed else escape(task)}{small(words_of)}</th>{cells}</tr>')
     dense = {dense_of(row.run) for row in site.rows if row.is_choice}
@@ -82,7 +82,7 @@ def _best(site: Site, board: str) -> str:
         "of a task counts the index by which a method chooses, too, wherever it lies. A limit opens all that fit in "
         f'the <a href="{board}">leaderboard</a>; a dash: no run is this small. Over {FEWEST} samples or more the named '
         f"is tested against each other that fits, paired by sample: {tests} tests, each at {COVERAGE} %. Of fewer "
-        "samples another may be as good, and more would say.</p>"
+        f"samples another may be as good, and more would say. Where the best scores under {LEAST} none is named.</p>"
         + protocols(site)
         + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
@@ -112,9 +112,10 @@ def _asked(site: Site, pictures: str) -> str:
     )
 
 
-def _is_tested(fitting: Sequence[Row]) -> bool:
-    """Whether the first of these arms has enough samples to be compared with the others."""
-    return bool(fitting) and fitting[0].cell.numbers["n"] >= FEWEST
+def _tested(site: Site, fitting: Sequence[Row]) -> list[Estimate]:
+    """How far the first of these arms is ahead of each other that shares samples enough with it to be tested."""
+    pairs = (site.ahead(fitting[0], row) for row in fitting[1:])
+    return [one for one in pairs if one is not None and ranks(one.n, one.low, one.high)]
 
 
 def _of_full(row: Row, samples: str) -> str:
@@ -128,17 +129,22 @@ def _of_full(row: Row, samples: str) -> str:
 
 
 def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
-    """The first of the arms that fit, and from how many others a paired test does not tell it."""
+    """The first of the arms that fit, and from how many of those that it can be tested against it does not differ; none
+    is named where the best has lost what there was to find.
+    """
     if not fitting:
         return f'<td class="none label">{limit}-</td>'
     first, *others = fitting
     numbers = first.cell.numbers
     name = "kl_mean" if "kl_mean" in numbers else "score"
-    found = [site.ahead(first, row) for row in others] if _is_tested(fitting) else []
-    alike = sum(one is None or not one.differs for one in found)
-    said = f", {alike} of {len(found)} others no different" if found else ""
     number = f"{'KL' if name == 'kl_mean' else name} {numbers[name]:.{QUANTITIES[name].digits}f}"
-    arm = ", ".join(filter(None, ["" if first.budget == NONE else f" {first.budget}", first.variant]))
+    if first.has_lost:
+        return f'<td class="none label">{limit}-<br><small>the best, of {len(fitting)}: {number}</small></td>'
+    found = _tested(site, fitting)
+    alike, untested = sum(not one.differs for one in found), len(others) - len(found)
+    said = f", {alike} of {len(found)} others no different" if found else ""
+    said += f", {untested} untested" if untested and numbers["n"] >= FEWEST else ""
+    arm = f"{'' if first.budget == NONE else f' {first.budget}'}{f', {first.variant}' if first.variant else ''}"
     return (
         f'<td class="label" data-method="{escape(first.method)}">{limit}{linked(first.method, "")}{escape(arm)}<br>'
         f"<small>{number}{said}</small></td>"

@@ -14,7 +14,7 @@ from kvbench.report.data.lengths import by_length
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
-from kvbench.report.data.stats import Estimate, ranks
+from kvbench.report.data.stats import LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.submissions.checked import Submitted
 from kvbench.report.tables.cells import Cell, Table
@@ -62,6 +62,11 @@ class Row(NamedTuple):
         """
         within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER and not self.run.is_unbounded
         return within and not self.run.is_full and not self.unranked and self.method != ORACLE
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it scores so little that it is not to be recommended, be it the best; KL has no such bar."""
+        return "kl_mean" not in self.cell.numbers and self.cell.numbers["score"] < LEAST
 
     @property
     def whose(self) -> str:

@@ -74,7 +74,13 @@ const best = rows => {
   }
   for (const own of panels.values()) {
     const [first, ...others] = own.sort(order), item = make("li"), name = number(first, "kl_mean") !== null ? "kl_mean" : "score";
-    const { pairs } = first.dataset, even = others.filter(row => pairs?.[places.get(row)] === "=").length;
+    if (name === "score" && number(first, name) < Number(box.dataset.least)) {
+      item.append(`${first.dataset.panel}: none scores ${box.dataset.least}; the best, of ${own.length}, has ${shown(first, name)}`);
+      list.append(item);
+      continue;
+    }
+    const { pairs } = first.dataset, letters = others.map(row => pairs?.[places.get(row)]), count = letter => letters.filter(one => one === letter).length;
+    const even = count("="), untested = count("?");
     const link = first.querySelector("a.method").cloneNode(true);
     const words = [
       first.dataset.budget === "-" ? "" : `C = ${first.dataset.budget}`,
@@ -86,7 +92,7 @@ const best = rows => {
       shown(first, "tpot_ms_p50") && `${shown(first, "tpot_ms_p50")} ms / token`,
     ];
     item.append(`${first.dataset.panel}: `, link, ` ${words.filter(Boolean).join("; ")}`);
-    if (others.length) item.append(" ", make("small", pairs ? `paired by sample, at 95 %: no different from ${even} of the ${others.length} others that fit`
+    if (others.length) item.append(" ", make("small", pairs ? `paired by sample, at 95 %: no different from ${even} of the ${others.length - untested} others that fit${untested ? ` and were tested, ${untested} were not` : ""}`
       : `too few samples to rank it among the ${others.length} others that fit`));
     list.append(item);
   }
