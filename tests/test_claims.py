@@ -44,8 +44,9 @@ def test_whole_intervals_of_enough_samples_decide(found: Finding | Missing, verd
     assert judge(part(at_least=0), found) is verdict
 
 
-def test_a_part_that_fails_decides_and_all_must_hold() -> None:
-    assert of_all([HOLDS, NOT_MEASURED, FAILS, UNDECIDED]) is FAILS
+def test_a_part_that_fails_decides_once_all_are_measured_and_all_must_hold() -> None:
+    assert of_all([HOLDS, FAILS, UNDECIDED]) is FAILS
+    assert of_all([HOLDS, NOT_MEASURED, FAILS, UNDECIDED]) is NOT_MEASURED
     assert of_all([HOLDS, UNDECIDED, NOT_MEASURED]) is NOT_MEASURED
     assert of_all([HOLDS, UNDECIDED]) is UNDECIDED
     assert of_all([HOLDS, HOLDS]) is HOLDS
@@ -311,7 +312,9 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: 
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.criteria, claim.id
         for one in claim.criteria:
             assert one.about and (one.at_least, one.at_most) != (None, None), claim.id
-    verdicts = {one.claim.id: one.verdict for one in judged(None, [])}
+    found = judged(None, [])
+    assert page.unmeasured(found) == ""  # of what is shipped nothing is missing
+    verdicts = {one.claim.id: one.verdict for one in found}
     assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
 
 
@@ -400,3 +403,19 @@ def test_claims_are_printed_in_every_format_of_text(tmp_path: Path, name: str, m
     text = (tmp_path / name).read_text()
     assert all(claim.id in text for claim in claims()) and "not testable here; stand-in: not measured" in text
     assert main([str(tmp_path / "runs"), "--claims", "--format", "latex"]) == 2
+
+
+def test_without_the_shipped_runs_a_claim_has_no_verdict_and_what_is_missing_is_said(
+    tmp_path: Path, nothing_shipped: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from a wheel: a part of the runs decides nothing, in any format."""
+    stored(tmp_path, "quest", 64, [0.0] * 8)
+    found = judged(collect([tmp_path]), [])
+    assert all(
+        one.verdict is NOT_MEASURED for one in found if any(verdict is NOT_MEASURED for *_, verdict in one.criteria)
+    )
+    assert page.DECIDING[0] in page.unmeasured(found)
+    for format in ("console", "markdown", "html"):
+        assert main([str(tmp_path), "--claims", "--format", format]) == 0
+        told = " ".join(capsys.readouterr().out.replace("\\", "").split())
+        assert "installed without claims.tar.xz, quantised.tar.xz, reference_qwen.tar.xz" in told

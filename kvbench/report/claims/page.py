@@ -127,12 +127,29 @@ def sentence(criterion: Criterion, found: Finding | Missing) -> str:
 
 def _summary(found: Sequence[Judged]) -> str:
     counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
-    return f"{len(found)} claims: " + ", ".join(f"{count} {one.of(count)}" for one, count in counts.items()) + "."
+    words = ", ".join(f"{count} {one.of(count)}" for one, count in counts.items())
+    return " ".join(filter(None, [f"{len(found)} claims: {words}.", unmeasured(found)]))
+
+
+def unmeasured(found: Sequence[Judged]) -> str:
+    """Why claims are not measured where kvbench was installed without the runs that it ships, and the remedy, in words;
+    "" where all are or these are there.
+    """
+    absent = [name for name in DECIDING if not (SHIPPED / name).is_file()]
+    if not absent or not any(one.verdict is Verdict.NOT_MEASURED for one in found):
+        return ""
+    return (
+        f"A claim has no verdict while one of its criteria is not measured: this kvbench was installed without "
+        f"{', '.join(absent)}, which a checkout of its repository has in results/. Name them beside your own runs, or "
+        "run kvbench in a checkout."
+    )
 
 
 def console(found: Sequence[Judged]) -> str:
     """A paragraph for each claim."""
-    return "\n".join(["\n".join(_paragraph(one)) + "\n" for one in found] + [_summary(found)]) + "\n"
+    return (
+        "\n".join(["\n".join(_paragraph(one)) + "\n" for one in found] + [textwrap.fill(_summary(found), WIDTH)]) + "\n"
+    )
 
 
 def _paragraph(one: Judged) -> Iterator[str]:

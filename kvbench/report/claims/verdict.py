@@ -25,8 +25,9 @@ class Verdict(Enum):
         return self.value if count == 1 else plural.get(self, self.value)
 
 
-# Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the claim.
-DECIDING = (Verdict.FAILS, Verdict.NOT_MEASURED, Verdict.UNDECIDED, Verdict.HOLDS)
+# Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the claim, but a claim has no
+# verdict while a criterion is not measured, as any part of the runs would then show failures alone.
+DECIDING = (Verdict.NOT_MEASURED, Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLDS)
 
 
 class Interval(Enum):

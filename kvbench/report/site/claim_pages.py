@@ -10,7 +10,7 @@ from kvbench.report.claims.page import Judged, Part
 from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import arms_of, is_time, runs_of
 from kvbench.report.claims.verdict import Finding, Missing, Verdict
-from kvbench.report.site.claimed import LOOKS, counted, is_about, listed, shown
+from kvbench.report.site.claimed import LOOKS, counted, incomplete, is_about, listed, shown
 from kvbench.report.site.markup import File, ids_of, linked, page, small, table_of
 from kvbench.report.site.rows import Site
 from kvbench.report.tables.formats import NONE
@@ -36,7 +36,7 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         "than its criterion asks for, it is undecided. Criteria were set before the runs; those of an older "
         "rule are kept on a claim's page. A claim that needs a larger "
         "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
-        "summary by others and its authors' rebuttal were read.</p>" + "".join(lists)
+        "summary by others and its authors' rebuttal were read.</p>" + incomplete(site) + "".join(lists)
     )
     yield page("claims/index.html", "Do the papers' claims hold?", site, sections, body)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from kvbench.report.claims.claim import Claim
-from kvbench.report.claims.page import Judged
+from kvbench.report.claims.page import Judged, unmeasured
 from kvbench.report.claims.verdict import Verdict
 from kvbench.report.site.markup import label_of, small
 from kvbench.report.site.rows import Site
@@ -51,6 +51,12 @@ def counted(found: Sequence[Judged]) -> str:
     """How many claims have each verdict, in words; those that a stand-in decided count like all others."""
     counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
     return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
+
+
+def incomplete(site: Site) -> str:
+    """What is missing for claims that are not measured, as a paragraph; "" where nothing is."""
+    why = unmeasured(site.judged)
+    return f"<p><b>{escape(why)}</b></p>" if why else ""
 
 
 def shown(one: Judged, turned: bool = False) -> str:

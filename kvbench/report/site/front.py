@@ -10,7 +10,7 @@ from html import escape
 from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.data.stats import COVERAGE, FEWEST, LEAST, Estimate, ranks
 from kvbench.report.figures.all import draw
-from kvbench.report.site.claimed import OWN, by_side, counted
+from kvbench.report.site.claimed import OWN, by_side, counted, incomplete
 from kvbench.report.site.drawing import legible, picture
 from kvbench.report.site.markup import File, cell_of, figure, linked, page, protocols, small, table_of
 from kvbench.report.site.rows import Row, Site, dense_of, share_of
@@ -165,5 +165,7 @@ def _claimed(site: Site, pages: str) -> str:
         f'<p><a href="{pages}">{len(site.judged)} claims of the papers</a>: {counted(site.judged)}. '
         "A claim that needs a larger model or a GPU is judged by a smaller test, and marked as one that a stand-in "
         "decided. A method opens the claims about it, of which one may be about several methods; that one against it "
-        "holds is not in its favour. Below them is what papers print of it.</p>" + table_of(heads, lines, "verdicts")
+        "holds is not in its favour. Below them is what papers print of it.</p>"
+        + incomplete(site)
+        + table_of(heads, lines, "verdicts")
     )
