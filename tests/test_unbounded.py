@@ -63,7 +63,7 @@ def test_a_summary_counts_them_where_there_are_any() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Full attention, and three methods: one never cut, one did in half of its samples, one always."""
-    stored(tmp_path, "full", None, samples([{**WHOLE, "budget": None}] * 20))
+    stored(tmp_path, "full", None, samples([WHOLE] * 20))  # old audits of full attention name a budget
     stored(tmp_path, "snapkv_decode", 64, samples([WHOLE] * 20))
     stored(tmp_path, "tova_decode", 64, samples([WHOLE, CUT] * 10, 0.5))
     stored(tmp_path, "quest", 64, samples([CUT] * 20, 0.75))

@@ -428,7 +428,7 @@ def is_shared(key: str) -> bool:
 
 def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
     """All that a summary holds, by column; without a budget nothing is compared with one."""
-    absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens"))
+    absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens", "unbounded_samples"))
     return {**dict.fromkeys(QUANTITIES), **recorded(summary), **absent}
 
 
