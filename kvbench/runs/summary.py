@@ -151,7 +151,12 @@ def is_unbounded(record: Mapping[str, Any]) -> bool:
     attend less lower it. Of a question that is read token by token every token is a step.
     """
     audit = record.get("audit") or {}
-    numbers = (audit.get("budget"), audit.get("attended_mean"), audit.get("attended_max"), record.get("prompt_tokens"))
+    numbers: tuple[Any, ...] = (
+        audit.get("budget"),
+        audit.get("attended_mean"),
+        audit.get("attended_max"),
+        record.get("prompt_tokens"),
+    )
     if not all(map(is_number, numbers)):
         return False
     _, mean, most, tokens = numbers

@@ -347,9 +347,10 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid[run]
         unsaid[run] = ""
-    for name in ("budget_tokens", "unbounded_samples") if first else ():
-        if not missing(value := first.arm_of(groups)[name]):
-            numbers[name] = float(value)
+    line: Mapping[str, Any] = first.arm_of(groups) if first else {}
+    for name in ("budget_tokens", "unbounded_samples"):
+        if not missing(line.get(name)):
+            numbers[name] = float(line[name])
     marks = {name: letters for name, letters in marks.items() if letters}
     source, seed = (first.folders, first.label("seed")) if first else ("", "")
     settings = settings_of(first) if first else {}
