@@ -38,18 +38,22 @@ def right(gold: str, output: str) -> float:
 @pytest.mark.parametrize(
     ("gold", "output", "score"),
     [
-        (r"\frac{3}{2}", r"first \boxed{2}, no: it is \boxed{\dfrac32}.", 1),  # the last box counts
-        (r"\frac{3}{2}", r"first \boxed{\frac{3}{2}}, no: it is \boxed{2}.", 0),
+        (r"\frac{3}{2}", r"first \boxed{2}. No. It is \boxed{\dfrac32}.", 1),  # the last box counts
+        (r"\frac{3}{2}", r"first \boxed{\frac{3}{2}}. No. It is \boxed{2}.", 0),
+        ("1,2", r"so \boxed{1} or \boxed{2}", 1),  # boxes that belong together are one answer
         (r"\frac{3}{2}", r"\boxed{1.5}", 1),
         (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", 1),
         (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", 0),
         ("025", r"\boxed{25}", 1),
         ("025", r"\boxed{52}", 0),
         (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1),
-        ("204", "\\boxed{204}\n\nThe final answer is $3.4$ hours, that is 204 minutes.", 1),  # and nothing after it
-        ("5", r"The final answer is \boxed{4}. Wait. The final answer is $5$.", 0),
-        ("204", r"\boxed{} The answer is 204", 0),
+        ("204", "\\boxed{204}, for $x_{1} = 3$ gives $2^{8} - 52$.", 1),  # not what checks it
+        ("5", r"The final answer is \boxed{4}. Wait. The final answer is $5$.", 1),
+        ("204", r"\boxed{} The answer is 204", 1),
         ("5", "The final answer is $5$.", 1),
+        ("42", "Let $x_{1} = 3$. So the answer is 42.", 1),  # braces before an answer without a box
+        (r"\frac{14}{3}", r"As $a_{n} = 2^{n}$, the final answer is $\frac{14}{3}$.", 1),
+        ("8", "Since $2^{3}$ is the volume, the final answer is $9$.", 0),
         (r"\frac{3}{2}", r"so it is \boxed{\frac{3}{2}", 1),  # cut before it closes
         ("7", "I do not know", 0),
         ("7", "", 0),

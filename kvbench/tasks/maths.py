@@ -1,8 +1,9 @@
 """Mathematics with an answer in a box: the 500 problems of MATH500, and AIME's thirty of a year.
 
 A prompt is a problem and the wish to reason step by step and to box the answer. The answer is read and compared by
-math-verify (https://github.com/huggingface/Math-Verify): the last box, else the last formula, equal as text or as an
-expression of sympy's. Problems come from the hub, or from the files that R-KV and others keep.
+math-verify (https://github.com/huggingface/Math-Verify), from the whole output: what is in the last boxes, what the
+final answer is said to be, else the last formula or number, equal as text or as an expression of sympy's. Problems come
+from the hub, or from the files that R-KV and others keep.
 """
 
 from __future__ import annotations
@@ -122,20 +123,8 @@ class Aime(BoxedAnswers):
 
 
 def equal(gold: str, output: str) -> bool:
-    """Whether the answer in an output, its last box or what it says without one, equals the gold one."""
+    """Whether math-verify finds the answer in an output, which it reads as a whole, equal to the gold one."""
     from math_verify import parse, verify
 
-    texts = f"\\boxed{{{gold}}}", _last_box(output) or output
-    expected, found = (parse(text, parsing_timeout=PATIENCE) for text in texts)
-    return bool(verify(expected, found, timeout_seconds=PATIENCE))
-
-
-def _last_box(output: str) -> str:
-    """The last box with what is in it, or to the end where it does not close; "" without one."""
-    _, box, rest = output.rpartition("\\boxed")
-    depth = 0
-    for place, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if letter == "}" and depth == 0:
-            return box + rest[: place + 1]
-    return box and box + rest
+    expected, answer = (parse(text, parsing_timeout=PATIENCE) for text in (f"\\boxed{{{gold}}}", output))
+    return bool(verify(expected, answer, timeout_seconds=PATIENCE))
