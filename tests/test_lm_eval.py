@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,7 +129,7 @@ def model(batch_size: int, **settings: Any) -> Any:
     pytest.importorskip("lm_eval")
     from kvbench.cli.lm_eval_model import KVBenchLM
 
-    return KVBenchLM(batch_size, "cpu", pretrained=TINY, dtype="float32", **settings)
+    return KVBenchLM(batch_size, "cpu", **{"pretrained": TINY, "dtype": "float32", **settings})
 
 
 @pytest.mark.parametrize(
@@ -214,10 +215,69 @@ def test_every_scored_token_comes_through_the_method(own: Any, method: str) -> N
     assert audit["budget"] == 64 and 0 < audit["attended_share"] < 4 and not audit["over_rule"]
 
 
-def test_sampling_and_batches_to_be_found_out_are_refused() -> None:
+TOLD = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": True, "temperature": 0.8},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 3},
+        {"suppress_tokens": [32]},
+        {"num_beams": 2},
+        {"eos_token_id": 32},
+        {"max_gen_toks": 0},
+        {"made_up": 2},
+    ],
+)
+def test_settings_that_would_change_a_greedy_text_are_refused_by_name(settings: dict[str, Any]) -> None:
+    ours, (key, value) = model(1, method="full"), next(iter(settings.items()))
+    texts = instances("generate_until", [("A text", TOLD), ("A text", TOLD | settings)])
+    with pytest.raises(ConfigError) as refused:
+        ours.generate_until(texts, disable_tqdm=True)
+    assert str(refused.value).startswith(f"--gen_kwargs {key}={value}: ") and "\n" not in str(refused.value)
+
+
+def test_a_length_that_is_no_number_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="--gen_kwargs: .*'many'"):
+        model(1, method="full").generate_until(instances("generate_until", [("A text", {"max_gen_toks": "many"})]))
+
+
+def test_a_temperature_alone_asks_to_sample() -> None:
+    with pytest.raises(ConfigError, match=r"--gen_kwargs temperature=0\.8: .*do_sample=False"):
+        model(1, method="full").generate_until(instances("generate_until", [("A text", {"temperature": 0.8})]))
+
+
+def test_settings_that_leave_a_greedy_text_as_it_is_are_taken(own: Any) -> None:
+    ours, settings = model(1, method="full"), {"top_p": 0.5, "repetition_penalty": 1.0, "temperature": 0.7}
+    texts = instances("generate_until", [("A text", TOLD | settings)])
+    assert ours.generate_until(texts, disable_tqdm=True) == own.generate_until(texts, disable_tqdm=True)
+
+
+def test_a_penalty_that_the_models_folder_ships_is_refused_until_it_is_turned_off(own: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    shipped = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7, "max_length": 9, "chat_format": "x"}
+    (folder / "generation_config.json").write_text(json.dumps(shipped))
+    ours = model(1, method="full", pretrained=str(folder))
+    with pytest.raises(ConfigError, match=r"^generation_config.* repetition_penalty=1\.3: .* repetition_penalty=1\.0 "):
+        ours.generate_until(instances("generate_until", [("A text", TOLD)]), disable_tqdm=True)
+    plain = instances("generate_until", [("A text", TOLD | {"repetition_penalty": 1.0})])
+    assert ours.generate_until(plain, disable_tqdm=True) == own.generate_until(plain, disable_tqdm=True)
+    scored = instances("loglikelihood", [("A text", " the")])
+    expected, found = (lm.loglikelihood(scored, disable_tqdm=True) for lm in (own, ours))
+    assert found[0][0] == pytest.approx(expected[0][0], abs=1e-4)
+
+
+@pytest.mark.parametrize("pair", [("A text", ""), ("", "")])
+def test_an_empty_continuation_is_refused(pair: tuple[str, str]) -> None:
     ours = model(1, method="full")
-    with pytest.raises(ConfigError, match=r"--gen_kwargs: .*temperature: 0.8"):
-        ours.generate_until(instances("generate_until", [("A text", {"temperature": 0.8})]), disable_tqdm=True)
+    with pytest.raises(ConfigError, match=f"loglikelihood: an empty continuation after '{pair[0]}'"):
+        ours.loglikelihood(instances("loglikelihood", [("A text", " the"), pair]), disable_tqdm=True)
+
+
+def test_batches_to_be_found_out_are_refused() -> None:
     with pytest.raises(ConfigError, match="--batch_size=auto: expected a whole number"):
         model("auto")  # type: ignore[arg-type]
 
@@ -283,6 +343,8 @@ def test_the_commands_results_hold_scores_and_audit(
         for metric, value in own["results"][task].items():
             assert found["full"]["results"][task][metric] == value
     capsys.readouterr()
+    assert main(["lm-eval", "--tasks", "kv_text", "--include_path", str(tasks), "--gen_kwargs", "made_up=2"]) == 2
+    assert "kvbench: --gen_kwargs made_up=2" in capsys.readouterr().err.splitlines()[-1]
     assert main(["lm-eval", "--method", "full", "--tasks", "no_such_task"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "kvbench: lm-eval: Tasks not found: no_such_task; see lm_eval ls tasks, lm_eval run --help"

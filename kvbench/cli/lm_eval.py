@@ -18,6 +18,7 @@ from typing import Any
 
 from kvbench.cli.checks import check_setup
 from kvbench.cli.compose import asked_for, loader_of, run_of
+from kvbench.cli.greedy import refuse_settings
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
@@ -181,7 +182,9 @@ def _hand_to_lm_eval(settings: Mapping[str, Any], device: str, options: Sequence
     sys.argv += options
     command = HarnessCLI()
     try:
-        command.execute(command.parse_args())
+        parsed = command.parse_args()
+        refuse_settings(parsed.gen_kwargs or {})
+        command.execute(parsed)
     except ValueError as error:
         # what lm-eval's own check of its options says, such as an unknown task: it has no model yet
         if traceback.extract_tb(error.__traceback__)[-1].filename.endswith("evaluate_config.py"):

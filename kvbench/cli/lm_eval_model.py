@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
@@ -29,8 +30,9 @@ from kvbench.backends.hf import generate
 from kvbench.backends.hf.generate import Choice, Decoding, Stops
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.together import concluded
+from kvbench.cli.greedy import refuse_settings, refuse_shipped
 from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
-from kvbench.config import HARNESS_KEYS, ConfigError, build, show
+from kvbench.config import HARNESS_KEYS, ConfigError, build
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.measure.lane import Going, Lane
 from kvbench.measure.room import prompt_bytes, recorded_bytes, row_bytes
@@ -115,6 +117,10 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
         finally:
             logger.disabled = False
+        try:
+            refuse_shipped(loaded.model.generation_config, loaded.name)
+        except ConfigError as error:  # no matter where continuations are scored; hours may pass before a text is due
+            log.warning("no text will be generated: %s", error)
         self._parameters = loaded.model.num_parameters()
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
         self._broken = False
@@ -155,16 +161,23 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
     # -- generating ------------------------------------------------------------------------------------------------
 
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """lm-eval's, of requests whose settings are checked before the first text.
+
+        Raises:
+            ConfigError: see `refuse_settings` and `refuse_shipped`.
+        """
+        loaded = self.setup.loaded
+        for settings in (request.args[1] for request in requests):
+            refuse_settings(settings)
+            refuse_shipped(loaded.model.generation_config, loaded.name, settings)
+        return super().generate_until(requests, disable_tqdm)
+
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: Sequence[str], **options: Any
     ) -> torch.Tensor:
         """Greedy tokens after contexts [B, N], left-padded as `attention_mask` says, as [B, N + new]."""
-        kept = options.pop("attention_mask").bool()
-        if options.get("do_sample") or options.get("num_beams", 1) > 1:
-            raise ConfigError(
-                f"--gen_kwargs: the task asks for {show(options)}, and kvbench generates greedily; expected "
-                "do_sample=False num_beams=1"
-            )
+        kept = options["attention_mask"].bool()
         setup, tokenizer = self.setup, self.tokenizer
         rows = [ids[there].tolist() for ids, there in zip(context.cpu(), kept.cpu(), strict=True)]
         new_tokens = max_length - context.shape[1]
@@ -184,6 +197,13 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
     # -- scoring ---------------------------------------------------------------------------------------------------
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """lm-eval's, which knows no token of nothing after nothing."""
+        for request in requests:
+            if request.args == ("", ""):
+                refuse_empty("")
+        return super().loglikelihood(requests, disable_tqdm)
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],
@@ -199,6 +219,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         """
         contexts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
+            if not continuation:
+                refuse_empty(self.tok_decode(context))
             contexts.setdefault(self._fitting(context, continuation), []).append(index)
         longest_first = sorted(contexts, key=len, reverse=True)
         answers: dict[int, tuple[float, bool]] = {}
@@ -321,6 +343,15 @@ class Likelihoods:
             raise FloatingPointError("the model's logits are NaN or infinite")
         self.sums[row] += likelihood
         self.greedy[row] &= int(logits.argmax()) == token
+
+
+def refuse_empty(context: str) -> NoReturn:
+    """Refuse to score a continuation without a token, as lm-eval's `hf` model does by an assertion.
+
+    Raises:
+        ConfigError: says what it stands after.
+    """
+    raise ConfigError(f"loglikelihood: an empty continuation after {context[-40:]!r}; expected one token or more")
 
 
 def _combined(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
