@@ -47,6 +47,43 @@ def test_a_rule_knows_a_reply_that_keeps_it_from_one_that_does_not(
     assert keeps(right, **instruction) and not keeps(wrong, **instruction) and not keeps(" \n", **instruction)
 
 
+# Replies about which a reader and IFEval's checker (google-research, instructions.py) may differ: its verdict counts,
+# but where the text here asks for more: a postscript as the last line, one JSON object, the word, a divider between.
+DOUBTFUL: list[tuple[dict[str, Any], str, bool]] = [
+    ({"kind": "words_at_least", "count": 3}, "a - b", False),
+    ({"kind": "words_at_most", "count": 2}, "a - b", True),
+    ({"kind": "capital_words", "count": 2}, "ÉCOLE ÜBER", True),
+    ({"kind": "capital_words", "count": 1}, "A and I", False),
+    ({"kind": "capital_words", "count": 2}, "TOP-SECRET", False),
+    ({"kind": "starts_with", "phrase": "Let me begin"}, "**Let me begin**", False),
+    ({"kind": "starts_with", "phrase": "Let me begin"}, "Let me beginning", True),
+    ({"kind": "ends_with", "phrase": "that is all"}, "that is all.**", False),
+    ({"kind": "postscript"}, "Text.\n**P.S.** Bye", True),
+    ({"kind": "postscript"}, "Text.\nP.S. Bye\nYours, Ann", False),
+    ({"kind": "quotation"}, '"One" and "two"', True),
+    ({"kind": "quotation"}, "\u201cAll of it.\u201d", False),
+    ({"kind": "json"}, '```JSON\n{"a": 1}\n```', True),
+    ({"kind": "json"}, '{"a": NaN}', True),
+    ({"kind": "json"}, "[1]", False),
+    ({"kind": "title"}, "a << 2 and 3 >> b", True),
+    ({"kind": "bullets", "count": 2}, "*\tone\n*\ttwo", True),
+    ({"kind": "bullets", "count": 2}, "- one\n- two", True),
+    ({"kind": "bullets", "count": 2}, "* one\n  - a detail\n* two", False),
+    ({"kind": "bullets", "count": 2}, "* one\n* two\n\n* * *\nThe end", False),
+    ({"kind": "paragraphs", "count": 2}, "One *** two", True),
+    ({"kind": "paragraphs", "count": 2}, "***Note*** one\n***\ntwo", False),
+    ({"kind": "keyword", "word": "river", "count": 2}, "rivers riverside", False),
+    ({"kind": "placeholders", "count": 2}, "see [1] and [x](http://a)", True),
+]
+
+
+@pytest.mark.parametrize(("instruction", "reply", "kept"), DOUBTFUL, ids=lambda case: str(case)[:20])
+def test_a_doubtful_reply_is_judged_as_ifevals_checker_judges_it(
+    instruction: dict[str, Any], reply: str, kept: bool
+) -> None:
+    assert keeps(reply, **instruction) == kept
+
+
 def test_every_kind_has_a_case() -> None:
     assert [case["kind"] for case, *_ in CASES] == list(dict.fromkeys(case["kind"] for case, *_ in CASES))
     assert {case["kind"] for case, *_ in CASES} == set(INSTRUCTIONS) and 12 <= len(INSTRUCTIONS) <= 20

@@ -3,6 +3,9 @@
 The instructions are the context and the request the question, so that a method that compresses before the question
 comes has not seen what they are for. Compressed caches drop some instructions and keep others ("The Pitfalls of KV
 Cache Compression", arXiv 2510.00231); each kind, and each place in the list, has a score of its own.
+
+Whether a doubtful reply keeps an instruction is decided as IFEval's checker decides (google-research,
+instruction_following_eval/instructions.py), but where the text here asks for more than IFEval's.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ def _found(pattern: str) -> Callable[[str], int]:
 
 def _is_json(reply: str) -> bool:
     """One JSON object, perhaps in a fence of Markdown's."""
-    text = re.sub(r"^```(?:json)?\s|```$", "", reply)
+    text = re.sub(r"^```(?:json)?|```$", "", reply, flags=re.IGNORECASE)
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -118,21 +121,26 @@ def _are_paragraphs(reply: str, count: int) -> bool:
     return len(pieces) == count and all(pieces)
 
 
+def _capital_words(reply: str) -> int:
+    """Words of capital letters alone, of two or more characters; IFEval counts "I" and "A", too."""
+    return sum(word.isupper() for word in re.findall(r"\w[\w-]*\w", reply))
+
+
 _RULES: Mapping[str, Callable[..., bool]] = {
-    "words_at_least": lambda reply, count: len(reply.split()) >= count,
-    "words_at_most": lambda reply, count: len(reply.split()) <= count,
+    "words_at_least": lambda reply, count: _found(r"\w+")(reply) >= count,
+    "words_at_most": lambda reply, count: _found(r"\w+")(reply) <= count,
     "lower_case": lambda reply: reply == reply.lower(),
     "upper_case": lambda reply: reply == reply.upper(),
-    "capital_words": lambda reply, count: len(re.findall(r"\b[A-Z]{2,}\b", reply)) >= count,
+    "capital_words": lambda reply, count: _capital_words(reply) >= count,
     "no_comma": lambda reply: "," not in reply,
     "no_digits": lambda reply: not re.search(r"\d", reply),
     "starts_with": lambda reply, phrase: reply.lower().startswith(phrase.lower()),
     "ends_with": lambda reply, phrase: reply.rstrip(".!\"' ").lower().endswith(phrase.lower()),
-    "postscript": lambda reply: _found(r"^\s*p\. ?s\.")(reply.rpartition("\n")[2]) == 1,
+    "postscript": lambda reply: bool(re.match(r"\W*p\.\s?s\.", reply.rpartition("\n")[2], re.IGNORECASE)),
     "quotation": lambda reply: len(reply) > 2 and reply[0] == reply[-1] == '"',
     "json": _is_json,
-    "title": lambda reply: _found(r"<<[^<>\n]*\w[^<>\n]*>>")(reply) > 0,
-    "bullets": lambda reply, count: _found(r"^\s*[*-] +\S")(reply) == count,
+    "title": lambda reply: any(title.strip("<>").strip() for title in re.findall(r"<<[^\n]+>>", reply)),
+    "bullets": lambda reply, count: _found(r"^[^\S\n]*(?:\*[^*]|-)")(reply) == count,
     "paragraphs": _are_paragraphs,
     "keyword": lambda reply, word, count: _found(rf"\b{re.escape(word)}\b")(reply) >= count,
     "forbidden": lambda reply, word: _found(rf"\b{re.escape(word)}\b")(reply) == 0,
