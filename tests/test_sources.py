@@ -10,8 +10,14 @@ import huggingface_hub
 import pytest
 
 from kvbench.models import hub
-from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl, rows_of
+from kvbench.tasks.gsm8k import Gsm8k
+from kvbench.tasks.longbench import LongBench
+from kvbench.tasks.longgenbench import LongGenBench, ManyProblems
+from kvbench.tasks.longproc import LongProc
+from kvbench.tasks.maths import Aime, Math500
+from kvbench.tasks.sources import HubFile, LocalFile, read_jsonl, rows_of, say_rows
 
+DATA = Path(__file__).parents[2] / "shared" / "data"
 FILE = HubFile("owner/set", "data.zip", 114, key="task.data_dir")
 FIELDS = {"text": str, "answers": list, "classes": (list, type(None))}
 
@@ -152,3 +158,54 @@ def test_a_line_of_a_megabyte_is_read():
     text = "words " * 200_000
     (row,) = read_jsonl("set.jsonl", [json.dumps({"text": text}).encode()], {"text": str})
     assert row.data == {"text": text}
+
+
+def test_a_row_that_has_a_key_twice_is_none_and_costs_no_other(tmp_path):
+    lines = [
+        '{"text": "a"}',
+        '{"text": "b", "text": "c"}',
+        '{"text": "d", "more": [{"n": 1, "n": 2}]}',
+        '{"text": "e"}',
+    ]
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    rows = rows_of(LocalFile(tmp_path / "set.jsonl", "task.data_dir"), {"text": str})
+    assert [row.data.get("text") for row in rows] == ["a", None, None, "e"]
+    assert "line 2" in rows[1].error and "field text: twice" in rows[1].error and "field n: twice" in rows[2].error
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.json", '[{"text": "a", "text": "b"}]'), ("a.csv", "text,text\na,b\n")]
+)
+def test_a_table_with_two_fields_of_one_name_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^task\.data_dir: .*/{name}: .*field text: twice"):
+        rows_of(LocalFile(tmp_path / name, "task.data_dir"), {"text": str})
+
+
+def test_how_many_rows_there_are_is_said_where_as_many_were_not_published(tmp_path, capsys):
+    say_rows.cache_clear()
+    (tmp_path / "set.jsonl").write_text('{"text": "a"}\n' * 1200)
+    for published, said in ((1319, "set.jsonl: 1,200 rows; 1,319 were published\n"), (None, "set.jsonl: 1,200 rows\n")):
+        source = LocalFile(tmp_path / "set.jsonl", "task.data_dir", published=published)
+        rows_of(source, {"text": str})
+        rows_of(source, {"text": str})  # another arm's
+        assert capsys.readouterr().err == said
+    rows_of(LocalFile(tmp_path / "set.jsonl", "task.data_dir", published=1200), {"text": str})
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the sample data folder")
+def test_nothing_is_said_of_published_files_as_they_are(capsys):
+    say_rows.cache_clear()
+    for task in (
+        Math500(data_dir=str(DATA / "math500")),
+        Aime([2024, 2025], data_dir=str(DATA / "aime")),
+        Gsm8k(data_dir=str(DATA / "gsm8k")),
+        LongBench(["multi_news"], data_dir=str(DATA / "longbench")),
+        LongProc(["countdown_0.5k", "tom_tracking_0.5k", "path_traversal_0.5k"], data_dir=str(DATA / "longproc")),
+        LongGenBench("long", data_dir=str(DATA / "longgenbench")),
+        ManyProblems(30, data_dir=str(DATA / "longgenbench_other")),
+    ):
+        assert len(task) and capsys.readouterr().err == ""
+    assert len(LongBench(["qasper"], data_dir=str(DATA / "longbench_mini"))) == 9
+    assert capsys.readouterr().err == "qasper.jsonl: 9 rows; 200 were published\n"

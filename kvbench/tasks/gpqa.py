@@ -19,7 +19,7 @@ from kvbench.tasks.rows import TableTask
 from kvbench.tasks.sources import HubFile, Row, local_or_hub
 
 FILE = "gpqa_diamond.csv"
-HUB = HubFile("Idavidrein/gpqa", FILE, megabytes=1.4, gated=True)
+HUB = HubFile("Idavidrein/gpqa", FILE, megabytes=1.4, gated=True, published=198)
 
 _STRINGS: dict[str, str] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("gpqa.yaml").read_text(encoding="utf-8")

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
 
 FIELDS = {"instructions": list, "outputs": list, "input": str}
+PUBLISHED = {  # rows of the repository's files
+    **dict.fromkeys(("tpo", "coursera", "quality"), 15),
+    "sci_fi": 7,
+    "topic_retrieval_longchat": 50,
+    "gsm100": 100,
+}
 SHORTER = 250  # words that a document gives up at a time once it was cut to as many words as tokens are allowed
 LETTERS = "ABCD"
 ALONE = re.compile(r"\b[A-D]+\b")
@@ -81,7 +87,10 @@ class LEval(Task):
         folder = Path(str(data_dir)).expanduser()
         nested = folder / "Closed-ended-tasks"
         folder = nested if nested.is_dir() else folder
-        self.files = {name: LocalFile(folder / f"{name}.jsonl", "task.data_dir", tuple(SUBSETS)) for name in subsets}
+        self.files = {
+            name: LocalFile(folder / f"{name}.jsonl", "task.data_dir", tuple(SUBSETS), PUBLISHED[name])
+            for name in self.subsets
+        }
         self.sources = tuple(self.files.values())
 
     def __len__(self) -> int:

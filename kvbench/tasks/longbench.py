@@ -20,13 +20,14 @@ import yaml
 
 from kvbench.tasks import Sample, Task, metrics
 from kvbench.tasks.rows import check_subsets, in_turn
-from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl
+from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl, say_rows
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
 
 ARCHIVE = "data.zip"
 HUB = HubFile("zai-org/LongBench", ARCHIVE, megabytes=114)
+PUBLISHED = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}  # rows; of all others 200
 
 FIELDS = {"input": str, "context": str, "answers": list, "length": int}
 
@@ -158,6 +159,7 @@ class LongBench(Task):
             raise ValueError(f"task.data_dir: {path}: cannot be read ({error})") from error
         if not rows:
             raise ValueError(f"task.data_dir: {path}: {name}.jsonl is empty")
+        say_rows(f"{name}.jsonl", len(rows), PUBLISHED.get(name, 200))
         return rows
 
     def _samples(self, name: str) -> list[Sample]:

@@ -30,7 +30,7 @@ Variant = Literal["plain", "llama3"]
 MOST_DIGITS = 9  # of a part's number; what goes on with digits is no part, and may be longer than Python reads
 CHECKS = ("once", "range", "periodic")
 
-PROBLEMS = {30: "gsm8k_30.jsonl", 60: "gsm8k_60.jsonl"}
+PROBLEMS = {30: ("gsm8k_30.jsonl", 43), 60: ("gsm8k_60.jsonl", 21)}  # the file, and its rows
 ASKING = "Following Question:"  # begins the problems of a prompt, after its worked examples
 GOLD = re.compile(r"####\s*(\d+)")
 # As officially without a sign, a comma or a fraction, on both sides; an answer without these words lends its place to
@@ -68,7 +68,7 @@ class LongGenBench(TableTask):
         """
         if size not in get_args(Size):
             raise ValueError(f"task.size={size}: one of {', '.join(get_args(Size))}")
-        file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench")
+        file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench", 400)
         super().__init__({"": file}, max_new_tokens)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
@@ -154,8 +154,9 @@ class ManyProblems(TableTask):
             raise ValueError(f"task.problems={problems}: one of {', '.join(map(str, PROBLEMS))}")
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
+        name, published = PROBLEMS[problems]
         where = "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE"
-        super().__init__({"": given_file(data_dir, PROBLEMS[problems], where)}, max_new_tokens)
+        super().__init__({"": given_file(data_dir, name, where, published)}, max_new_tokens)
         self.variant = variant
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:

@@ -27,13 +27,13 @@ _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
 )
 PATIENCE = 30  # seconds for reading, and for comparing, an answer: sympy may never end
 
-MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5), ("test.jsonl", "math.jsonl"))
+MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5, published=500), ("test.jsonl", "math.jsonl"))
 AIME = {
     2024: (
-        HubFile("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", megabytes=0.1),
+        HubFile("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", megabytes=0.1, published=30),
         ("aime24.jsonl", "aime24/test.jsonl"),
     ),
-    2025: (HubFile("math-ai/aime25", "test.jsonl", megabytes=0.1), ("aime25.jsonl", "aime25/test.jsonl")),
+    2025: (HubFile("math-ai/aime25", "test.jsonl", megabytes=0.1, published=30), ("aime25.jsonl", "aime25/test.jsonl")),
 }
 
 

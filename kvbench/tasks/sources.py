@@ -1,15 +1,18 @@
 """Where a task's data comes from: local files, and files of the hub with its local cache.
 
 No download comes unannounced: `check` finds out within two seconds whether a file can be had, `path` prints what it is
-about to fetch and how large it is. Lines of a data file are read one by one, and a bad one costs no other.
+about to fetch and how large it is. Lines of a data file are read one by one, and a bad one costs no other; how many
+there are is said where the published file has another number.
 """
 
 from __future__ import annotations
 
 import itertools
+import csv
+import functools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -47,12 +50,14 @@ class LocalFile:
         file: where it is.
         key: the config key that named it or its folder.
         subsets: where each is a file of that folder: their names.
+        published: rows of the file of this name that the benchmark's authors published; None: it is not known.
         lines: that are read of it, and must be there.
     """
 
     file: Path
     key: str
     subsets: tuple[str, ...] = ()
+    published: int | None = None
     lines: int = 0
 
     @property
@@ -100,6 +105,7 @@ class HubFile:
         megabytes: what its download takes, for the message before it.
         key: the config key that names a local copy instead.
         gated: its owners ask who fetches it, so that a token is needed.
+        published: its rows; None: it is not known, or the file is no table.
     """
 
     repo: str
@@ -107,6 +113,7 @@ class HubFile:
     megabytes: float
     key: str = "task.data_dir"
     gated: bool = False
+    published: int | None = None
 
     @property
     def label(self) -> str:
@@ -172,18 +179,19 @@ def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalF
     if data_dir is None:
         return hub_file
     files = [Path(str(data_dir)).expanduser() / name for name in names]
-    return LocalFile(next((file for file in files if file.is_file()), files[0]), hub_file.key)
+    there = next((file for file in files if file.is_file()), files[0])
+    return LocalFile(there, hub_file.key, published=hub_file.published)
 
 
-def given_file(data_dir: str | None, name: str, where: str) -> LocalFile:
-    """A file that is in no hub, in the user's folder.
+def given_file(data_dir: str | None, name: str, where: str, published: int | None = None) -> LocalFile:
+    """A file that is in no hub, in the user's folder; `published` as of a `LocalFile`.
 
     Raises:
         ValueError: no folder is named; says which it is.
     """
     if data_dir is None:
         raise ValueError(f"task.data_dir=null: needs the folder of {name}, {where}")
-    return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir")
+    return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir", published=published)
 
 
 class Row(NamedTuple):
@@ -214,7 +222,16 @@ def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type,
         raise ValueError(f"{source.key}: {path}: not a {path.suffix.lstrip('.')} file ({reason})") from error
     if not rows:
         raise ValueError(f"{source.key}: {path}: nothing in it")
+    say_rows(source.label, len(rows), source.published)
     return rows
+
+
+@functools.cache  # once for all arms of a sweep
+def say_rows(label: str, count: int, published: int | None) -> None:
+    """Say how many rows a file has, but where they are as many as were published: part of a file may be missing."""
+    if count != published:
+        beside = "" if published is None else f"; {published:,} were published"
+        print(f"{label}: {count:,} rows{beside}", file=sys.stderr)
 
 
 def _lines(path: Path) -> Iterable[bytes]:
@@ -228,6 +245,8 @@ def _lines(path: Path) -> Iterable[bytes]:
         import pandas
 
         if path.suffix == ".csv":  # its cells are texts: .50 is not .5, and None is a word
+            with path.open(encoding="utf-8-sig", newline="") as text:
+                _refuse_twice(next(csv.reader(text), []))
             frame = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
         else:
             frame = pandas.read_parquet(path)
@@ -239,16 +258,32 @@ def parsed_json(content: bytes | str) -> Any:
     """What a JSON text holds.
 
     Raises:
-        ValueError: it is none, holds NaN or Infinity, which JSON has not, or is nested too deep; says so in one line.
+        ValueError: it is none, holds NaN or Infinity, which JSON has not, a key twice in an object, or is nested too
+            deep; says so in one line.
     """
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word}: no value of JSON")
 
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice([key for key, _ in pairs])
+        return dict(pairs)
+
     try:
-        return json.loads(content, parse_constant=refuse)
+        return json.loads(content, parse_constant=refuse, object_pairs_hook=object_of)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    """Refuse names of fields of which one would silently take another's place.
+
+    Raises:
+        ValueError: names the first that is there twice.
+    """
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"field {twice}: twice")
 
 
 def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[Row]:

@@ -30,6 +30,14 @@ LEVELS = {
     "countdown": ("0.5k", "2k", "8k"),
 }
 SUBSETS = tuple(f"{kind}_{level}" for kind, levels in LEVELS.items() for level in levels)
+PUBLISHED = {  # rows of the files that lie in the repository
+    "html_to_tsv_0.5k": 100,
+    "html_to_tsv_2k": 189,
+    "html_to_tsv_8k": 120,
+    "pseudo_to_code_0.5k": 199,
+    **dict.fromkeys(("pseudo_to_code_2k", "path_traversal_0.5k", "tom_tracking_0.5k", "tom_tracking_2k"), 200),
+    **dict.fromkeys(("countdown_0.5k", "countdown_2k", "countdown_8k"), 200),
+}
 RUN = "pseudo_to_code"  # scored by running what was written
 READ = tuple(name for name in SUBSETS if not name.startswith(RUN))
 
@@ -137,7 +145,7 @@ class LongProc(Task):
     def _file(self, name: str) -> LocalFile:
         kind = kind_of(name)
         others = tuple(f"{kind}_{level}" for level in LEVELS[kind])
-        return LocalFile(self.data_dir / kind / f"{name}.json", "task.data_dir", others)
+        return LocalFile(self.data_dir / kind / f"{name}.json", "task.data_dir", others, PUBLISHED.get(name))
 
     def _prompts(self, kind: str) -> LocalFile:
         return LocalFile(self.data_dir / kind / "prompts.yaml", "task.data_dir")

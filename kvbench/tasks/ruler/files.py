@@ -41,7 +41,7 @@ def source(data_dir: str, subset: str, length: int, samples: int, subsets: Seque
     """
     if data_dir == HUB:
         return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
-    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets), samples)
+    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets), lines=samples)
 
 
 def stored(file: LocalFile | HubFile, subset: str, samples: int) -> list[Stored]:
