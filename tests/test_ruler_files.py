@@ -127,6 +127,33 @@ def test_a_file_with_too_few_lines_is_refused(tmp_path):
         read(data, "vt", 4)
 
 
+@pytest.mark.parametrize("layout", ["4096/data/vt", "4096/vt", "data/vt", "vt"])
+def test_what_rulers_scripts_write_is_read_where_they_write_it(tmp_path, layout):
+    made = generated("vt", 2)
+    file = tmp_path / layout / "validation.jsonl"
+    file.parent.mkdir(parents=True)
+    lines = [row(one, input=one.prompt, answer_prefix=one.answer_prefix, length=4000) for one in made]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for one, other in zip(made, read(str(tmp_path), "vt", 2), strict=True):
+        assert (other.prompt, other.question, other.answer_prefix) == (one.prompt, one.question, one.answer_prefix)
+        assert other.answers == one.answers and other.meta["data"] == "vt/validation.jsonl"
+    if layout.startswith("4096"):
+        return
+    for length in (2048, 8192):  # no folder says of which length they are
+        with pytest.raises(ValueError, match=rf"^task\.data_dir: .*line 1: field length: 4000; .*lengths=\[{length}\]"):
+            read(str(tmp_path), "vt", 1, length)
+    with pytest.raises(ValueError, match="no such folder"):  # nor of two at once
+        Ruler(["vt"], [4096, 8192], 1, data_dir=str(tmp_path)).sources[0].check()
+
+
+@pytest.mark.parametrize("subset", ["vt", "cwe", "fwe", "qa_1", "niah_single_2", "niah_multiquery"])
+def test_prompts_in_a_models_chat_template_are_refused(tmp_path, subset):
+    [made] = generated(subset, 1)
+    data = folder(tmp_path, subset, [row(made, input=f"<|user|>\n{made.prompt}<|end|>\n<|assistant|>\n")])
+    with pytest.raises(ValueError, match=rf"^task\.data_dir: .*{subset}\.jsonl, line 1: .*<\|user\|>.*base$"):
+        read(data, subset, 1)
+
+
 def test_a_missing_file_is_refused_before_anything_is_read(tmp_path):
     task = Ruler(["vt", "cwe"], [4096, 8192], samples=1, data_dir=folder(tmp_path, "vt", []))
     assert task.stored

@@ -1,12 +1,14 @@
 """RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the hub.
 
-A file ends every prompt in the answer prefix; the set, made by NVIDIA/kvpress, has it and the question in columns of
-their own. A file's `index` is not read: for needles RULER overwrites it by the place of the answer in the text.
+A file ends every prompt in the answer prefix, or has it in a field of its own; the set, made by NVIDIA/kvpress, has it
+and the question in columns. A file's `index` is not read: for needles RULER overwrites it by the place of the answer in
+the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ HUB = "hub"
 KEY = "task.data_dir"
 REPOSITORY = "simonjegou/ruler"
 MEGABYTES = {4096: 60, 8192: 120, 16384: 240}  # about, of all thirteen subsets
+
+File = LocalFile | HubFile
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {"input": str, "outputs": list}
 _COLUMNS = ["context", "question", "answer_prefix", "answer", "task"]
@@ -34,23 +38,44 @@ class Stored(NamedTuple):
     error: str = ""
 
 
-def source(data_dir: str, subset: str, length: int, samples: int, subsets: Sequence[str] = ()) -> LocalFile | HubFile:
-    """The file of a subset and a length: `<length>/<subset>.jsonl`, or the hub's file with all subsets of a length.
+@dataclass(frozen=True)
+class ValidationFile(LocalFile):
+    """A file of the folder of its subset, as RULER's scripts write it."""
 
-    It has as many samples as are read; `subsets` are those that could be chosen in its place.
+    @property
+    def label(self) -> str:
+        """The subset and the file's name, which all subsets' have."""
+        return f"{self.file.parent.name}/{self.file.name}"
+
+
+def source(
+    data_dir: str, subset: str, lengths: Sequence[int], length: int, samples: int, subsets: Sequence[str] = ()
+) -> File:
+    """The file of a subset and a length, or the hub's file with all subsets of a length.
+
+    In a folder it is `<length>/<subset>.jsonl`, or, of RULER's scripts, `<length>/data/<subset>/validation.jsonl`, also
+    without `data`, and without the length where that is the only one of `lengths`. It has as many samples as are
+    read; `subsets` are those that could be chosen in its place.
     """
     if data_dir == HUB:
         return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
-    return LocalFile(Path(data_dir).expanduser() / str(length) / f"{subset}.jsonl", KEY, tuple(subsets), lines=samples)
+    folder = Path(data_dir).expanduser()
+    file = folder / str(length) / f"{subset}.jsonl"
+    roots = [folder / str(length), *([folder] if len(lengths) == 1 else [])]
+    written = (root / data / subset / "validation.jsonl" for root in roots for data in ("data", ""))
+    own = next((path for path in written if path.is_file() and not file.is_file()), None)
+    if own is not None:
+        return ValidationFile(own, KEY, lines=samples)
+    return LocalFile(file, KEY, tuple(subsets), lines=samples)
 
 
-def stored(file: LocalFile | HubFile, subset: str, samples: int) -> list[Stored]:
-    """The first samples of a subset, in the order of the file.
+def stored(file: File, subset: str, samples: int, length: int) -> list[Stored]:
+    """The first samples of a subset and a length, in the order of the file.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it has fewer, or was made for another length, or for a model's chat template.
     """
-    rows = _table(file, subset) if isinstance(file, HubFile) else _lines(file, subset)
+    rows = _table(file, subset) if isinstance(file, HubFile) else _lines(file, subset, length)
     found = list(islice(rows, samples))
     if len(found) < samples:
         raise ValueError(f"task.samples={samples}: {file.label} has {len(found)} of {subset}")
@@ -62,17 +87,31 @@ def family(subset: str) -> str:
     return {"vt": "vt", "cwe": "cwe", "fwe": "fwe"}.get(subset, subset.partition("_")[0])
 
 
-def _lines(file: LocalFile, subset: str) -> Iterator[Stored]:
+def _lines(file: LocalFile, subset: str, length: int) -> Iterator[Stored]:
+    fields = _FIELDS if str(length) in file.file.parts else _FIELDS | {"length": int}
     with file.path().open("rb") as lines:
-        for row, line in enumerate(read_jsonl(file.label, lines, _FIELDS)):
+        for row, line in enumerate(read_jsonl(file.label, lines, fields)):
             if line.error:
                 yield Stored(row, error=line.error)
             else:
+                if reason := _made_otherwise(line.data, subset, length if "length" in fields else None):
+                    raise ValueError(f"{KEY}: {file.file}, line {line.line}: {reason}")
                 prefix, outputs = line.data.get("answer_prefix", ""), line.data["outputs"]
                 if error := _unfit(prefix, outputs):
                     yield Stored(row, error=f"{file.label}, line {line.line}: {error}")
                 else:
                     yield _stored(row, subset, line.data["input"], prefix, outputs)
+
+
+def _made_otherwise(data: Mapping[str, Any], subset: str, length: int | None) -> str:
+    """Why a line is of another file than is asked for, or ""; `length` where no folder's name says it."""
+    if length is not None and not length // 2 < data["length"] <= length:
+        return f"field length: {data['length']}; of prompts for task.lengths=[{length}] expected more than half of it"
+    start = STRINGS[family(subset)]["template"].partition("{")[0].partition("\n")[0]
+    before = min((data["input"].partition(text)[0] for text in (start, start.replace("Some", "A", 1))), key=len)
+    if before and before != data["input"]:
+        return f"field input: {before[:40]!r} stands before the task; expected --model_template_type base"
+    return ""
 
 
 def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:

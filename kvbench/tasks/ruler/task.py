@@ -84,8 +84,8 @@ class Ruler(Task):
         haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
             file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
         words: of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list is longer.
-        data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl` as RULER writes them, or "hub":
-            read them; then `fit` and the texts have no effect.
+        data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl`, or with what RULER's scripts write
+            (`<length>/data/<subset>/validation.jsonl`), or "hub": read them; then `fit` and the texts have no effect.
     """
 
     name = "ruler"
@@ -139,9 +139,11 @@ class Ruler(Task):
         if self.data_dir is not None:
             cells = [(name, length) for length in self.lengths for name in self.subsets]
             # The hub has all subsets of a length in one file.
-            files = (ruler_files.source(self.data_dir, *cell, self.count, self.known) for cell in cells)
-            return list(dict.fromkeys(files))
+            return list(dict.fromkeys(self._stored_file(*cell) for cell in cells))
         return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
+
+    def _stored_file(self, name: str, length: int) -> ruler_files.File:
+        return ruler_files.source(str(self.data_dir), name, self.lengths, length, self.count, self.known)
 
     @functools.cached_property
     def writers(self) -> dict[str, Writer]:
@@ -224,12 +226,11 @@ class Ruler(Task):
         return official if self.max_new_tokens is None else min(self.max_new_tokens, official)
 
     def _read(self, cells: list[tuple[str, int]]) -> Iterator[Sample]:
-        assert self.data_dir is not None
         found = []
         for name, length in cells:
-            file = ruler_files.source(self.data_dir, name, length, self.count)
+            file = self._stored_file(name, length)
             meta = {"subset": name, "length": length, "data": file.label}
-            found.append((name, length, meta, ruler_files.stored(file, name, self.count)))
+            found.append((name, length, meta, ruler_files.stored(file, name, self.count, length)))
         for index in range(self.count):
             for name, length, meta, rows in found:
                 row = rows[index]
