@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,9 +7,9 @@ there are is said where the published file has another number.
 
 from __future__ import annotations
 
-import itertools
 import csv
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
