@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.budget import Budget, has_budget, size_of
 from kvbench.cli.report import main as report
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
@@ -40,7 +41,6 @@ def record(name: str, group: str, score: Any, **more: Any) -> dict[str, Any]:
         "audit": {
             "attended_mean": 80.0,
             "attended_max": 96,
-            "budget": 64,
             "device_kv_bytes": 2**20,
             "attended_bytes_per_step": 2.0**20,
             "moved_bytes_per_step": 0.0,
@@ -106,6 +106,8 @@ def stored(
         identity: further keys of its identity, such as "data", "source" or "decode".
     """
     whole = {"accounting": "paper", "dense_layers": "auto", "chat": "auto", "prefill_chunk": 4096}
+    accountings = ("paper", (protocol or {}).get("accounting", "paper"))
+    minimum = dict.fromkeys(accountings, None if method == "full" else 16)
     own = {
         "budget": budget,
         "batch": 1,
@@ -115,7 +117,7 @@ def stored(
         "backend": {"name": "hf"},
         "protocol": {**whole, "question": "with", "generated": "free", **(protocol or {})},
         "probe": {"every": 0},
-        "method": {"name": method, "minimum": {"paper": None if method == "full" else 16}, "preset": 256},
+        "method": {"name": method, "minimum": minimum, "preset": 256},
         "task": {"name": task, "unit": "tokens", **(options or {}), **dict.fromkeys(paths or {}, "local")},
     }
     more = {"metric": "accuracy", "model_name": model, "device_name": "cpu, 1 threads", **(config or {})}
@@ -123,15 +125,26 @@ def stored(
     known = {"model_revision": "folder-1", "protocol": "p", "data": "d", "device": "cpu", "dtype": "float32"}
     known |= {"dense_layers": []}
     lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
+    size = Budget(size_of(budget, own["method"]), minimum=16) if has_budget(own["method"]) else Budget(None)
     written = {**own, **more, "task": {**own["task"], **(paths or {})}}
     with RunFolder.open(
         results, task, model, f"{method}-{budget}", {"config": own, **known, **identity}, written
     ) as folder:
         for one in lines or records(samples):  # type: ignore[arg-type]
-            folder.add(one)
+            folder.add(with_budget(one, size, own["protocol"]["accounting"]))
         if finished:
             folder.finish(summarise(folder.records.values(), "accuracy"))
     return folder.path
+
+
+def with_budget(line: Mapping[str, Any], size: Budget, accounting: str) -> dict[str, Any]:
+    """A sample's line, whose audit has the budget that its run had and keeps to it, if it says none."""
+    audit = line.get("audit")
+    if not audit or "budget" in audit:
+        return {**line}
+    tokens = None if size.size is None else size.tokens(line["prompt_tokens"])
+    more = {"attended_mean": min(audit["attended_mean"], tokens)} if tokens and accounting == "unified" else {}
+    return {**line, "audit": {**audit, "budget": tokens, **more}}
 
 
 def archived(results: Path, archive: Path) -> Path:

@@ -113,13 +113,13 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
         for budget in (64, 128):
             line = record("s", "", 1.0, audit={"attended_mean": budget * (1 + place / 50), "budget": budget})
             stored(tmp_path, method, budget, [line])
-    line = record("s", "", 1.0, audit={"attended_mean": 150.0, "budget": 100})
+    line = record("s", "", 1.0, audit={"attended_mean": 154.5, "budget": 103})
     stored(tmp_path, "rkv", 0.1, [line])
     stored(tmp_path, "full", None)
     figure = figures.draw("attended", collect([tmp_path]))
     (axis,) = figure.axes
     curves = {tuple(line.get_xdata()): list(line.get_ydata()) for line in axis.lines}
-    assert curves[100.0,] == [1.5], "a share of the prompt stands at its tokens"
+    assert curves[103.0,] == [1.5], "a share of the prompt stands at its tokens"
     assert {text.get_text() for text in axis.texts} >= {style_of(method).label for method in methods}
     assert overprinted(figure) == []
     with pytest.raises(ConfigError, match="figure=attended: .*among 1 runs"):

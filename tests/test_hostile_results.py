@@ -207,6 +207,8 @@ BAD_MEMBERS = {
     "a size below zero": member(size=-(2**30)),
     "a checksum that is wrong": b"x" + member()[1:],
     "too many files": b"".join(member(f"{number}") for number in range(11)),
+    "too many folders": b"".join(member(f"{number}", tarfile.DIRTYPE) for number in range(11)),
+    "too many values": b"".join(member(f"runs/{number}/run.yaml", data=b"[[],[],[],[]]") for number in range(9)),
     "too many bytes": member(data=bytes(2**20)),
 }
 BAD_ARCHIVES = {name: lzma.compress(tar + bytes(1024), preset=0) for name, tar in BAD_MEMBERS.items()} | {
@@ -224,8 +226,9 @@ BAD_ARCHIVES = {name: lzma.compress(tar + bytes(1024), preset=0) for name, tar i
 def test_a_bad_archive_costs_its_own_runs_alone(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvbench.runs.archive.MOST_FILES", 10)
+    monkeypatch.setattr("kvbench.runs.archive.MOST_MEMBERS", 10)
     monkeypatch.setattr("kvbench.runs.archive.MOST_BYTES", 2**20)
+    monkeypatch.setattr("kvbench.runs.stored.MOST_ARCHIVED_NODES", 50)
     scored = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
     hostile.stored(tmp_path, "snapkv", samples=[record(1.0)], config=scored)
     archive = tmp_path / "bad.tar.xz"

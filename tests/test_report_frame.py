@@ -113,7 +113,7 @@ def test_a_run_without_a_sample_is_left_out(tmp_path):
         ("[1, 2\n", "run.yaml cannot be read"),
         ("config: '\x00'\n", "run.yaml cannot be read"),
         ("", "run.yaml is not kvbench's"),
-        ("format: 1\nidentity: {config: {}}\nconfig: {}\n", "not as kvbench writes it (KeyError: 'method')"),
+        ("format: 1\nidentity: {config: {}}\nconfig: {}\n", "not as kvbench writes it (KeyError: 'run_id')"),
         ("format: 1\nidentity: 3\nconfig: {}\n", "not as kvbench writes it (identity"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_opened_leaves_its_run_out(tmp_path):
 def test_a_score_that_is_no_number_names_its_sample(tmp_path, score):
     stored(tmp_path, "snapkv")
     stored(tmp_path, "quest", samples=[record("a", "", 1.0), record("b", "", score)])
-    assert "sample b has no number as its accuracy" in left_out(tmp_path)["quest-64"]
+    assert "sample b: scores.accuracy=" in left_out(tmp_path)["quest-64"]
 
 
 def test_a_failed_sample_counts_zero_and_needs_no_score(tmp_path):

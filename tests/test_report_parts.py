@@ -138,7 +138,11 @@ def test_every_number_of_a_group_is_of_its_samples(tmp_path: Path) -> None:
     """Of a step, of what was attended and of nearness, as of the score."""
     own = {}
     for group, kl, held in (("256", 1.0, 2), ("1024", 3.0, 8)):
-        audit = record("", "", 1.0)["audit"] | {"attended_mean": 16.0 * held, "device_kv_bytes": held * 2**20}
+        audit = record("", "", 1.0)["audit"] | {
+            "attended_mean": 16.0 * held,
+            "attended_max": 128,
+            "device_kv_bytes": held * 2**20,
+        }
         near = {"kl_mean": kl, "nll": kl, "nll_full": 0.5}
         own[group] = [record(f"{group}-{at}", group, 1.0, audit=audit, fidelity=near) for at in range(2)]
     stored(tmp_path, samples=[*own["256"], *own["1024"]])

@@ -20,7 +20,8 @@ from kvbench.config import shipped
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
 
-IDENTITY = {"method": "quest", "budget": 64}
+METHOD = {"name": "quest", "minimum": {"paper": 16}}
+IDENTITY = {"config": {"method": METHOD, "budget": 64, "protocol": {"accounting": "paper"}}}
 
 
 def record(name: str, output: str, scored: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -462,7 +463,7 @@ def test_a_task_of_ones_own_is_scored_where_the_command_line_names_its_folder(tm
     )
     assert "my_task.Mine" in refused(capsys, folder) and not mark.exists()
     run_yaml = folder / "run.yaml"  # the folder's name is a hint: it is taken from the command line alone
-    run_yaml.write_text(run_yaml.read_text().replace("config:\n", "config:\n  config_dir: conf\n"))
+    run_yaml.write_text(run_yaml.read_text().replace("\nconfig:\n", "\nconfig:\n  config_dir: conf\n"))
     monkeypatch.chdir(tmp_path)
     assert "--config-dir conf" in refused(capsys, folder) and not mark.exists()
     assert "my_task.Mine" in refused(capsys, folder, "--config-dir", tmp_path / "results") and not mark.exists()

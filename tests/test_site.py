@@ -178,7 +178,9 @@ def test_a_folder_s_name_is_text_on_every_page(results: Path, tmp_path: Path, mo
     monkeypatch.delitem(site_package.PAGES, "Pictures")  # which name no folder, and take longest
     shutil.copytree(results, tmp_path / "runs")
     for path in [path.parent for path in (tmp_path / "runs").rglob("run.yaml")]:
-        path.rename(path.with_name(f'{path.name}"><img src=x onerror=alert(1)>'))
+        odd = f'{path.name}"><img src=x onerror=alert(1)>'
+        (path / "run.yaml").write_text((path / "run.yaml").read_text().replace(path.name, f"'{odd}'"))
+        path.rename(path.with_name(odd))
     site = made(tmp_path / "runs", tmp_path / "site")
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40 and not any("<img src=x" in page.read_text() for page in pages)

@@ -24,7 +24,7 @@ from kvbench.report.submissions.checked import Submitted, checked
 from kvbench.report.submissions.manifest import NAME, with_manifest
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.identity import run_id
-from kvbench.runs.stored import read_run_yaml, read_samples, runs_in
+from kvbench.runs.stored import read_run_yaml, runs_in
 from kvbench.runs.summary import summarise
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ NEAR = {"nll": 2.0, "nll_full": 1.9, "steps": {"kl": [0.5, 0.7], "nll": [2.0, 2.
 def arm(folder: Path, method: str = "mine", budget: float | None = 64, scores: Any = SCORES, **more: Any) -> Path:
     """A finished run of four samples, with times of its own."""
     target = more.pop("target", None) or {"mine": "mine.Mine"}.get(method) or method_config(method).target
-    minimum = {"paper": None if method == "full" else 16}
+    minimum = dict.fromkeys(("paper", "unified"), None if method == "full" else 16)
     config = {
         "method": {"name": method, "_target_": target, "minimum": minimum, "preset": 256},
         **more.pop("config", {}),
@@ -128,6 +128,25 @@ def settings(change: Callable[[dict[str, Any]], Any]) -> Callable[[Files], Files
     return act
 
 
+def in_yaml(old: bytes, new: bytes) -> Callable[[Files], None]:
+    """A change of run.yaml by somebody who leaves the run id as it is."""
+
+    def act(files: Files) -> None:
+        name = of("run.yaml", files)
+        files[name] = files[name].replace(old, new)
+
+    return act
+
+
+def in_turn(*changes: Callable[[Files], Files | None]) -> Callable[[Files], Files]:
+    def act(files: Files) -> Files:
+        for change in changes:
+            files = change(files) or files
+        return files
+
+    return act
+
+
 # -- what is packed ----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +169,7 @@ WHOLE: dict[str, tuple[dict[str, Any], str]] = {
     "probes": ({"config": {"probe": {"every": 4}}}, "probe.every=4"),
     "a smoke run": ({"config": {"smoke": True}}, "smoke=true"),
     "random weights": ({"model_revision": "dummy-0"}, "random weights"),
-    "another C": ({"audit": {"budget": 128}}, "had a budget of 128 tokens; 64 was asked"),
+    "another C": ({"audit": {"budget": 128}}, "audit.budget=128: expected the 64 tokens"),
 }
 
 
@@ -194,7 +213,10 @@ CHANGED: dict[str, tuple[Callable[[Files], Files | None], str]] = {
     "a summary of less memory": (summary(lambda said: said["audit"].update(device_kv_bytes=9)), "device_kv_bytes"),
     "a wrong n": (summary(lambda said: said.update(n=3)), "samples.jsonl has 4 samples, and 3"),
     "better scores": (each_sample(lambda one: one["scores"].update(accuracy=1.0), False), "score is 75, and 100"),
-    "a score above 1": (each_sample(lambda one: one["scores"].update(accuracy=2.0)), "no number from 0 to 1"),
+    "a score above 1": (
+        each_sample(lambda one: one["scores"].update(accuracy=2.0)),
+        "scores.accuracy=2.0: expected",
+    ),
     "a score between 0 and 1": (each_sample(lambda one: one["scores"].update(accuracy=0.5)), "passkey gives 0 or 1"),
     "a score that is not finite": (
         each_sample(lambda one: one["scores"].update(accuracy=float("nan")), False),
@@ -202,9 +224,9 @@ CHANGED: dict[str, tuple[Callable[[Files], Files | None], str]] = {
     ),
     "a KL that its steps have not": (
         each_sample(lambda one: one.update(fidelity={**NEAR, "kl_mean": 0.1})),
-        "a KL that is not the mean",
+        "fidelity.kl_mean=0.1: expected the mean of its steps, 0.6",
     ),
-    "negative bytes": (each_sample(lambda one: one["audit"].update(index_bytes=-5)), "a negative number"),
+    "negative bytes": (each_sample(lambda one: one["audit"].update(index_bytes=-5)), "audit.index_bytes=-5"),
     "less than its dense layers": (each_sample(lambda one: one["audit"].update(device_kv_bytes=9)), "dense layers"),
     "more dense layers": (each_sample(lambda one: one["audit"].update(dense_share=0.5)), "of the layers dense"),
     "other prompts": (each_sample(lambda one: one.update(prompt_tokens=1000)), "4 prompts are not the board's"),
@@ -219,11 +241,22 @@ CHANGED: dict[str, tuple[Callable[[Files], Files | None], str]] = {
     ),
     "no facts": (each_sample(lambda one: one.pop("meta")), "4 prompts are not the board's"),
     "another budget in run.yaml": (
-        lambda files: files.update({of("run.yaml", files): files[of("run.yaml", files)].replace(b"64", b"32")}),
+        lambda files: files.update(
+            {of("run.yaml", files): files[of("run.yaml", files)].replace(b"budget: 64", b"budget: 32")}
+        ),
+        "audit.budget=64: expected the 32 tokens",
+    ),
+    "another page in run.yaml": (
+        lambda files: files.update(
+            {of("run.yaml", files): files[of("run.yaml", files)].replace(b"preset: 256", b"preset: 128")}
+        ),
         "run.yaml was changed",
     ),
     "another accounting": (
-        settings(lambda run: run["identity"]["config"]["protocol"].update(accounting="unified")),
+        in_turn(
+            settings(lambda run: run["identity"]["config"]["protocol"].update(accounting="unified")),
+            each_sample(lambda one: one["audit"].update(attended_mean=60.0)),
+        ),
         "protocol.accounting=unified: the board has paper",
     ),
     "layers that were not dense": (
@@ -310,10 +343,15 @@ def test_a_sample_that_was_tried_again_is_packed_once(own: Path, tmp_path: Path)
     (folder / "samples.jsonl").write_text("".join([failed, *lines]))
     assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / "mine.tar.xz")]) == 0
     assert held(own, tmp_path / "mine.tar.xz")[0].rows
-    again = {"another score": ({"scores": {"accuracy": 0.0}}, 0), "another answer": ({"output": "2"}, 1)}
+    scored = {"scores": {"accuracy": 0.0}}
+    again = {
+        "scored anew": ({**scored, "rescored": {}}, 0),
+        "another score": (scored, 1),
+        "another answer": ({"output": "2"}, 1),
+    }
     for case, (more, code) in again.items():
         (folder / "samples.jsonl").write_text("".join([*lines, json.dumps({**json.loads(lines[0]), **more}) + "\n"]))
-        stored = read_samples(folder / "samples.jsonl")[0].values()
+        stored = [json.loads(lines[0]) | more, *map(json.loads, lines[1:])]
         (folder / "summary.json").write_text(json.dumps(summarise(stored, "accuracy")))
         assert submit([str(tmp_path / "runs"), "--out", str(tmp_path / f"{case}.tar.xz")]) == code, case
 

@@ -254,7 +254,10 @@ def own_folders(folder: Path, command: str) -> tuple[list[Path], int]:
     Raises:
         ResultsError: there are only runs that kvbench ships.
     """
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError:  # which whoever reads runs there says
+        inside = []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
     own = [path for path in inside if path not in shipped and next(runs_below(path), None)]
     if shipped and not own:

@@ -36,12 +36,14 @@ from kvbench.config import (
     show,
 )
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
+from kvbench.runs.plausible import refuse_impossible
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.stored import (
     DAMAGED,
     Record,
     ResultsError,
     printable,
+    read_run_yaml,
     read_samples,
     refuse_archive,
     runs_in,
@@ -229,6 +231,7 @@ def _rescored(folder: Path, task: Task, version: int | str) -> Rescored:
     records, end = read_samples(folder / "samples.jsonl")
     if lost := lost_samples(folder, len(records)):
         raise ResultsError(f"{folder}: {lost}")
+    refuse_impossible(folder, read_run_yaml(folder), records.values())
     stored = list(records.values())
     mark = {"task": version, "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]

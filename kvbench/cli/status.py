@@ -39,15 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folders = given.folders or own_folders(FOLDER, "status")[0]
         runs = list(runs_in(folders))
-        if before := doubtful(runs):
-            print(
-                f"other machines' clocks may differ: watching {len(before)} status.json for {WATCH_SECONDS:.0f} s",
-                file=sys.stderr,
-            )
-            time.sleep(WATCH_SECONDS)
-        states = [state_of(folder, before) for folder in runs]
     except ResultsError as error:
-        print(f"kvbench status: {printable(str(error))}", file=sys.stderr)
+        return _refused(error)
+    if before := doubtful(runs):
+        print(
+            f"other machines' clocks may differ: watching {len(before)} status.json for {WATCH_SECONDS:.0f} s",
+            file=sys.stderr,
+        )
+        time.sleep(WATCH_SECONDS)
+    states = []
+    for folder in runs:
+        try:
+            states.append(state_of(folder, before))
+        except ResultsError as error:
+            _refused(error)
+    if not states:
         return 2
     if given.json:
         print(json.dumps([{**one._asdict(), "path": str(one.path)} for one in states], indent=2))
@@ -59,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = Counter(printable(one.state) for one in states)
     console.print(f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common()))
     return 0
+
+
+def _refused(error: ResultsError) -> int:
+    print(f"kvbench status: {printable(str(error))}", file=sys.stderr)
+    return 2
 
 
 def table(states: Sequence[State]) -> Table:

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvbench.runs.heartbeat import BEAT_SECONDS, DEAD_SECONDS
-from kvbench.runs.stored import SHARDS, archive_of, json_in
+from kvbench.runs.plausible import impossible_status
+from kvbench.runs.stored import ResultsError, archive_of, is_there, json_in, printable, shards_of, using
 
 WATCH_SECONDS = BEAT_SECONDS + 5.0
 LONGEST_SKEW = 86400.0  # seconds between the clocks of two machines
@@ -94,14 +95,15 @@ class _Status(NamedTuple):
 
 def doubtful(folders: Iterable[Path]) -> dict[Path, float]:
     """The status files of runs of which the clocks of two machines may say wrongly that they are dead, or not, with
-    their times: who lives gives it another one within `WATCH_SECONDS`.
+    their times: who lives gives it another one within `WATCH_SECONDS`. What cannot be read is passed over.
     """
-    files = (file for folder in folders for file in (folder / "status.json", *folder.glob(f"{SHARDS}/*/status.json")))
-    return {
-        file: file.stat().st_mtime
-        for file in files
-        if archive_of(file.parent) is None and (one := _status(file)) and one.is_doubtful
-    }
+    times: dict[Path, float] = {}
+    for folder in folders:
+        with suppress(ResultsError), using(folder):
+            for file in (folder / "status.json", *(shard / "status.json" for shard in shards_of(folder))):
+                if archive_of(folder) is None and (status := _status(file)) and status.is_doubtful:
+                    times[file] = file.stat().st_mtime
+    return times
 
 
 def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) -> State:
@@ -110,10 +112,15 @@ def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) 
     Args:
         folder: of the run.
         before: what `doubtful` gave, `WATCH_SECONDS` ago.
+
+    Raises:
+        ResultsError: it may not be read, or its numbers cannot be.
     """
-    own = _status(folder / "status.json", before)
-    files = {file: int(number[1]) for file in sorted(folder.glob(f"{SHARDS}/*/status.json")) if (number := _of(file))}
-    shards = [one for file in files if (one := _status(file, before))]
+    with using(folder):
+        is_there(folder / "status.json")  # else what may not be read looks as if it were not there
+        own = _status(folder / "status.json", before)
+        files = {shard / "status.json": int(number[1]) for shard in shards_of(folder) if (number := _of(shard))}
+        shards = [one for file in files if (one := _status(file, before))]
     statuses = [*([own] if own else []), *shards]
     running = [one for one in statuses if one.state == "running"]
     totals = [total for one in statuses if (total := one.says.get("total"))]
@@ -132,9 +139,9 @@ def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) 
     )
 
 
-def _of(file: Path) -> re.Match[str] | None:
+def _of(shard: Path) -> re.Match[str] | None:
     """How many jobs share out a run, by the folder of one of them."""
-    return re.fullmatch(r"\d{1,6}-of-(\d{1,6})", file.parent.name)
+    return re.fullmatch(r"\d{1,6}-of-(\d{1,6})", shard.name)
 
 
 def _together(states: Sequence[str]) -> str:
@@ -167,5 +174,7 @@ def _status(file: Path, before: Mapping[Path, float] = MappingProxyType({})) -> 
     except OSError:
         return None
     plain = {key: value for key, value in says.items() if type(value) in TYPES.get(key, ())}
+    if reason := impossible_status(plain):
+        raise ResultsError(f"{file}: {printable(reason)}")
     moves = written != before[file] if file in before else None
     return _Status(plain, 0.0 if moves else time.time() - written, moves) if says else None

@@ -32,6 +32,8 @@ SHARDS = "shards"  # in a run folder, the folders of jobs that share out its sam
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
 MOST_LISTS = 2**22  # and mappings in the JSON of a file: empty ones of three bytes take 70 in memory
+MOST_NODES = 2**13  # values in a run.yaml, which are slow to read; ours have up to 600
+MOST_ARCHIVED_NODES = 2**20  # in all run.yaml of an archive: of 1,700 runs
 MOST_NAMES = 1000  # of the numbers of all samples of a run: a summary goes over the samples for each
 OF_RUNS = MOST_BYTES.keys()  # a folder with one of these is a run's
 DEEPEST = 32  # levels of a run.yaml; ours have six
@@ -43,7 +45,7 @@ Record = dict[str, Any]
 
 # The types of what a record may hold, beside None; other keys hold anything.
 WORDS = ("id", "sample", "group", "content", "decode", "error", "output")
-COUNTS = ("prompt_tokens", "cut_tokens", "new_tokens")
+COUNTS = ("prompt_tokens", "cut_tokens", "question_tokens", "new_tokens")
 LISTS = ("answers", "output_ids")
 MAPPINGS = (
     *("meta", "scores", "audit", "probe", "fidelity", "hardware", "machine", "tpot_ms", "breakdown_ms", "prefill_ms"),
@@ -55,6 +57,11 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(LISTS, list),
     **dict.fromkeys(MAPPINGS, dict),
 }
+# What stands before a value in YAML, of any style and with any end of a line.
+_BEFORE_NODES = (
+    *(b"\n", b"\r", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9", b",", b"[", b"{"),
+    *(mark + space for mark in (b"-", b":", b"?") for space in (b" ", b"\t")),
+)
 _LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
 
 _TEXT = re.compile(rb'(?s)"(?:[^"\\]++|\\.)*+"?')  # up to the end where it has none: one pass over any bytes
@@ -66,6 +73,14 @@ class _Plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     """Of YAML what kvbench writes: no dates, no numbers to other bases than ten, and none of hundreds of digits."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, each of whose keys stands there once."""
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            names = [str(key.value) for key, _ in node.value]
+            raise ValueError(f"{_first_twice(names)[:80]}: there twice")
+        return mapping
 
 
 for kind, pattern, first in (
@@ -119,9 +134,15 @@ def is_there(path: Path) -> bool:
 
     Raises:
         ResultsError: the archive is damaged.
+        OSError: nobody may look there.
     """
-    place = _in_archive(path)
-    return place[1] in _files_in(place[0]) if place else path.exists()
+    if place := _in_archive(path):
+        return place[1] in _files_in(place[0])
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def refuse_archive(folder: Path) -> None:
@@ -144,8 +165,8 @@ def _in_archive(path: Path) -> tuple[Path, str] | None:
     """The archive that a path leads into, and the rest of the path; None for a path on the disk."""
     whole = str(path)
     for found in _ENTERED.finditer(whole):
-        if (archive := Path(whole[: found.end() - 1])).is_file():
-            return archive, whole[found.end() :]
+        if os.path.isfile(archive := whole[: found.end() - 1]):
+            return Path(archive), whole[found.end() :]
     return None
 
 
@@ -166,7 +187,11 @@ def _files_in(archive: Path) -> Mapping[str, memoryview]:
 def _unpacked(archive: str, _: tuple[int, ...]) -> tuple[Mapping[str, memoryview], str]:
     """The files of an archive, and what is wrong with it."""
     try:
-        return unpacked(contents(Path(archive))), ""
+        files = unpacked(contents(Path(archive)))
+        nodes = sum(_nodes_in(bytes(data)) for name, data in files.items() if name.endswith("run.yaml"))
+        if nodes > MOST_ARCHIVED_NODES:
+            raise ResultsError(f"{nodes} values in all run.yaml; expected at most {MOST_ARCHIVED_NODES}")
+        return files, ""
     except (OSError, MemoryError, ResultsError, ValueError) as error:
         return {}, f"{Path(archive).name}: no archive that kvbench reads ({printable(str(error))})"
 
@@ -176,15 +201,21 @@ def json_of(data: bytes) -> Any:
 
     Raises:
         ValueError: it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, a text
-            with half a character, or more than `MOST_LISTS` lists and mappings.
+            with half a character, a key twice in one mapping, or more than `MOST_LISTS` lists and mappings.
     """
     _refuse_crowd(data)
     text = data.decode("utf-8")
     try:
         if _LARGE.search(text):
-            found = json.loads(text, parse_int=_fitting, parse_float=_finite, parse_constant=_finite)
+            found = json.loads(
+                text,
+                object_pairs_hook=_mapping,
+                parse_int=_fitting,
+                parse_float=_finite,
+                parse_constant=_finite,
+            )
         else:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_mapping)
         if _ESCAPED_HALF.search(text):
             json.dumps(found, ensure_ascii=False).encode()  # whole characters are written with two such escapes
         return found
@@ -200,6 +231,17 @@ def _refuse_crowd(data: bytes) -> None:
 def _begun(data: bytes) -> int:
     """Brackets that begin a list or a mapping, or stand in a text."""
     return data.count(b"[") + data.count(b"{")
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        raise ValueError(f"{_first_twice([key for key, _ in pairs])[:80]}: there twice")
+    return mapping
+
+
+def _first_twice(names: Sequence[str]) -> str:
+    return next(name for place, name in enumerate(names) if name in names[:place])
 
 
 def _fitting(digits: str) -> int:
@@ -255,7 +297,7 @@ def printable(text: str) -> str:
 def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
     """The run folders at or under these paths, on the disk and in archives, in order and none twice.
 
-    An archive that cannot be read stands for itself: whoever reads a run there says why.
+    An archive or a folder that cannot be read stands for itself: whoever reads a run there says why.
 
     Raises:
         ResultsError: there is none at one of them.
@@ -265,7 +307,7 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
         raise ResultsError(f"no run given; {right}")
     seen: set[Path] = set()
     for path in paths:
-        found = [path] if (path / "run.yaml").is_file() else sorted(set(runs_below(path)))
+        found = [path] if os.path.isfile(path / "run.yaml") else sorted(set(runs_below(path)))
         if not found:
             raise ResultsError(f"{path}: {_no_run(path)}; {right}")
         yield from (folder for folder in found if folder not in seen)
@@ -273,16 +315,22 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def runs_below(path: Path) -> Iterator[Path]:
-    """The run folders at or under a path, with those that lost their run.yaml; some of them twice."""
+    """The run folders at or under a path, with those that lost their run.yaml and folders that cannot be read; some of
+    them twice."""
     if archive := archive_of(path):
         yield from _runs_in_archive(archive, path)
         return
-    yield from (file.parent for file in path.rglob("run.yaml"))
-    others = (file.parent for file in path.rglob("status.json") if file.parent.parent.name != SHARDS)
-    yield from (folder for folder in others if (folder / "samples.jsonl").is_file())
-    for archive in path.rglob(f"*{SUFFIX}"):
-        if archive.is_file():
-            yield from _runs_in_archive(archive, archive)
+    unreadable: list[OSError] = []
+    for top, folders, files in os.walk(path, onerror=unreadable.append):
+        here = Path(top)
+        lost = {"status.json", "samples.jsonl"} <= {*files} and here.parent.name != SHARDS
+        if lost or "run.yaml" in files or "run.yaml" in folders:
+            yield here
+        for archive in (here / name for name in files if name.endswith(SUFFIX)):
+            if os.path.isfile(archive):
+                yield from _runs_in_archive(archive, archive)
+    gone = (FileNotFoundError, NotADirectoryError)
+    yield from (Path(error.filename) for error in unreadable if not isinstance(error, gone))
 
 
 def _runs_in_archive(archive: Path, path: Path) -> Iterator[Path]:
@@ -296,11 +344,12 @@ def _runs_in_archive(archive: Path, path: Path) -> Iterator[Path]:
 
 def _no_run(path: Path) -> str:
     """Why there is no run at a path."""
-    if path.is_dir() or archive_of(path):
+    if os.path.isdir(path) or archive_of(path):
         return "no run in it"
-    if not path.exists():
+    if not os.path.exists(path):
         return "no such folder"
-    return f"a file; name its folder, {path.parent}" if (path.parent / "run.yaml").is_file() else "a file, and no run"
+    is_run = os.path.isfile(path.parent / "run.yaml")
+    return f"a file; name its folder, {path.parent}" if is_run else "a file, and no run"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,9 +365,12 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
     path = folder / "run.yaml"
     try:
         data = contents(path)
-        if b"*" in data and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, _Plain)):
+        if (nodes := _nodes_in(data)) > MOST_NODES:
+            raise ResultsError(f"run.yaml has some {nodes} values; expected at most {MOST_NODES}")
+        text = data.decode("utf-8")
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Plain)):
             raise ResultsError("run.yaml has YAML aliases, which kvbench never writes")
-        written = yaml.load(data, _Plain)
+        written = yaml.load(text, _Plain)
     except (OSError, MemoryError, yaml.YAMLError, *DAMAGED) as error:
         raise ResultsError(f"run.yaml cannot be read ({printable(first_line(error))})") from error
     if not isinstance(written, dict) or "format" not in written:
@@ -328,6 +380,11 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
     if reason := _strange(written, "run.yaml") or _nameless(written) or _undecoded(written["identity"]):
         raise ResultsError(f"not as kvbench writes it ({printable(reason)})")
     return written
+
+
+def _nodes_in(data: bytes) -> int:
+    """About how many values there are in YAML, and no fewer than half."""
+    return sum(map(data.count, _BEFORE_NODES))
 
 
 def _strange(value: Any, where: str, level: int = 0) -> str:
@@ -425,12 +482,26 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
                 f"{path}: line {number} is damaged{reason and f' ({printable(reason)})'}; delete that line "
                 f"(sed -i {number}d {shlex.quote(str(path))}), and its sample runs again"
             )
+        if (before := records.get(record["id"])) and not _follows(record, before):
+            raise ResultsError(
+                f"{path}: line {number} has a second answer of {printable(record['id'])[:80]}; delete one of its lines"
+            )
         names.update(*(record.get(part) or () for part in MAPPINGS if part != "meta"))
         if len(names) > MOST_NAMES:
             raise ResultsError(f"{path}: more than {MOST_NAMES} names of numbers")
         records[record["id"]] = record
         end += len(line) + 1
     return records, end
+
+
+def _follows(record: Record, before: Record) -> bool:
+    """Whether a later record of a sample may stand for an earlier one: either failed, or it is the same, or scored
+    anew."""
+    if before.get("error") or record.get("error") or record == before:
+        return True
+    of_scoring = ("scores", "rescored")
+    rest, earlier = ({key: one[key] for key in one.keys() - of_scoring} for one in (record, before))
+    return "rescored" in record and rest == earlier
 
 
 def record_in(line: bytes) -> tuple[Record | None, str]:
@@ -466,9 +537,21 @@ def samples_so_far(folder: Path) -> dict[str, Record]:
 def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
     """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
     found: dict[str, Record] = {}
-    for file in sorted(folder.glob(f"{SHARDS}/*/samples.jsonl")):
-        for key, record in read_samples(file)[0].items():
+    for shard in shards_of(folder):
+        for key, record in read_samples(shard / "samples.jsonl")[0].items():
             there = found.get(key, records.get(key))
             if there is None or (there.get("error") and there != record):
                 found[key] = record
     return found
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The folders of the jobs that share out a run's samples, in order.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    try:
+        return sorted(path for path in (folder / SHARDS).iterdir() if path.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -24,6 +24,7 @@ from kvbench.memory.kinds import kv_in
 from kvbench.report.data.run import PROTOCOL, LeftOut, Run, Runs, Scores, columns_of, framed, is_shared, missing
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
+from kvbench.runs.plausible import refuse_impossible
 from kvbench.runs.quantities import ALONE, is_number
 from kvbench.runs.stored import (
     DAMAGED,
@@ -144,6 +145,7 @@ def _read(path: Path, unfinished: bool) -> _Read:
         raise ResultsError("no sample yet")
     try:
         identity, config = written["identity"], written["config"]
+        refuse_impossible(path, written, records.values())
         settings = _settings(identity, config)
         # A run that began in a sweep and one alone are one run: its samples say where they began.
         settings["shared_prefill"] = any(record.get("shared_prefill") for record in records.values())
@@ -248,8 +250,8 @@ def content_of(record: Record) -> str:
 
 def _score(record: Record, metric: str) -> float:
     """The main score of a record, 0..1; 0 where it failed."""
-    value = 0.0 if record.get("error") else (record.get("scores") or {}).get(metric)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    value: Any = 0.0 if record.get("error") else (record.get("scores") or {}).get(metric)
+    if not is_number(value):
         raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
     return float(value)
 
