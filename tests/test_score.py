@@ -508,3 +508,24 @@ def test_writing_scores_follows_no_link_out_of_the_run(tmp_path, name):
     there.symlink_to(outside)
     main([str(folder), "--write"])
     assert outside.read_bytes() == before
+
+
+def test_the_digits_that_an_archive_leaves_out_are_no_other_score(tmp_path, capsys):
+    """A third is stored as .33333 there, which is a third; .3334 is another number."""
+    gaps = [record(name, "0 and 1", answers=["1", "2", "3"], group="niah_multivalue") for name in ("a", "b")]
+    task = {**(shipped("task", "niah") or {}), "lengths": [400]}
+    folder = stored(tmp_path, gaps, task=task)
+    (found,) = printed(capsys, folder)
+    (metric,) = {found["metric"]}
+    for scored, changed in ((0.33333, 0), (0.3334, 2)):
+        lines_of = [{**one, "scores": {metric: scored}} for one in gaps]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines_of))
+        assert printed(capsys, folder)[0]["changed"] == changed
+
+
+def test_a_run_of_which_no_score_changes_is_one_line(tmp_path, capsys):
+    for arm in ("quest-64", "snapkv-64"):
+        stored(tmp_path, [record("a", "123", 1.0)], arm=arm)
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 and all("no score changed, accuracy 100.00" in line for line in shown)

@@ -35,6 +35,7 @@ from kvbench.config import (
     shipped,
     show,
 )
+from kvbench.runs.archive import rounded
 from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
 from kvbench.runs.plausible import refuse_impossible
 from kvbench.runs.quantities import PASSED
@@ -126,7 +127,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if given.json:
             entries.append(as_json(found, given.write))
         else:
-            console.print(table(found))
+            if found.changed:
+                console.print(table(found))
             console.print(printable(outcome(found, given.write)), soft_wrap=True)
     if given.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
@@ -303,7 +305,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
-    """The record with its scores of now; itself where they are the same or it failed."""
+    """The record with its scores of now; itself where they are the same to the digits that it has, or it failed."""
     if record.get("error"):
         return record
     key, answers, output = record["id"], record.get("answers"), record.get("output")
@@ -319,7 +321,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         raise ResultsError(
             f"{folder}: {printable(key)} cannot be scored as {task.name} ({what_of(error)}); was it another one?"
         ) from error
-    return record if scores == record.get("scores") else {**record, "scores": scores, "rescored": mark}
+    same = record.get("scores") in (scores, rounded(scores))
+    return record if same else {**record, "scores": scores, "rescored": mark}
 
 
 def _version(config: Mapping[str, Any]) -> int | str:
@@ -367,7 +370,7 @@ def outcome(found: Rescored, written: bool) -> str:
     """What became of a run, in a line."""
     count = len(found.changed)
     if not count:
-        return f"{found.folder}: no score changed"
+        return f"{found.folder}: no score changed, {found.metric} {_with_error(found.after)}"
     changed = f"{count} of {found.after['n']} scores changed"
     if not written:
         return f"{found.folder}: {changed}; nothing is written"

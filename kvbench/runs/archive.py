@@ -11,6 +11,7 @@ import lzma
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 SUFFIX = ".tar.xz"
 MOST_BYTES = 2**28  # unpacked; the largest that kvbench ships has 2**24
@@ -32,6 +33,15 @@ def packed(files: Mapping[str, bytes]) -> bytes:
             member.size, member.mtime = len(files[name]), DATE
             archive.addfile(member, io.BytesIO(files[name]))
     return lzma.compress(whole.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def rounded(value: Any) -> Any:
+    """A record in which every number has at most five digits, as in the archives that kvbench packs."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def write_archive(target: Path, files: Mapping[str, bytes]) -> int:

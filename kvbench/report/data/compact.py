@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from kvbench.report.data.frame import content_of
+from kvbench.runs.archive import rounded
 from kvbench.runs.stored import Record, contents, json_in, read_run_yaml, read_samples
 from kvbench.runs.summary import written
 
@@ -55,15 +56,6 @@ def _compacted(record: Record, dropped: Collection[str]) -> Record:
     kept |= {"written": written(record), "content": record.get("content") or content_of(record)}
     compacted: Record = rounded(kept)
     return compacted
-
-
-def rounded(value: Any) -> Any:
-    """Every number of a record with at most five digits."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def without_paths(value: Any) -> Any:

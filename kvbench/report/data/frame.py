@@ -41,6 +41,9 @@ from kvbench.runs.stored import (
 from kvbench.runs.summary import answers_of, machine_name, summarise
 from kvbench.runs.versions import versions_in
 
+# Options of tasks that came later than runs that kvbench ships, and what these did before there was a choice.
+LATER: dict[str, dict[str, Any]] = {"passkey": {"variant": "quest"}}
+
 _Contents = dict[tuple[str, ...], str]  # `content_of` samples, by protocol, seed and id
 
 
@@ -162,7 +165,7 @@ def _read(path: Path, unfinished: bool) -> _Read:
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """All in which arms differ, as on the command line; what only the files say of themselves is left out."""
     own = identity["config"]
-    method, task = own["method"], own["task"]
+    method, task = own["method"], LATER.get(own["task"]["name"], {}) | own["task"]
     settings = {
         "model": str(config["model_name"]),
         "model.revision": identity["model_revision"],

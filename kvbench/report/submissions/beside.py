@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.config import choices, method_config, show
-from kvbench.report.data.compact import rounded
 from kvbench.report.data.run import OF_SPARSE, Run, Runs, is_shared, missing
 from kvbench.report.submissions.whole import times_of
+from kvbench.runs.archive import rounded
 from kvbench.runs.plausible import NEAR
 from kvbench.runs.stored import Record, read_run_yaml
 from kvbench.runs.versions import HARNESS, versions_in
