@@ -21,7 +21,7 @@ from kvbench.config import method_config
 from kvbench.report.data.frame import collect
 from kvbench.report.site.rows import Site
 from kvbench.report.submissions.checked import Submitted, checked
-from kvbench.report.submissions.manifest import NAME, with_manifest
+from kvbench.report.submissions.manifest import NAME, signed, with_manifest
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.identity import run_id
 from kvbench.runs.stored import read_run_yaml, runs_in
@@ -43,8 +43,10 @@ def arm(folder: Path, method: str = "mine", budget: float | None = 64, scores: A
         **more.pop("config", {}),
     }
     first = hash_of(method, budget, more.pop("times", ""))
-    audit = {**record("", "", 1.0)["audit"], "budget": budget, "dense_share": 0.1, **more.pop("audit", {})}
-    audit |= {"device_kv_bytes": 2**23} if method == "full" else {}
+    audit_of = more.pop("audit", {})
+    audit = {**record("", "", 1.0)["audit"], "budget": budget, "dense_share": 0.1, **audit_of}
+    whole = {"device_kv_bytes": 2**23, "attended_mean": 1024.0, "attended_max": 1024}
+    audit |= whole if method == "full" else {"device_kv_bytes": 2**21, **audit_of}
     given = more.pop("record", {})
     samples = [
         record(f"{n}", "", score, **{"ttft_s": first + n, "audit": audit, **given}) for n, score in enumerate(scores)
@@ -228,6 +230,14 @@ CHANGED: dict[str, tuple[Callable[[Files], Files | None], str]] = {
     ),
     "negative bytes": (each_sample(lambda one: one["audit"].update(index_bytes=-5)), "audit.index_bytes=-5"),
     "less than its dense layers": (each_sample(lambda one: one["audit"].update(device_kv_bytes=9)), "dense layers"),
+    "a byte": (
+        each_sample(lambda one: one["audit"].update(device_kv_bytes=1, attended_bytes_per_step=1.0, dense_share=0.1)),
+        "80 attended entries in the others, take 1428685 or more",
+    ),
+    "less than what it attends": (
+        each_sample(lambda one: one["audit"].update(device_kv_bytes=2**20)),
+        "device_kv_bytes=1048576",
+    ),
     "more dense layers": (each_sample(lambda one: one["audit"].update(dense_share=0.5)), "of the layers dense"),
     "other prompts": (each_sample(lambda one: one.update(prompt_tokens=1000)), "4 prompts are not the board's"),
     "other samples": (each_sample(lambda one: one.update(id=f"x{one['id']}")), "lacks 4 of the board's 4 samples"),
@@ -383,6 +393,49 @@ def test_the_worst_run_of_others_makes_no_method_of_the_board_rank(tmp_path: Pat
     assert len(found[0].rows) == 1 and all("wider" in run.ranks_none for run in runs)
 
 
+@pytest.mark.parametrize("name", ["rnagicpig", "iychee", "kvz1p", "snapkv_", "omn1kv", "que5t"])
+def test_a_name_that_looks_like_a_shipped_one_gives_no_row(name: str, own: Path, tmp_path: Path) -> None:
+    rename = settings(lambda run: run["identity"]["config"]["method"].update(name=name))
+    found = held(own, changed(given(tmp_path), rename))[0]
+    assert not found.rows and any("looks like kvbench's" in reason for reason in found.reasons), found.reasons
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        *("kvb\u0435nch", "KV-Bench", "k v b e n c h", "\uff4b\uff56\uff42\uff45\uff4e\uff43\uff48"),
+        *(
+            "kvb\u0451nch",
+            "\U0001d4c0\U0001d4cb\U0001d4b7\u212f\U0001d4c3\U0001d4b8\U0001d4bd",
+            "\u043av\u042cen\u0441h",
+        ),
+        *("\u0410nn", "P\u0435ter"),
+    ],
+)
+def test_nobody_signs_as_kvbench_or_in_letters_that_look_like_another_s(who: str) -> None:
+    with pytest.raises(ValueError, match="your own name|one script"):
+        signed(who)
+
+
+@pytest.mark.parametrize(
+    "who",
+    ["\u0410\u043d\u043d\u0430 M", "\u674e\u96f7", "Ann M\u00fcller", "\u0391\u03b8\u03b7\u03bd\u03ac", "J\u00f6rg-3"],
+)
+def test_names_of_every_script_sign(who: str) -> None:
+    assert signed(who) == (who, "")
+
+
+def test_scores_that_nobody_can_make_anew_are_said_to_be_taken_on_trust(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = given(tmp_path)
+    assert held(own, archive)[0].taken_on_trust.startswith("scores of 1 rows as Ann gives them: no outputs")
+    with_outputs = changed(archive, each_sample(lambda one: one.update(output="1", answers=["1"])))
+    assert held(own, with_outputs)[0].taken_on_trust == ""
+    assert board([str(given(tmp_path, "again")), "--beside", str(own)]) == 0
+    assert "no outputs are packed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("change", ["another byte", "a file more", "a file less"])
 def test_a_file_that_was_not_packed_is_found_by_the_manifest(change: str, own: Path, tmp_path: Path) -> None:
     def act(files: Files) -> None:
@@ -494,6 +547,7 @@ def test_the_site_marks_what_is_of_others_and_lists_what_fails(
     assert "by Ann &amp; &lt;b&gt;Co&lt;/b&gt;" in table and table.count('data-whose="others"') == 1
     for html in (tmp_path / "site").rglob("*.html"):
         assert "<b>Co" not in html.read_text()
+    assert "Taken on trust: scores of 1 rows as Ann" in page
     assert "of which nothing but its runs is known" in (tmp_path / "site/methods/mine.html").read_text()
     assert "by Bo" not in table and "add.html" in table
 

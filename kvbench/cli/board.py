@@ -73,4 +73,6 @@ def _lines(one: Submitted) -> list[str]:
     if one.reasons:
         return [f"{one.name}: fails, no rows", *(f"  {reason}" for reason in one.reasons)]
     rows = [f"  row      {named(run)}: {code}" for run, code in zip(one.rows, one.code, strict=True)]
-    return [f"{one.name}: {len(rows)} rows {one.by}", *rows, *(f"  repeats  {repeat}" for repeat in one.repeats)]
+    trusted = [f"  trusted  {one.taken_on_trust}"] if one.unread else []
+    repeats = [f"  repeats  {repeat}" for repeat in one.repeats]
+    return [f"{one.name}: {len(rows)} rows {one.by}", *rows, *trusted, *repeats]

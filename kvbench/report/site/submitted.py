@@ -45,8 +45,9 @@ def _one(one: Submitted) -> str:
         f"{run.arm['n']} samples: all checks passed; {escape(code)} <small>{escape(run.folder_names[0])}</small></li>"
         for run, code in zip(one.rows, one.code, strict=True)
     ]
+    trusted = [f"<li>Taken on trust: {escape(one.taken_on_trust)}</li>"] if one.unread else []
     repeats = [f"<li>Repeats, and has no row of its own: {escape(words)}</li>" for words in one.repeats]
     reasons = [f"<li>{escape(reason)}</li>" for reason in one.reasons]
     failed = '<p class="warning">It fails, and gives no rows.</p>' if one.reasons else ""
     return f"""<section id="{slug(one.name)}"><h2>{escape(one.name)}</h2><dl>{listed}</dl>{failed}
-<ul>{"".join([*rows, *repeats, *reasons])}</ul></section>"""
+<ul>{"".join([*rows, *trusted, *repeats, *reasons])}</ul></section>"""

@@ -18,6 +18,7 @@ from kvbench.report.data.run import OF_SPARSE, Run, Runs, is_shared, missing
 from kvbench.report.submissions.whole import times_of
 from kvbench.runs.archive import rounded
 from kvbench.runs.plausible import NEAR
+from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import Record, read_run_yaml
 from kvbench.runs.versions import HARNESS, versions_in
 
@@ -25,13 +26,16 @@ ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are nam
 # What a run may have otherwise and still be the same arm: how it was computed, and what one run of several is.
 NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "probe.every"}
 NAME = r"[a-z][a-z0-9_]{0,39}"
-LOOKS = str.maketrans("013", "ole", "_")
+SLACK = 0.05  # of bytes: a later turn and an answer's length move their mean by up to 2 %
+FEWEST_BITS = 2 / 32  # of coded keys and values over plain ones
+LOOKS = str.maketrans("0135i", "olesl", "_")
+PAIRS = {"rn": "m", "vv": "w"}  # letters that together look like another
 
 # What each check is about, for readers.
 BESIDE = {
     "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
     "samples": "the board's prompts, all and no others, by group, length and facts; scores and KL of the task's kind",
-    "memory": "no less than the layers that stay dense; as many of these as the board's arms leave",
+    "memory": "no less than the dense layers and what is attended take; as many dense layers as the board's arms leave",
     "name": "a shipped method's name is of that method, and no other name looks like one",
     "times": "no sample has the times of another arm's, of the board or of the submission",
 }
@@ -170,10 +174,31 @@ def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
     shares = {one.arm["dense_share"] for one in sparse if _shown(one, "dense_layers") == _shown(run, "dense_layers")}
     if shares and not any(missing(one) or abs(one - share) < NEAR for one in shares):
         yield f"its audit has {share:.3g} of the layers dense, and the board's {max(shares):.3g}"
-    native, whole = run.settings["kv"] == full.settings["kv"], full.arm["device_kv_bytes"]
-    unwindowed = missing(full.arm["windowed_share"]) and not missing(share) and not missing(whole)
-    if native and unwindowed and run.arm["device_kv_bytes"] < share * whole * (1 - NEAR):
-        yield f"holds {run.arm['device_kv_bytes']:.0f} bytes, fewer than its dense layers' {share * whole:.0f}"
+    if missing(full.arm["windowed_share"]):
+        yield from _too_little(run, full)
+
+
+def _too_little(run: Run, full: Run) -> Iterator[str]:
+    """What a sample holds or attends less than the model's shape has it: its dense layers the whole prompt, the others
+    what it says that they attended.
+
+    What an entry takes is full attention's bytes over its entries, of the same sample and all layers.
+    """
+    least = 1.0 if run.settings["kv"] == full.settings["kv"] else FEWEST_BITS
+    theirs = {record["id"]: record.get("audit") or {} for record in full.samples()}
+    of_full = {"device_kv_bytes": "attended_max", "attended_bytes_per_step": "attended_mean"}
+    for record in run.samples():
+        audit, whole = record.get("audit") or {}, theirs.get(record["id"], {})
+        dense, attended = audit.get("dense_share", 0.0), audit.get("attended_mean", 0.0)
+        entries = dense * record["prompt_tokens"] + (1 - dense) * attended
+        for name, counted in of_full.items():
+            if not (whole.get(name) and whole.get(counted) and is_number(audit.get(name))):
+                continue
+            floor = least * whole[name] / whole[counted] * entries
+            if audit[name] < floor * (1 - SLACK):
+                said = f"its dense layers, and {attended:g} attended entries in the others, take {floor:.0f} or more"
+                yield f"sample {record['id']}: {name}={audit[name]:.0f}; {said}"
+                return
 
 
 # -- names and code ----------------------------------------------------------------------------------------------------
@@ -194,8 +219,15 @@ def _name(run: Run) -> Iterator[str]:
             yield f"is called {name}, kvbench's {right}, and is {target or 'nothing'}; name it otherwise"
     elif not re.fullmatch(NAME, name):
         yield f"method {name[:60]}: expected a name of small letters, digits and _, of at most 40"
-    elif twin := next((one for one in known if one.translate(LOOKS) == name.translate(LOOKS)), ""):
+    elif twin := next((one for one in known if _looks(one) == _looks(name)), ""):
         yield f"method {name} looks like kvbench's {twin}; name it otherwise"
+
+
+def _looks(name: str) -> str:
+    """One word for names that look alike."""
+    for pair, letter in PAIRS.items():
+        name = name.replace(pair, letter)
+    return name.translate(LOOKS)
 
 
 def code_of(run: Run) -> str:

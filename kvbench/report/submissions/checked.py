@@ -33,6 +33,7 @@ class Submitted:
         rows: the runs that stand on the board.
         repeats: what it repeats of the board, or of an earlier submission, with both numbers.
         code: whose code each row's run says that it ran.
+        unread: rows without the outputs of their samples: nobody can score these anew.
         machines: that its times are of.
     """
 
@@ -42,7 +43,15 @@ class Submitted:
     rows: list[Run] = field(default_factory=list)
     repeats: list[str] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+    unread: list[Run] = field(default_factory=list)
     machines: list[str] = field(default_factory=list)
+
+    @property
+    def taken_on_trust(self) -> str:
+        """Which scores no check can make anew, in words; "" for none."""
+        if not self.unread:
+            return ""
+        return f"scores of {len(self.unread)} rows as {self.manifest.who} gives them: no outputs are packed to check"
 
     @property
     def by(self) -> str:
@@ -72,7 +81,7 @@ def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submitted], R
         except DAMAGED as error:
             one.reasons = [f"not as kvbench writes it ({what_of(error)})"]
         if one.reasons:
-            one.rows, one.repeats, one.code = [], [], []
+            one.rows, one.repeats, one.code, one.unread = [], [], [], []
         board.add(one.rows)
         owners |= {row.arm["method"]: one for row in one.rows if row.arm["method"] not in owners}
         found.append(one)
@@ -95,6 +104,8 @@ def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]
             run.arm["submitted"] = True
             one.rows.append(run)
             one.code.append(code_of(run))
+            if any(record.get("output") is None for record in run.samples()):
+                one.unread.append(run)
 
 
 def _taken(one: Submitted, run: Run, board: Board, owners: dict[str, Submitted]) -> Iterable[str]:

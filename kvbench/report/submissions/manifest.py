@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,11 @@ from kvbench.runs.stored import ResultsError, contents, json_of, printable, what
 NAME = "submission.json"
 FORMAT = 1
 MOST_LETTERS = 100  # of a name or a link
+ALPHABETS = {"LATIN", "CYRILLIC", "GREEK", "ARMENIAN", "COPTIC", "CHEROKEE", "LISU"}  # that share shapes of letters
+# kvbench, also in letters of other alphabets that look like its own.
+_OURS = re.compile(
+    "[k\u03ba\u043a\u1d0b][v\u03bd\u0475\u1d20][b\u0432\u044c\u03b2\u1d03\u0299][e3\u0435\u03b5\u0454\u04bd][n\u043f\u0578\u03b7\u0274][c\u0441\u03f2\u1d04][h\u04bb\u0570\u043d\u029c]"
+)
 
 
 class Manifest(NamedTuple):
@@ -47,12 +54,27 @@ def signed(who: str) -> tuple[str, str]:
 def _unfit(who: str, link: str) -> str:
     if not who or not who.isprintable() or len(who) > MOST_LETTERS:
         return f"expected a name of 1 to {MOST_LETTERS} letters, and a link after a comma"
-    if "kvbench" in who.lower():
+    if _OURS.search(_letters(who)):
         return "expected your own name, as kvbench's runs are the board's"
+    if mixed := next((word for word in who.split() if len(_scripts(word)) > 1), ""):
+        return (
+            f"{printable(mixed)}: letters of {' and '.join(sorted(_scripts(mixed)))} in one word; expected one script"
+        )
     plain = link.isascii() and link.isprintable() and not set(link) & set(" \"'<>\\")
     if link and not (link.startswith("https://") and plain and len(link) <= MOST_LETTERS):
         return f"expected a link https://... of at most {MOST_LETTERS} letters, without spaces and quotes"
     return ""
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text without marks, wide or styled forms, and what stands between them."""
+    plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
+    return "".join(letter for letter in plain if letter.isalnum())
+
+
+def _scripts(word: str) -> set[str]:
+    """The alphabets that letters look alike in, of a word."""
+    return {script for letter in word if (script := unicodedata.name(letter, "").partition(" ")[0]) in ALPHABETS}
 
 
 def with_manifest(files: Mapping[str, bytes], who: str, link: str) -> dict[str, bytes]:
