@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
-from kvbench.config import ConfigError, conf_dir
+from kvbench.config import ASSETS, ConfigError, conf_dir
 from kvbench.memory.kinds import kv_in
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
@@ -348,6 +349,20 @@ def test_the_command_that_makes_a_run_again_makes_the_same_one(
     (folder / "run.yaml").write_text(yaml.safe_dump({"format": 1, "identity": {}, "config": config}, sort_keys=False))
     start, *again = shlex.split(command_of(folder).removeprefix("python -m "))
     assert start == "kvbench" and made_by(*again) == config
+
+
+@pytest.mark.parametrize("name", ["tiny", "my model"])
+def test_the_command_that_makes_a_run_again_names_a_model_s_folder_unless_kvbench_ships_it(
+    name: str, tmp_path: Path
+) -> None:
+    """A folder of the user's may have the shipped one's name."""
+    shutil.copytree(ASSETS / "tiny", tmp_path / name)
+    folder = tmp_path / "runs" / "task" / "model" / "arm" / "id"
+    folder.mkdir(parents=True)
+    for words, said in ((["model=tiny"], False), ([f"model.path='{tmp_path / name}'"], True)):
+        config = OmegaConf.to_container(composed(*words, f"results_dir={tmp_path}"), resolve=True)
+        (folder / "run.yaml").write_text(yaml.safe_dump({"format": 1, "identity": {}, "config": config}))
+        assert (f"model.path={tmp_path / name}" in shlex.split(command_of(folder))) is said
 
 
 def test_samples_that_a_finished_run_lost_are_named_and_run_again(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import FACTS, root_keys, shipped, show
+from kvbench.config import ASSETS, FACTS, fetched_folder, root_keys, shipped, show
 from kvbench.memory.kinds import NATIVE, kv_in
 from kvbench.runs.identity import backend_name
 from kvbench.runs.stored import DAMAGED, ResultsError, read_run_yaml
@@ -58,5 +58,17 @@ def _differing(prefix: str, given: Mapping[str, Any], original: Mapping[str, Any
         default = original.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             yield from _differing(f"{prefix}{key}.", value, default)
-        elif value != default and not isinstance(value, Mapping) and not (isinstance(default, str) and "${" in default):
+        elif value != default and not isinstance(value, Mapping) and not _follows(value, default):
             yield f"{prefix}{key}={show(value)}"
+
+
+def _follows(value: Any, default: Any) -> bool:
+    """Whether a value is what a file's interpolation came to; a folder is if it is kvbench's, here or elsewhere."""
+    if not isinstance(default, str) or "${" not in default:
+        return False
+    kind, _, name = default.strip("${}").partition(":")
+    if kind not in ("kvbench.assets", "kvbench.fetched"):
+        return True
+    ours = ASSETS / name if kind == "kvbench.assets" else fetched_folder(name)
+    path = Path(str(value))
+    return path == ours or (path.name == name and not path.exists())
