@@ -16,9 +16,11 @@ from report_runs import record, stored
 from words import configs
 
 from kvbench.cli.board import main as board
+from kvbench.cli.report import SHIPPED
 from kvbench.cli.submit import main as submit
-from kvbench.config import method_config
+from kvbench.config import FACTS, HARNESS_KEYS, method_config, shipped
 from kvbench.report.data.frame import collect
+from kvbench.report.data.run import missing
 from kvbench.report.site.rows import Site
 from kvbench.report.submissions.checked import Submitted, checked
 from kvbench.report.submissions.manifest import NAME, signed, with_manifest
@@ -28,6 +30,7 @@ from kvbench.runs.stored import read_run_yaml, runs_in
 from kvbench.runs.summary import summarise
 
 ROOT = Path(__file__).parents[1]
+NOT_OF_ARM = HARNESS_KEYS | FACTS | {"preset"}
 Files = dict[str, bytes]
 NAN = float("nan")
 SCORES = (1.0, 0.0, 1.0, 1.0)
@@ -584,3 +587,13 @@ def full_runs(archive: Path) -> list[tuple[Any, ...]]:
             task = config["task"]
             found.append((config["model_name"], task["name"], task.get("lengths"), task.get("samples")))
     return found
+
+
+def test_every_shipped_run_has_the_settings_that_runs_of_its_task_have_now() -> None:
+    """A key that came later is filled with what it was before, so that a run of now stands beside runs of then."""
+    for archive in filter(Path.is_file, SHIPPED):
+        first = {path.parts[-4]: path for path in runs_in([archive])}  # a run of each task
+        for run in collect([*first.values()], unfinished=True):
+            asked = shipped("task", run.label("task")) or {}
+            known = {f"task.{key}" for key, value in asked.items() if value is not None and key not in NOT_OF_ARM}
+            assert known <= {key for key, value in run.settings.items() if not missing(value)}, archive
