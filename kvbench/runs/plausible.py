@@ -15,6 +15,7 @@ from typing import Any
 
 from kvbench.budget import Budget, has_budget
 from kvbench.config import ConfigError, show
+from kvbench.runs.identity import earlier_ids
 from kvbench.runs.quantities import MS, QUANTITIES, SECONDS, find, is_number
 from kvbench.runs.stored import Record, ResultsError, archive_of, printable
 
@@ -43,8 +44,10 @@ def refuse_impossible(folder: Path, written: Mapping[str, Any], records: Iterabl
     Raises:
         ResultsError: names the sample, the key and its value.
     """
-    if written["run_id"] not in (folder.name, folder.resolve().name) and folder != archive_of(folder):
-        raise ResultsError(f"the folder of run {show(written['run_id'])[:40]} under another name")
+    own = str(written["run_id"])
+    names = {folder.name, folder.resolve().name}
+    if names.isdisjoint((own, *earlier_ids(own))) and folder != archive_of(folder):
+        raise ResultsError(f"the folder of run {printable(own)[:40]} under another name")
     config = written["identity"]["config"]
     try:
         budget = _budget(config)
