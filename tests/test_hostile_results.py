@@ -366,7 +366,7 @@ def test_scores_of_a_failed_sample_and_odd_settings_break_no_page(tmp_path: Path
 
 def test_no_command_of_a_terminal_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = {"metric": "accuracy", "task": hostile.shipped("task", "passkey")}
-    samples = [{**record(1.0), "id": f"a-{group}", "group": f"\x1b[2J{group}"} for group in "ab"]
+    samples = [{**record(0.0), "id": f"a-{group}", "group": f"\x1b[2J{group}"} for group in "ab"]
     hostile.stored(tmp_path / "\x1b[31m" / "[/x]", "quest", samples=samples, config=scored)
     for main, words in [(score.main, []), (score.main, ["--write"]), (status.main, ["--all"]), (report, [])]:
         main([str(tmp_path), *words])
