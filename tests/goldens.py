@@ -1,6 +1,7 @@
 """What versions stand for: the numbers of each method, task and codec on small inputs, as `goldens/` holds them.
 
-`python tests/goldens.py` writes the files anew for whatever has a version that they do not hold yet.
+`python tests/goldens.py` writes the files anew for whatever has a version that they do not hold yet. Whoever changes the
+inputs here deletes the files of that kind first.
 """
 
 from __future__ import annotations
@@ -165,11 +166,13 @@ def replies_to(sample: Sample) -> list[str]:
         f"The correct answer is ({answer}).",
         f"So it is \\boxed{{{answer}}}.",
         f"#### {answer}\n\nAnd then 5 more, **B**.",
+        f"Half is $\\frac{{1}}{{2}}$. The final answer is {answer}.",
         answer.upper(),
         answer[: len(answer) // 2],
         f"{answer[::-1]} 12",
         "",
         '#*# Floor 1: a hall\n- no\n- *yes*, never?\n\n* * *\n\n{"a": [1]} P.S. AND so',
+        '"One" and "two"\n-\tÉTÉ - a [1]\n```JSON\n{"b": 2}\n```\n\n**P.S.** and then three',
     ]
 
 
