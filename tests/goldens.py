@@ -1,7 +1,7 @@
 """What versions stand for: the numbers of each method, task and codec on small inputs, as `goldens/` holds them.
 
-`python tests/goldens.py` writes the files anew for whatever has a version that they do not hold yet. Whoever changes the
-inputs here deletes the files of that kind first.
+`python tests/goldens.py` writes the files anew for whatever has a version that they do not hold yet. Whoever changes
+the inputs here deletes the files of that kind first.
 """
 
 from __future__ import annotations
