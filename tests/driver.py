@@ -51,6 +51,13 @@ class Case:
         return self.config.harness if self.file is None else self.config
 
     def build(self) -> Method:
+        """The method, with any budget: also below the least of its YAML, as prompts of tests are short."""
+        method = self.as_configured()
+        method.minimum = {}
+        return method
+
+    def as_configured(self) -> Method:
+        """The method, which refuses less than the least of its YAML."""
         method: Method = build(self.config)
         return method
 
@@ -273,8 +280,7 @@ def run_loop(
     audit_every: int = 1,
     **options: Any,
 ) -> tuple[Generation, Engine]:
-    """The measured loop over a batch, any budget; `steps` decode steps come after the first token."""
-    method.minimum = {}
+    """The measured loop over a batch; `steps` decode steps come after the first token."""
     engine = engine_for(
         loaded.model,
         list(map(len, prompts)),
@@ -493,10 +499,8 @@ def drive(
     template: Template = TEMPLATE,
     scores: HeadScores | None = None,
     after_prefill: Callable[[Engine], None] = lambda engine: None,
-    any_budget: bool = True,  # below the least of the method's YAML, too, as streams are short
 ) -> Driven:
     """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
-    method.minimum = {} if any_budget else method.minimum
     layers, columns = len(fixed.queries), max(fixed.lengths)
     offsets = [columns - length if left else 0 for length in fixed.lengths]
     shape = fixed.shape(dense_layers)

@@ -149,7 +149,7 @@ def test_what_lm_eval_cannot_fetch_without_a_network_is_a_line(
         except type(error) as cause:
             raise RuntimeError("task gsm8k") from cause
 
-    line = SimpleNamespace(execute=execute, parse_args=lambda: None)
+    line = SimpleNamespace(execute=execute, parse_args=lambda: SimpleNamespace(gen_kwargs=None))
     for name, values in {
         "lm_eval._cli": {"HarnessCLI": lambda: line},
         "lm_eval.api.registry": {"model_registry": {"kvbench"}},

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import record, records, stored
+from report_runs import record, records, stored, with_budget
 from rich.console import Console
 
+from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.cli.report import main
 from kvbench.report.data.frame import collect
@@ -158,6 +159,7 @@ def test_a_run_s_table_has_a_line_for_each_cost_and_group():
     more = {"hardware": {"floor_ms": 1.0, "python_ms": 0.5, "memory": "counted", "memory_bytes": 2**20}}
     probe = {"recall": 0.5, "error": 0.25, "layers": {}}
     lines = records({"a": [1.0, 0.0], "b": [1.0]}, probe=probe, **more)
+    lines = [with_budget(line, Budget(64), "paper") for line in lines]
     lines[0]["audit"] |= {"transfer": "simulated", "device_kv_allocated_bytes": 3 * 2**20}
     assert shown(summarise(lines, "accuracy")) == {
         "accuracy": "66.7 ± 33.3 (3 samples)",
@@ -183,7 +185,8 @@ def test_a_run_s_table_has_a_line_for_each_cost_and_group():
 def test_the_arms_of_a_sweep_stand_side_by_side():
     console = Console(width=140, file=io.StringIO())
     with console.capture() as captured:
-        ran = summarise(records([1.0, 0.0], output_ids=[5, 6, 7]), "accuracy")
+        lines = [with_budget(line, Budget(64), "paper") for line in records([1.0, 0.0], output_ids=[5, 6, 7])]
+        ran = summarise(lines, "accuracy")
         print_ends([("budget=64", Ended(ran)), ("budget=96", Ended({}))], console)
     head, *lines = [
         [cell.strip() for cell in line.strip("│┃").split(line[0])]

@@ -20,7 +20,7 @@ SWEEP = ["-m", "method=full,quest"]
         (["backend.name=foo"], "backend.name=foo: "),
         (["method=pariskv", "budget=null", "method.preset=abc"], "method.preset=abc: "),
         (["method=icecache", "method.fov_share=nan"], "method.fov_share=nan: "),
-        ([f"results_dir=/{'x' * 300}"], f"/{'x' * 300}: File name too long"),
+        ([f"results_dir=/{'x' * 300}"], f"results_dir=/{'x' * 300}: File name too long; expected"),
     ],
     ids=lambda value: value[-1][:30] if isinstance(value, list) else "",
 )

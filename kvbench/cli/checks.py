@@ -394,7 +394,10 @@ def _check_results_dir(results_dir: Any) -> None:
 def _check_writable(folder: Path, results_dir: str) -> None:
     """Try to write where the results of an arm will go, as much as a run's small files, and leave nothing there."""
     folder = folder.absolute()
-    existing = next(parent for parent in [folder, *folder.parents] if parent.exists() or parent.is_symlink())
+    try:
+        existing = next(parent for parent in [folder, *folder.parents] if parent.exists() or parent.is_symlink())
+    except OSError as error:
+        raise ConfigError(f"results_dir={results_dir}: {error.strerror}; expected a folder to write to") from error
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(SMALL_FILES))

@@ -183,7 +183,8 @@ def _hand_to_lm_eval(settings: Mapping[str, Any], device: str, options: Sequence
     command = HarnessCLI()
     try:
         parsed = command.parse_args()
-        refuse_settings(parsed.gen_kwargs or {})
+        if parsed.gen_kwargs:
+            refuse_settings(parsed.gen_kwargs)
         command.execute(parsed)
     except ValueError as error:
         # what lm-eval's own check of its options says, such as an unknown task: it has no model yet
