@@ -523,9 +523,15 @@ def test_the_digits_that_an_archive_leaves_out_are_no_other_score(tmp_path, caps
         assert printed(capsys, folder)[0]["changed"] == changed
 
 
-def test_a_run_of_which_no_score_changes_is_one_line(tmp_path, capsys):
-    for arm in ("quest-64", "snapkv-64"):
-        stored(tmp_path, [record("a", "123", 1.0)], arm=arm)
+def test_runs_of_which_no_score_changes_are_one_line_together(tmp_path, capsys):
+    for arm in ("quest-64", "snapkv-64", "topk-64"):
+        one = stored(tmp_path, [record("a", "123", 1.0)], arm=arm)
+    assert main([str(tmp_path)]) == 0
+    (shown,) = capsys.readouterr().out.splitlines()
+    assert "3 runs" in shown
+    assert main([str(one)]) == 0
+    assert f"{one}: no score changed, accuracy 100.00" in capsys.readouterr().out
+    other = stored(tmp_path, RIGHT_BUT_STORED_WRONG, arm="h2o-64")
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 2 and all("no score changed, accuracy 100.00" in line for line in shown)
+    assert f"{other}: 2 of 3 scores changed; nothing is written" in shown and "3 runs" in shown[-1]

@@ -113,7 +113,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except (ConfigError, ResultsError) as error:
         return _refused(error)
     console = Console(highlight=False)
-    entries, code, compact = [], 0, []
+    entries, unchanged, code, compact = [], [], 0, []
     for folder in folders:
         try:
             make = rewrite if given.write else rescore
@@ -126,10 +126,16 @@ def _main(arguments: Sequence[str] | None) -> int:
             continue
         if given.json:
             entries.append(as_json(found, given.write))
-        else:
-            if found.changed:
-                console.print(table(found))
+        elif found.changed:
+            console.print(table(found))
             console.print(printable(outcome(found, given.write)), soft_wrap=True)
+        else:
+            unchanged.append(found)
+    if unchanged:
+        line = (
+            f"no score of {len(unchanged)} runs changed" if len(unchanged) > 1 else outcome(unchanged[0], given.write)
+        )
+        console.print(printable(line), soft_wrap=True)
     if given.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
     if compact:
