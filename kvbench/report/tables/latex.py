@@ -12,6 +12,8 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
@@ -19,9 +21,9 @@ from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
 from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared, ranks_methods, was_bounded
 from kvbench.report.tables.formats import NONE, text
+from kvbench.report.tables.widths import tabular_width
 from kvbench.runs.quantities import Quantity
 
-SIZES = {"": 88, r"\small": 97, r"\footnotesize": 110}  # of letters, and how many of them LaTeX's text width has
 Column = tuple[int, str]  # of a table, and the number that it shows
 IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}  # of a score: in its cell and in the notes
 SCORES = {"score", "brief_score"}
@@ -29,10 +31,32 @@ LINE = r"\\"  # ends one
 STAR = r"$\ast$"
 NOT_HERE = ("*: ", "Against full: ")  # how notes begin for which there are others here
 NARROW = 14  # characters of a heading on one line
+TEXT_WIDTH = 345.0  # points, of LaTeX's article; the pages of conferences are wider
+
+
+@dataclass(frozen=True)
+class Letters:
+    """How a tabular is set.
+
+    Attributes:
+        command: LaTeX's, after \\centering.
+        em: width of the letters, in points; small ones are wider than their size says.
+        gap: between columns, in points.
+        line: characters of a label or of a number with its interval on one line.
+    """
+
+    command: str
+    em: float
+    gap: float = 12.0
+    line: int = 1000
+
+
+SIZES = (Letters("", 10.0), Letters(r"\small", 9.25), Letters(r"\footnotesize", 8.5))
+TIGHT = Letters(r"\scriptsize\setlength{\tabcolsep}{2pt}", 8.0, 4.0, 12)  # where labels leave no room for two
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs}; columns for which a page has no room stand in a tabular below."""
+    """Tables for LaTeX with \\usepackage{booktabs}; columns without room stand in a tabular below."""
     return "\n".join(map(_latex, tables))
 
 
@@ -41,12 +65,13 @@ def _latex(table: Table) -> str:
     stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
     columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
     ranks = {} if stacked else _ranks(table, lines)
-    size, tabulars = _fitting(columns, lambda own: _tabular(table, own, lines if stacked else [], ranks))
+    made = partial(_tabular, table, lines if stacked else [], ranks)
+    size, tabulars = _fitting(columns, made)
     notes = " ".join(_notes(table, bool(ranks)))
     return "\n".join(
         [
             r"\begin{table}",
-            r"\centering" + size,
+            r"\centering" + size.command,
             rf"\caption{{{escaped(table.title)}}}",
             rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.id.lower())}}}",
             "\n\\par\\medskip\n".join(map("\n".join, tabulars)),
@@ -57,28 +82,36 @@ def _latex(table: Table) -> str:
     )
 
 
-def _fitting(columns: Sequence[Column], made: Callable[[Sequence[Column]], list[str]]) -> tuple[str, list[list[str]]]:
-    """The largest letters in which these columns fit a page, and their tabular; of the smallest as many as it takes."""
+def _fitting(
+    columns: Sequence[Column], made: Callable[[Sequence[Column], Letters], list[str]]
+) -> tuple[Letters, list[list[str]]]:
+    """The largest letters in which these columns fit a page, and their tabular; of small ones as many as it takes."""
 
-    def fits(own: Sequence[Column], room: int) -> bool:
-        return max(map(_printed, made(own))) <= room
+    def fits(some: Sequence[Column], size: Letters) -> bool:
+        return tabular_width(made(some, size), size.em, size.gap) <= TEXT_WIDTH
 
-    for size, room in SIZES.items():
-        if fits(columns, room):
-            return size, [made(columns)]
-    groups = [list(own) for _, own in itertools.groupby(columns, key=lambda one: one[0])]
-    parts = [part for own in groups for part in ([own] if fits(own, room) else [[one] for one in own])]
+    for size in SIZES:
+        if fits(columns, size):
+            return size, [made(columns, size)]
+    has_room = len(columns) > 1 and all(fits(two, SIZES[-1]) for two in itertools.pairwise(columns))
+    size = SIZES[-1] if has_room else TIGHT
+    groups = [list(group) for _, group in itertools.groupby(columns, key=lambda one: one[0])]
+    parts = [part for group in groups for part in ([group] if fits(group, size) else [[one] for one in group])]
     blocks: list[list[Column]] = []
     for part in parts:
-        if blocks and fits([*blocks[-1], *part], room):
+        if blocks and fits([*blocks[-1], *part], size):
             blocks[-1] += part
         else:
             blocks.append(part)
-    return size, list(map(made, blocks))
+    return size, [made(block, size) for block in blocks]
 
 
 def _tabular(
-    table: Table, columns: Sequence[Column], stacked: Sequence[str], ranks: Mapping[tuple[int, int, str], str]
+    table: Table,
+    stacked: Sequence[str],
+    ranks: Mapping[tuple[int, int, str], str],
+    columns: Sequence[Column],
+    size: Letters,
 ) -> list[str]:
     """The lines of a tabular with these columns.
 
@@ -97,8 +130,9 @@ def _tabular(
         own = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
         for number, line in enumerate(stacked or [""]):
             shown = [*([""] * len(own) if number else own), *([table.lines[line].heading] if stacked else [])]
-            cells = [_cell(table, row, column, name or line, ranks) for column, name in columns]
-            body.append(" & ".join([*map(escaped, shown), *cells]) + r" \\")
+            cells = [_cell(table, row, column, name or line, ranks, size) for column, name in columns]
+            words = [_stacked(word, size.line, "l") for word in shown]
+            body.append(" & ".join([*words, *cells]) + r" \\")
     return [
         rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(columns)}}}",
         r"\toprule",
@@ -113,12 +147,6 @@ def _tabular(
 def _is_shown(table: Table, name: str) -> bool:
     """Whether any cell has this number."""
     return any(text(table, cell, name, column) != NONE for (_, column), cell in table.cells.items())
-
-
-def _printed(line: str) -> int:
-    """About how many characters of a line are printed; sub- and superscripts are small and stand above each other."""
-    line = re.sub(r"\$\^\{.(.*?)\}_.*?\$", lambda found: "n" * len(found[1]), line)
-    return len(re.sub(r"\\shortstack|\\multicolumn\{\d+\}\{.*?\}|\\[a-z]+|\(lr\)|[\\{}$^]", "", line))
 
 
 def _label(axis: str, label: str) -> str:
@@ -142,7 +170,7 @@ def _head(table: Table, names: Sequence[str], columns: Sequence[tuple[int, str]]
             place = end
         yield " & ".join(above) + r" \\"
         yield rules
-    yield " & ".join([*map(escaped, names), *(_stacked(own[-1]) for own in labels)]) + r" \\"
+    yield " & ".join([*map(escaped, names), *(_stacked(own[-1], NARROW, "r") for own in labels)]) + r" \\"
 
 
 def _labels(table: Table, column: int) -> tuple[str, ...]:
@@ -156,19 +184,29 @@ def _heading(table: Table, name: str) -> str:
     return "score" if name in SCORES else table.lines[name].heading
 
 
-def _stacked(heading: str) -> str:
-    """A heading over a column; of a long one the words one below the other."""
-    words = [escaped(line) for line in textwrap.wrap(heading, NARROW, break_long_words=False)]
-    return rf"\shortstack[r]{{{LINE.join(words)}}}" if len(words) > 1 else escaped(heading)
+def _stacked(text: str, most: int, side: str) -> str:
+    """A heading or a label; of one with more than so many characters the words one below the other."""
+    spaced = text if len(text) <= most else _spaced(text)
+    words = [escaped(line) for line in textwrap.wrap(spaced, most, break_long_words=False)]
+    return rf"\shortstack[{side}]{{{LINE.join(words)}}}" if len(words) > 1 else escaped(text)
 
 
-def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str]) -> str:
+def _spaced(text: str) -> str:
+    """A text whose lists can break after their commas; numbers as 2,000 cannot."""
+    return re.sub(r",(?=\S)(?!\d{3}\b)", ", ", text)
+
+
+def _cell(
+    table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str], size: Letters
+) -> str:
     """What stands in a cell: a number with its letters, a score with its interval and a star, too."""
     cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
     letters = cell.marks.get("score" if name in SCORES else name, "") if cell else ""
     if cell is None or name not in SCORES or "score" not in cell.numbers:
         shown = text(table, cell, name, column).removesuffix(f" ({letters})")
-        return _ranked(shown, rank) + (rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else "")
+        return _ranked(_stacked(shown, size.line, "r"), rank) + (
+            rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else ""
+        )
     mean, digits = cell.numbers["score"], table.lines[name].digits
     shown = _ranked(f"{mean:.{digits}f}", rank)
     if "score_low" in cell.numbers:
@@ -179,7 +217,7 @@ def _cell(table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[i
 
 
 def _ranked(shown: str, rank: str) -> str:
-    return f"{rank}{{{escaped(shown)}}}" if rank else escaped(shown)
+    return f"{rank}{{{shown}}}" if rank else shown
 
 
 def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
@@ -231,7 +269,7 @@ def _number(cell: Cell | None, name: str, digits: int) -> float:
 
 def _notes(table: Table, ranked: bool) -> Iterator[str]:
     cells = table.cells.values()
-    yield from (escaped(note) for note in table.notes if not note.startswith(NOT_HERE))
+    yield from (escaped(_spaced(note)) for note in table.notes if not note.startswith(NOT_HERE))
     if any("score_low" in cell.numbers for cell in cells):
         yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
     counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
