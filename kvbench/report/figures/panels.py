@@ -248,7 +248,7 @@ def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, t
         return arms, ()
     of = arms.loc[never]
     names = [
-        f"{style_of(method).label} {', '.join(map(size_text, dict.fromkeys(own['budget'])))}"
+        f"{style_of(method).label} {', '.join(map(size_text, own['budget'].sort_values().unique()))}"
         for method, own in of.groupby("method", sort=False)
     ]
     why = f"{'; '.join(names)}, whose budget never applied: every step attended all tokens"
