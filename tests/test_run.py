@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
-from kvbench.config import ASSETS, ConfigError, conf_dir
+from kvbench.config import ASSETS, ConfigError, conf_dir, shipped
 from kvbench.memory.kinds import kv_in
+from kvbench.models import hub
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
@@ -276,6 +277,19 @@ def test_failed_sample_scores_zero(configured: Any, generated: Generated, monkey
     assert FIRST in generated.since()
     assert summary["score"] == 50
     assert summary["score_ok"] == 100
+
+
+def test_a_run_says_how_its_models_weights_were_made(
+    configured: Any, generated: Generated, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Where kvbench fetched weights that others had made smaller; of any others it says nothing."""
+    run(configured("task.limit=1"))
+    assert "weights of" not in capsys.readouterr().out
+    fetched = (shipped("model", "qwen2.5-coder-0.5b-instruct") or {})["fetch"]
+    assert "twice" in hub.made_of(fetched["revision"]) and hub.made_of("another") == ""
+    monkeypatch.setattr(hub, "made_of", lambda revision: "made small twice" * revision.startswith("dummy-"))
+    run(configured("task.limit=2"))
+    assert "weights of dummy-tiny: made small twice" in capsys.readouterr().out
 
 
 def test_error_that_is_not_the_samples_stops_the_run(tmp_path: Path, configured: Any, generated: Generated) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from kvbench.config import ASSETS, ConfigError, fetched_folder, first_line, shipped
+from kvbench.config import ASSETS, ConfigError, choices, fetched_folder, first_line, shipped
 from kvbench.models.digests import digests_of, fingerprint
 from kvbench.models.folder import holds_weights, refuse_strange_files
 
@@ -196,6 +196,13 @@ def stated_revision(folder: Path) -> str | None:
 def revision_of(folder: Path) -> str:
     """What a model's folder holds: as it states itself, or by all bytes of its files."""
     return stated_revision(folder) or fingerprint([*_files(folder), *folder.glob(STATEMENT)], "folder")
+
+
+@functools.cache
+def made_of(revision: str) -> str:
+    """How weights of this revision came about, where kvbench fetched them; "" for any others."""
+    sources = [(shipped("model", name) or {}).get("fetch") or {} for name in choices("model")]
+    return next((str(one["weights"]) for one in sources if one.get("revision") == revision), "") if revision else ""
 
 
 def _files(folder: Path) -> list[Path]:

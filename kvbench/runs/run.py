@@ -95,6 +95,8 @@ def _run(config: Config, shard: Shard) -> dict[str, Any]:
         return {}
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
     console.print(table(title, arm.task.metric, summary))
+    if how := hub.made_of(arm.loaded.revision):
+        console.print(f"weights of {arm.loaded.name}: {how}", soft_wrap=True)
     console.print(f"results: {folder.path}", soft_wrap=True)
     if summary["n"] < len(folder.records):
         limit = config["task"]["limit"]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvbench
+from kvbench.models.hub import made_of
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import FEWEST
 from kvbench.report.data.style import style_of
 from kvbench.report.site.rows import Row, Site
-from kvbench.report.tables.cells import made_of
 from kvbench.report.tables.formats import NONE, text
 
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvbench.config import choices, shipped
+from kvbench.models.hub import made_of
 from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import NOT_OF_FULL, YARDSTICK, Run, missing
@@ -148,13 +147,6 @@ def captions(cells: Iterable[Cell], parts: Iterable[str], said: Collection[str])
     said_of = {one["model"]: made_of(one.get("model.revision", "")) for one in every}
     weights = [f"Weights of {model}: {words}." for model, words in said_of.items() if words]
     return weights + [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
-
-
-@functools.cache
-def made_of(revision: str) -> str:
-    """How weights of this revision came about, where kvbench fetched them; "" for any others."""
-    sources = [(shipped("model", name) or {}).get("fetch") or {} for name in choices("model")]
-    return next((str(one["weights"]) for one in sources if one.get("revision") == revision), "") if revision else ""
 
 
 def _the_one(values: Sequence[str]) -> Sequence[str]:
