@@ -33,7 +33,7 @@ class Budget:
     @classmethod
     def of(
         cls,
-        asked: Any,
+        requested: Any,
         method: Mapping[str, Any],
         accounting: Accounting = "paper",
         generated: Literal["free", "counted"] = "free",
@@ -41,7 +41,7 @@ class Budget:
         """The budget of a run of `method`: what was asked for, or the method's preset.
 
         Args:
-            asked: tokens (int), a fraction of the prompt (float), or None: the preset.
+            requested: tokens (int), a fraction of the prompt (float), or None: the preset.
             method: its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each accounting,
                 None for any, and no less than for "unified" where generated tokens count; `preset`, its own size, None
                 where it has several. What is absent is unknown.
@@ -51,21 +51,21 @@ class Budget:
             ConfigError: not a number, out of range, below the minimum, or an accounting without a rule.
         """
         right = "tokens (256), a fraction of the prompt in (0, 1] (0.1), or null for the method's preset"
-        if isinstance(asked, bool) or not isinstance(asked, (int, float, type(None))):
-            raise ConfigError(f"budget={show(asked)}: not a number; expected {right}")
-        if isinstance(asked, float) and not 0 < asked <= 1 or isinstance(asked, int) and asked < 1:
-            raise ConfigError(f"budget={asked}: out of range; expected {right}")
+        if isinstance(requested, bool) or not isinstance(requested, (int, float, type(None))):
+            raise ConfigError(f"budget={show(requested)}: not a number; expected {right}")
+        if isinstance(requested, float) and not 0 < requested <= 1 or isinstance(requested, int) and requested < 1:
+            raise ConfigError(f"budget={requested}: out of range; expected {right}")
         name, minimum = str(method.get("name", "the method")), method.get("minimum")
         if minimum is not None and accounting not in minimum:
             raise ConfigError(
                 f"protocol.accounting={accounting}: {name} has no rule for it; expected {' | '.join(minimum)}"
             )
-        if asked is None:
+        if requested is None:
             _check_preset(name, method.get("preset"))
-        budget = cls(size_of(asked, method), accounting, generated, method=name).of_method(minimum or {})
+        budget = cls(size_of(requested, method), accounting, generated, method=name).of_method(minimum or {})
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
-            raise ConfigError(f"budget={preset if asked is None else f'{asked}:'} {budget._below_minimum}")
+            raise ConfigError(f"budget={preset if requested is None else f'{requested}:'} {budget._below_minimum}")
         return budget
 
     def of_method(self, minimum: Mapping[str, int | None]) -> Budget:
@@ -130,10 +130,10 @@ def _check_preset(name: str, preset: Any) -> None:
         raise ConfigError(f"method.preset={show(preset)}: of {name}; expected {right}")
 
 
-def size_of(asked: int | float | None, method: Mapping[str, Any]) -> int | float | None:
+def size_of(requested: int | float | None, method: Mapping[str, Any]) -> int | float | None:
     """The size of a budget: what was asked for, or the preset of the method, whose facts are as in its YAML."""
     preset: int | float | None = method.get("preset")
-    return preset if asked is None else asked
+    return preset if requested is None else requested
 
 
 def has_budget(method: Mapping[str, Any]) -> bool:

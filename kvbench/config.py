@@ -123,10 +123,10 @@ def groups() -> list[str]:
 
 def choices(group: str) -> dict[str, str]:
     """What can be chosen in `group`, or in "experiment", each with its `about` line, in alphabetical order."""
-    return {path.stem: _about(path.read_text()) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+    return {path.stem: _description(path.read_text()) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
-def _about(text: str) -> str:
+def _description(text: str) -> str:
     # A line is read rather than the file parsed: `--help` reads all files, and YAML takes milliseconds for each.
     line = re.search(r"^(?:# )?about: *(.*)$", text, re.MULTILINE)
     return line.group(1).strip("'\"") if line else ""
@@ -137,17 +137,17 @@ def shipped(group: str, name: str) -> dict[str, Any] | None:
     files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
     if name not in files:
         return None
-    own = read_choice(files[name])
-    if "defaults" not in own:
-        return own
+    choice = read_choice(files[name])
+    if "defaults" not in choice:
+        return choice
     return copy.deepcopy(_merged(files[name], tuple(path.stat().st_mtime_ns for path in files.values())))
 
 
 @functools.lru_cache(maxsize=256)
 def _merged(path: Path, modified: tuple[int, ...]) -> dict[str, Any]:
     # Merging takes ten milliseconds, and a sweep's check asks for the same choices several times for every job.
-    own = read_choice(path)
-    parts = [own if part == "_self_" else shipped(path.parent.name, part) or {} for part in own.pop("defaults")]
+    choice = read_choice(path)
+    parts = [choice if part == "_self_" else shipped(path.parent.name, part) or {} for part in choice.pop("defaults")]
     return _plain(OmegaConf.merge(*parts))
 
 
@@ -200,8 +200,8 @@ def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, An
         raise ConfigError(f"hydra.sweeper.params={show(params)}: expected a mapping of keys to values")
     are_listed = isinstance(arms or [], Iterable) and not isinstance(arms, str)
     if not are_listed or not all(isinstance(arm, Mapping) for arm in arms or []):
-        given = show([*(arms or [])] if are_listed else arms)
-        raise ConfigError(f"hydra.sweeper.arms={given}: expected a list of mappings of keys to values")
+        shown = show([*(arms or [])] if are_listed else arms)
+        raise ConfigError(f"hydra.sweeper.arms={shown}: expected a list of mappings of keys to values")
     shared = dict(params or {})
     return [[f"{key}={show(value)}" for key, value in {**shared, **arm}.items()] for arm in arms or [{}]]
 
@@ -209,13 +209,13 @@ def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, An
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)
-    begins = {one[: len(name)]: one for one in names}  # of a long name, what was typed may be the beginning
+    begins = {word[: len(name)]: word for word in names}  # of a long name, what was typed may be the beginning
     if not name:
         return f"(valid: {', '.join(names) or 'none'})"
-    holding = [one for one in names if len(name) > 2 and name in one]
-    close = sorted(holding, key=lambda one: (not one.startswith(name), len(one)))[:3]
+    holding = [word for word in names if len(name) > 2 and name in word]
+    close = sorted(holding, key=lambda word: (not word.startswith(name), len(word)))[:3]
     close = close or difflib.get_close_matches(name, names, n=2, cutoff=0.6)
-    close = close or [begins[one] for one in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)]
+    close = close or [begins[word] for word in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 
@@ -235,14 +235,14 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
         return f"did you mean {RENAMED[key]}?"
     if group in RENAMED:
         return f"did you mean {RENAMED[group]}{dot}{rest}?"
-    leaf_of = {known: known.rpartition(".")[2] for known in valid}
-    leaf_of = {known: leaf for known, leaf in sorted(leaf_of.items()) if leaf not in FACTS}
+    leaf_of = {valid_key: valid_key.rpartition(".")[2] for valid_key in valid}
+    leaf_of = {valid_key: leaf for valid_key, leaf in sorted(leaf_of.items()) if leaf not in FACTS}
     section, _, leaf = key.rpartition(".")
-    elsewhere = [known for known in leaf_of if leaf_of[known] == leaf]
+    elsewhere = [valid_key for valid_key in leaf_of if leaf_of[valid_key] == leaf]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     # Within a section the leaves are compared: a long section in common would make all of its keys alike.
-    siblings = [leaf_of[known] for known in leaf_of if known.rpartition(".")[0] == section]
+    siblings = [leaf_of[valid_key] for valid_key in leaf_of if valid_key.rpartition(".")[0] == section]
     return nearest(leaf, siblings) if siblings else nearest(key, leaf_of)
 
 
@@ -272,7 +272,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
     return _split(OmegaConf.create({**node, **options}))
 
 
-def check_types(group: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_types(group: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse a value whose type differs from its default's.
 
     A default of null says nothing of the type, and text with an interpolation is judged when it is resolved.
@@ -280,7 +280,7 @@ def check_types(group: str, given: Mapping[str, Any], defaults: Mapping[str, Any
     Raises:
         ConfigError: names the key, the value and the default.
     """
-    for key, value in given.items():
+    for key, value in options.items():
         default = defaults.get(key)
         if default is None or _interpolated(value) or _interpolated(default):
             continue
@@ -326,12 +326,12 @@ def check_rules(group: str, chosen: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{where}: {word}: expected {_kind(words[word][-1]())}")
 
 
-def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
+def check_valid(group: str, options: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     """Refuse a value that the `valid` key of a method's or a task's file leaves out.
 
     Args:
         group: "method" or "task", for the message.
-        given: options and their resolved values.
+        options: their names and resolved values.
         valid: for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd` (false); of
             any number `above` or, itself included, `from`, and `at_most` (no end); of both `or_null` (false).
 
@@ -339,9 +339,9 @@ def check_valid(group: str, given: Mapping[str, Any], valid: Mapping[str, Any]) 
         ConfigError: names the key, the value and the valid ones.
     """
     for key, rule in valid.items():
-        if key not in given:
+        if key not in options:
             continue
-        value = given[key]
+        value = options[key]
         if isinstance(rule, Mapping) and rule.keys() & {"above", "from"}:
             above, least, most = (
                 rule.get("above", -math.inf),
@@ -392,10 +392,10 @@ def bind_methods() -> None:
     home = PACKAGE.parent / "methods"
     loaded = sys.modules.get("methods")
     if loaded is not None:
-        found = getattr(loaded, "__file__", None)
-        if found is None or Path(found).resolve().parent != home:
+        file = getattr(loaded, "__file__", None)
+        if file is None or Path(file).resolve().parent != home:
             raise ConfigError(
-                f"methods={found or loaded}: already imported, and hides kvbench's own package of that name ({home}); "
+                f"methods={file or loaded}: already imported, and hides kvbench's own package of that name ({home}); "
                 "import kvbench's first with kvbench.config.bind_methods(), or rename yours"
             )
         return
@@ -408,34 +408,34 @@ def bind_methods() -> None:
     spec.loader.exec_module(module)
 
 
-OWN = "KVBENCH_CONF"  # in the environment: a user's own folder of choices, that of --config-dir
+USER_CONF = "KVBENCH_CONF"  # in the environment: a user's own folder of choices, that of --config-dir
 
 
 def choose_from(folder: Path | None) -> None:
     """Take choices from a user's folder, too: Python finds its modules, here and in the processes that this one starts,
     and its name is known to them. None: from kvbench's own alone.
     """
-    os.environ.pop(OWN, None)
+    os.environ.pop(USER_CONF, None)
     if folder is None:
         return
-    os.environ[OWN], place = str(folder), str(folder.absolute())
+    os.environ[USER_CONF], place = str(folder), str(folder.absolute())
     if place not in sys.path:
         sys.path.append(place)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
 
 
-def own_choices() -> str | None:
+def user_choices() -> str | None:
     """The name of the user's folder that choices are taken from, too; None: there is none."""
-    own = os.environ.get(OWN)
-    return None if own is None else Path(own).absolute().name
+    folder = os.environ.get(USER_CONF)
+    return None if folder is None else Path(folder).absolute().name
 
 
 def searched(group: str) -> str:
     """The end of a message about a choice that is not there: the folders that were searched for its file."""
-    own = os.environ.get(OWN)
-    if own is None:
+    folder = os.environ.get(USER_CONF)
+    if folder is None:
         return f"; looked in {conf_dir() / group}; --config-dir FOLDER adds FOLDER/{group}"
-    there = Path(own, group)
+    there = Path(folder, group)
     return f"; looked in {conf_dir() / group} and {there}{'' if there.is_dir() else ', which is not there'}"
 
 
@@ -461,16 +461,16 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
     except TypeError as error:
         raise ConfigError(f"_target_={target}: {error}; given: {', '.join(taken) or 'nothing'}") from error
     try:
-        made = factory(**taken) if taker is factory else factory(taker(**taken))
+        instance = factory(**taken) if taker is factory else factory(taker(**taken))
     except ValueError as error:
         raise ConfigError(f"{harness.get('name', target)}: {first_line(error)}") from error
     for key, value in later.items():
-        if not hasattr(made, key):
+        if not hasattr(instance, key):
             raise ConfigError(f"{key}={show(value)}: _target_={target} has no such option")
-        setattr(made, key, value)
+        setattr(instance, key, value)
     if harness.get("minimum"):
-        made.minimum = harness["minimum"]
-    return made
+        instance.minimum = harness["minimum"]
+    return instance
 
 
 def _split(node: Mapping[str, Any] | DictConfig) -> MethodConfig:

@@ -227,10 +227,10 @@ class HeadScores:
                 f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
                 f"{shape.kv_heads}; kvbench calibrate makes its own"
             )
-        asked = (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
-        if asked not in (None, (shape.query_heads, shape.head_dim)):
+        mean_shape = (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
+        if mean_shape not in (None, (shape.query_heads, shape.head_dim)):
             raise ValueError(
-                f"method.heads: mean queries of {asked[0]} heads of {asked[1]} dims, and the model has "
+                f"method.heads: mean queries of {mean_shape[0]} heads of {mean_shape[1]} dims, and the model has "
                 f"{shape.query_heads} of {shape.head_dim}; kvbench calibrate makes its own"
             )
 

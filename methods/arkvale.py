@@ -126,7 +126,7 @@ class ArkVale(Method):
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Recall the best pages; all that are cached then are attended, token after token."""
         rows = zip(self.view.lengths(layer), self._scores(layer, query), strict=True)
-        return Selection(stacked([self._attended(layer, row, *each) for row, each in enumerate(rows)]))
+        return Selection(stacked([self._attended(layer, row, *pair) for row, pair in enumerate(rows)]))
 
     def _attended(self, layer: int, row: int, length: int, scores: NDArray[np.float32]) -> torch.Tensor:
         """Token ids [1, n] of a row of `length` tokens."""
@@ -134,10 +134,10 @@ class ArkVale(Method):
             return torch.arange(length)[None]
         pages = self._pages(length)
         between = scores[self.sinks : pages - self.window]
-        held = recalled(between, self.cached[layer][row] - self.sinks, self.rooms[row][1]) + self.sinks
-        self.cached[layer][row] = held
-        pages_held = np.concatenate([np.arange(self.sinks), held, np.arange(pages - self.window, pages)])
-        tokens = (pages_held[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+        cached = recalled(between, self.cached[layer][row] - self.sinks, self.rooms[row][1]) + self.sinks
+        self.cached[layer][row] = cached
+        attended = np.concatenate([np.arange(self.sinks), cached, np.arange(pages - self.window, pages)])
+        tokens = (attended[:, None] * self.page_size + np.arange(self.page_size)).ravel()
         return torch.from_numpy(tokens[: len(tokens) - (pages * self.page_size - length)])[None]
 
     def _first(self, row: int, length: int, scores: NDArray[np.float32]) -> Pages:
@@ -151,21 +151,21 @@ class ArkVale(Method):
         return np.concatenate([always, best[: room - len(always)] + first])
 
 
-def recalled(scores: NDArray[np.float32], held: Pages, count: int) -> Pages:
+def recalled(scores: NDArray[np.float32], cached: Pages, count: int) -> Pages:
     """The pages that are cached after a step.
 
     Of equal scores the earlier page is better.
 
     Args:
         scores: [n], of all pages that can be cached.
-        held: those that were, in any order.
+        cached: those that were, in any order.
         count: the best pages, which are cached now; those that were not replace the worst held.
     """
     order = np.argsort(-scores, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     there = np.zeros(len(order), np.bool_)
-    there[held] = True
+    there[cached] = True
     missing = order[:count][~there[order[:count]]]
-    kept = held[np.argsort(rank[held])][: len(held) - len(missing)]
-    return np.concatenate([kept, missing])
+    retained = cached[np.argsort(rank[cached])][: len(cached) - len(missing)]
+    return np.concatenate([retained, missing])

@@ -61,7 +61,7 @@ class AttentionMatching(Scorer):
         Raises:
             ValueError: there is no context, or no room for any of it.
         """
-        rows = [self._kept(layer, row, prompt) for row in range(len(prompt.lengths))]
+        rows = [self._match_row(layer, row, prompt) for row in range(len(prompt.lengths))]
         longest, most = (max(row[at].shape[1] for row in rows) for at in (0, 2))
         self.scored[layer] = [row.ids for row in rows]
         self.weights[layer] = torch.stack([pad(row.weights, (0, longest - row.weights.shape[1])) for row in rows])
@@ -71,28 +71,28 @@ class AttentionMatching(Scorer):
             values = [pad(row.values, (0, 0, 0, most - row.values.shape[1])) for row in rows]
             self.view.write(layer, chosen, torch.stack(values))
 
-    def _kept(self, layer: int, row: int, prompt: Prompt) -> Matched:
+    def _match_row(self, layer: int, row: int, prompt: Prompt) -> Matched:
         """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then the chosen keys."""
         length, before, capacity = prompt.lengths[row], prompt.prefixes[row], self.capacities[row]
         check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
         position = torch.arange(length, device=prompt.keys.device)
         stays = self.protected(prompt)[row, 0, :length] | (position < before) | (length <= capacity)
         first, last = self.recents[row]
-        own, choice = position[stays & ((position < first) | (position >= last))], position[~stays]
-        own = own.expand(self.shape.kv_heads, -1)
-        nothing = torch.zeros(own.shape, device=own.device)
+        fixed_ids, choice = position[stays & ((position < first) | (position >= last))], position[~stays]
+        fixed_ids = fixed_ids.expand(self.shape.kv_heads, -1)
+        nothing = torch.zeros(fixed_ids.shape, device=fixed_ids.device)
         if not len(choice):
-            return Matched(own, nothing, prompt.values[row, :, :0])
-        asked, count = self._asked(layer, row, prompt), capacity - int(stays.sum())
+            return Matched(fixed_ids, nothing, prompt.values[row, :, :0])
+        queries, count = self._reference_queries(layer, row, prompt), capacity - int(stays.sum())
         keys, values = prompt.keys[row, :, choice], prompt.values[row, :, choice]
-        heads = [matched(*parts, count, self.shape.scaling) for parts in zip(asked, keys, values, strict=True)]
+        heads = [matched(*parts, count, self.shape.scaling) for parts in zip(queries, keys, values, strict=True)]
         ids, weights, fitted = (torch.stack(parts) for parts in zip(*heads, strict=True))
-        return Matched(torch.cat([own, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted)
+        return Matched(torch.cat([fixed_ids, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted)
 
-    def _asked(self, layer: int, row: int, prompt: Prompt) -> torch.Tensor:
+    def _reference_queries(self, layer: int, row: int, prompt: Prompt) -> torch.Tensor:
         """Reference queries of each KV head, those of its group one after the other, [Hkv, n, D]."""
         if self.queries == "replay":
-            queries = torch.cat([one.queries for one in prompt.replayed if one.row == row], dim=1)
+            queries = torch.cat([replay.queries for replay in prompt.replayed if replay.row == row], dim=1)
         else:
             queries = prompt.queries[row, :, prompt.queries.shape[2] - prompt.lengths[row] + prompt.prefixes[row] :]
         grouped = queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
@@ -110,14 +110,16 @@ class AttentionMatching(Scorer):
         newest = (index[:, 0] >= 0).sum(dim=1) - scored
         at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
         weights = pad(self.weights[layer], (0, 1))  # that of no token
-        found = weights.gather(2, at.clamp(0, weights.shape[2] - 1).expand_as(index)).masked_fill(at < 0, 0)
-        return Selection(index, log_weight=found.repeat_interleave(self.shape.group, dim=1))
+        log_weights = weights.gather(2, at.clamp(0, weights.shape[2] - 1).expand_as(index)).masked_fill(at < 0, 0)
+        return Selection(index, log_weight=log_weights.repeat_interleave(self.shape.group, dim=1))
 
     def turn_weights(self, layer: int) -> torch.Tensor:
         """Those of the chosen keys, in a later turn too."""
-        resident, kept = self.view.resident(layer), stacked(self.scored[layer])
-        every = self.weights[layer].new_zeros(*kept.shape[:2], max(self.view.lengths(layer)) + 1)  # the last: no token
-        every.scatter_(2, kept.remainder(every.shape[2]), self.weights[layer])
+        resident, scored = self.view.resident(layer), stacked(self.scored[layer])
+        every = self.weights[layer].new_zeros(
+            *scored.shape[:2], max(self.view.lengths(layer)) + 1
+        )  # the last: no token
+        every.scatter_(2, scored.remainder(every.shape[2]), self.weights[layer])
         return every.gather(2, resident.remainder(every.shape[2]))
 
 
@@ -177,7 +179,7 @@ def solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """
     columns = matrix.shape[1]
     triangle = torch.linalg.qr(torch.cat([matrix, target], dim=1), mode="r").R[:columns]
-    left, sizes, right = torch.linalg.svd(triangle[:, :columns], full_matrices=False)
+    u, sizes, v_t = torch.linalg.svd(triangle[:, :columns], full_matrices=False)
     rank = int((sizes > CUT * sizes[0]).sum())
-    turned = left[:, :rank].mT @ triangle[:, columns:]
-    return right[:rank].mT @ (turned / sizes[:rank, None])
+    turned = u[:, :rank].mT @ triangle[:, columns:]
+    return v_t[:rank].mT @ (turned / sizes[:rank, None])

@@ -54,7 +54,7 @@ class CAKE(KeepsEnds):
         self.preferences: list[list[float]] = []  # of each layer so far and row
         self.scored: dict[int, list[int]] = {}  # b_l of each row
         # of each row [Hkv, n], in the order of the cache: the best first, then the W most recent in theirs
-        self.held: dict[int, list[torch.Tensor]] = {}
+        self.cached_ids: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
     # -- prefill: the cascade ------------------------------------------------------------------------------------------
@@ -64,17 +64,19 @@ class CAKE(KeepsEnds):
         importance, preference = self.measure(prompt)
         self.preferences.append(preference.tolist())
         ranked = top_earliest(importance, importance.shape[2])
-        self.held[layer], self.scored[layer] = [], []
+        self.cached_ids[layer], self.scored[layer] = [], []
         for row, length in enumerate(prompt.lengths):
             position = torch.arange(length, device=ranked.device).expand(ranked.shape[1], -1)
             older = length - self.windows[row]
             evicts = self.evicts_prompt(length)
-            self.held[layer].append(torch.cat([ranked[row, :, :older], position[:, older:]], 1) if evicts else position)
+            self.cached_ids[layer].append(
+                torch.cat([ranked[row, :, :older], position[:, older:]], 1) if evicts else position
+            )
             self.scored[layer].append(self.mean_scored(length))
         long = [row for row, length in enumerate(prompt.lengths) if self.evicts_prompt(length)]
         shrunk = {shrinking for row in long for shrinking in self.cascade(row, prompt.lengths[row])}
         for shrinking in shrunk:
-            self.view.keep(shrinking, stacked(self.held[shrinking]), DROP_EVERY)
+            self.view.keep(shrinking, stacked(self.cached_ids[shrinking]), DROP_EVERY)
 
     def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """What the window's attention to the tokens before it says of them, and of the layer.
@@ -85,9 +87,9 @@ class CAKE(KeepsEnds):
         """
         lengths = torch.tensor(prompt.lengths, device=prompt.keys.device)
         count = prompt.queries.shape[2]
-        asked = torch.arange(count, device=lengths.device) >= (count - lengths)[:, None]  # [B, W]
-        asked = asked[:, None, :, None]
-        number = asked.sum(dim=2)  # of queries, [B, 1, 1]
+        valid = torch.arange(count, device=lengths.device) >= (count - lengths)[:, None]  # [B, W]
+        valid = valid[:, None, :, None]
+        number = valid.sum(dim=2)  # of queries, [B, 1, 1]
         stays = last_tokens(prompt, self.windows)
         position = torch.arange(stays.shape[2], device=stays.device)
         ends = torch.tensor(self.ends, device=stays.device)[:, None, None]
@@ -96,7 +98,7 @@ class CAKE(KeepsEnds):
         for attention in window_probabilities(prompt, self.window, self.shape.scaling):  # [B, G, W, N]
             older = attention.masked_fill(stays[:, None], 0)
             mean = older.sum(dim=2) / number
-            deviation = (older - mean[:, :, None]).square().masked_fill(~asked, 0)
+            deviation = (older - mean[:, :, None]).square().masked_fill(~valid, 0)
             variance = deviation.sum(dim=2) / (number - 1).clamp(min=1)
             importance.append(mean + self.gamma * variance)
             dispersion = dispersion - (older * (older + 1e-10).log()).sum(dim=(1, 2, 3)).double()
@@ -113,12 +115,12 @@ class CAKE(KeepsEnds):
         total = self.mean_scored(length) * len(self.shape.sparse_layers) - ends * len(self.preferences)
         shares = layer_budgets([preference[row] for preference in self.preferences], total, length - window - ends)
         shrunk = []
-        for layer, budget in zip(self.held, [ends + share for share in shares], strict=True):
-            held = self.held[layer][row]
-            older = held.shape[1] - window
+        for layer, budget in zip(self.cached_ids, [ends + share for share in shares], strict=True):
+            ids = self.cached_ids[layer][row]
+            older = ids.shape[1] - window
             self.scored[layer][row] = budget
             if budget < older:
-                self.held[layer][row] = torch.cat([held[:, :budget], held[:, older:]], dim=1)
+                self.cached_ids[layer][row] = torch.cat([ids[:, :budget], ids[:, older:]], dim=1)
                 shrunk.append(layer)
         return shrunk
 
@@ -126,11 +128,11 @@ class CAKE(KeepsEnds):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What is held, and the current token."""
-        self.held[layer] = [
-            torch.cat([held, held.new_full((held.shape[0], 1), length - 1)], dim=1)
-            for held, length in zip(self.held[layer], self.view.lengths(layer), strict=True)
+        self.cached_ids[layer] = [
+            torch.cat([ids, ids.new_full((ids.shape[0], 1), length - 1)], dim=1)
+            for ids, length in zip(self.cached_ids[layer], self.view.lengths(layer), strict=True)
         ]
-        return Selection(stacked(self.held[layer]))
+        return Selection(stacked(self.cached_ids[layer]))
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Keep the W most recent tokens, and of the others those that received most attention in this step.
@@ -138,21 +140,21 @@ class CAKE(KeepsEnds):
         Neighbours, over which the attention is smoothed, are those in the order of the cache, as in the published code.
         """
         attention = probabilities.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)
-        for row, held in enumerate(self.held[layer]):
-            older, scored = held.shape[1] - self.windows[row], self.scored[layer][row]
+        for row, ids in enumerate(self.cached_ids[layer]):
+            older, scored = ids.shape[1] - self.windows[row], self.scored[layer][row]
             if older > scored:
                 smoothed = avg_pool1d(attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2)
-                ends = at_ends(held[:, :older], self.shape.lengths[row], self.ends[row])
+                ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
                 smoothed = smoothed.masked_fill(ends, torch.inf)
                 best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
-                self.held[layer][row] = torch.cat([held.gather(1, best), held[:, older:]], dim=1)
+                self.cached_ids[layer][row] = torch.cat([ids.gather(1, best), ids[:, older:]], dim=1)
 
     def end_step(self) -> None:
         """Now and then free the memory of what was evicted."""
         self.steps += 1
         if self.steps % DROP_EVERY == 0:
-            for layer, held in self.held.items():
-                self.view.keep(layer, stacked(held), DROP_EVERY)
+            for layer, rows in self.cached_ids.items():
+                self.view.keep(layer, stacked(rows), DROP_EVERY)
 
     # -- budget --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[i
         most: tokens there are in each layer.
     """
     whole = sum(preferences)
-    shares = [total * (one / whole if whole else 1 / len(preferences)) for one in preferences]
+    shares = [total * (preference / whole if whole else 1 / len(preferences)) for preference in preferences]
     return [min(budget, most) for budget in adjust_budgets(shares, total, most)]
 
 
@@ -217,6 +219,6 @@ def _spread(budgets: Sequence[int], amount: int, takes: Sequence[bool]) -> list[
     if not any(takes):
         return list(budgets)
     sign = 1 if amount > 0 else -1
-    each, left = divmod(abs(amount), sum(takes))
+    quotient, remainder = divmod(abs(amount), sum(takes))
     rank = [sum(takes[:at]) for at in range(len(takes))]
-    return [budget + sign * (each + (rank[at] < left)) * takes[at] for at, budget in enumerate(budgets)]
+    return [budget + sign * (quotient + (rank[at] < remainder)) * takes[at] for at, budget in enumerate(budgets)]

@@ -129,8 +129,8 @@ class ClusterKV(Method):
                 first = self.view.lengths(layer)[row] - 1 - len(fresh)
                 count = max(1, len(fresh) // TOKENS_PER_NEW_CLUSTER)
                 generator = self.context.generator(layer, row=row)
-                found = cosine_kmeans(torch.cat(fresh, dim=1), count, first, self.iterations, generator)
-                self.rows[layer][row] = self.rows[layer][row].with_more(found)
+                clusters = cosine_kmeans(torch.cat(fresh, dim=1), count, first, self.iterations, generator)
+                self.rows[layer][row] = self.rows[layer][row].with_more(clusters)
                 fresh.clear()
             fresh.append(key[row])
 
@@ -145,12 +145,12 @@ class ClusterKV(Method):
         sinks, _ = self.zones[row]
         length, waiting = self.view.lengths(layer)[row], len(self.fresh[layer][row])
         room = self.capacities[row] - sinks - (waiting if self.budget.counts_generated else 0)
-        found = self._best(self.rows[layer][row], query, room)
+        retrieved = self._best(self.rows[layer][row], query, room)
         if self.budget.unified:
-            found = interleave(found[None], self.shape.kv_heads, room)[0]
+            retrieved = interleave(retrieved[None], self.shape.kv_heads, room)[0]
         first = torch.arange(min(sinks, self.shape.lengths[row]))
-        always = torch.cat([first, torch.arange(length - waiting, length)]).to(found.device)
-        return torch.cat([always.expand(found.shape[0], -1), found], dim=1)
+        always = torch.cat([first, torch.arange(length - waiting, length)]).to(retrieved.device)
+        return torch.cat([always.expand(retrieved.shape[0], -1), retrieved], dim=1)
 
     def _best(self, row: Clusters, query: torch.Tensor, room: int) -> torch.Tensor:
         """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq, n], trailing -1."""
@@ -162,8 +162,8 @@ class ClusterKV(Method):
         order = top_earliest(scores, clusters).view(heads, -1)
         starts, sizes = (part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes))
         indexes, _ = entries(starts, sizes, room)
-        found = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
-        return found.masked_fill(indexes < 0, -1)
+        tokens = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
+        return tokens.masked_fill(indexes < 0, -1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, each query head's own but for the sinks, and a full buffer; with unified accounting C."""

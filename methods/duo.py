@@ -57,11 +57,11 @@ class DuoAttention(TwoKinds):
         """Heads that keep everything of a prompt of `length` tokens."""
         if self.budget.size is None:
             return self.heads - round(self.share * self.heads)
-        own = self.streamed(length)
-        room = self.heads * (self.budget.tokens(length) - own)
-        return min(self.heads, room // (length - own)) if length > own else self.heads
+        streamed = self.streamed(length)
+        room = self.heads * (self.budget.tokens(length) - streamed)
+        return min(self.heads, room // (length - streamed)) if length > streamed else self.heads
 
-    def held(self, length: int, generated: int) -> tuple[int, int]:
+    def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a head that keeps everything, and of a streaming one, after so many generated tokens."""
         streamed, whole = self.streamed(length), self.fitting(length)
         if self.budget.size is None or not self.budget.counts_generated or not whole:

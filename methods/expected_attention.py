@@ -86,13 +86,13 @@ class ExpectedAttention(Scorer):
 
     def _turn(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """The mean rotation at the `future` positions after `length` tokens, transposed: [D, D] fp32, for rows."""
-        known = length, like.device
-        if known not in self.turns:
+        key = length, like.device
+        if key not in self.turns:
             assert self.context.rotation is not None
             units = torch.eye(like.shape[-1], device=like.device)[None, :, None].expand(-1, -1, self.future, -1)
             positions = torch.arange(length, length + self.future, device=like.device)[None, None]
-            self.turns[known] = self.context.rotation.turn(units, positions)[0].mean(dim=1)
-        return self.turns[known]
+            self.turns[key] = self.context.rotation.turn(units, positions)[0].mean(dim=1)
+        return self.turns[key]
 
 
 class AdaExpectedAttention(ExpectedAttention):

@@ -14,7 +14,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
 
@@ -83,16 +83,16 @@ class H2O(Evictor):
         """The recent ones."""
         return self.compressor.recent(capacity)
 
-    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+    def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """The sums begin with the prompt's, recent tokens' too."""
-        sums = self.compressor.score(layer, prompt).gather(2, held.ids.clamp(min=0))
-        held.numbers.copy_(sums.masked_fill(held.ids < 0, torch.inf))
+        sums = self.compressor.score(layer, prompt).gather(2, tokens.ids.clamp(min=0))
+        tokens.numbers.copy_(sums.masked_fill(tokens.ids < 0, torch.inf))
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """Add it to the sums."""
-        held.numbers.add_(attention)
+        tokens.numbers.add_(attention)
 
-    def worth(self, layer: int, held: Held) -> torch.Tensor:
+    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The sums; recent tokens stay."""
-        recent = held.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
-        return super().worth(layer, held).masked_fill(recent, torch.inf)
+        recent = tokens.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
+        return super().worth(layer, tokens).masked_fill(recent, torch.inf)

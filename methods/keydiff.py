@@ -68,7 +68,7 @@ class KeyDiffBlocks(KeepsEnds):
 
     def reserved(self, capacity: int) -> int:
         """The block where it is inside."""
-        return capacity - self._blocks(capacity).kept
+        return capacity - self._blocks(capacity).keep_count
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep what a prefill in blocks leaves."""
@@ -91,17 +91,17 @@ class KeyDiffBlocks(KeepsEnds):
         pairs = [*zip(lengths, self.blocks, strict=True)]
         full = any(blocks.full(length) for length, blocks in pairs)
         for layer in self.shape.sparse_layers if full else ():
-            held, rows = self.view.resident(layer), []
-            keys = self.view.keys(layer, held)
+            resident, rows = self.view.resident(layer), []
+            keys = self.view.keys(layer, resident)
             for row, (length, blocks) in enumerate(pairs):
-                ids = held[row, :, : blocks.held(length)]
+                ids = resident[row, :, : blocks.resident_count(length)]
                 rows.append(self._pruned(row, ids, keys[row, :, : ids.shape[1]]) if blocks.full(length) else ids)
             self._keep(layer, rows)
 
     def _pruned(self, row: int, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Of token ids [H, n] of a row those that stay after a block, by their keys [H, n, D]; ascending."""
         scores = difference(keys).masked_fill(at_ends(ids, self.shape.lengths[row], self.ends[row]), torch.inf)
-        return ids.gather(1, top_earliest(scores[None], self.blocks[row].kept)[0]).sort(dim=1).values
+        return ids.gather(1, top_earliest(scores[None], self.blocks[row].keep_count)[0]).sort(dim=1).values
 
     def _keep(self, layer: int, rows: list[torch.Tensor]) -> None:
         """Keep these ids of each row, with room for what comes until one is pruned next."""
@@ -110,12 +110,12 @@ class KeyDiffBlocks(KeepsEnds):
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, and as published the tokens of the block, which the current one may fill."""
-        return self._blocks(self.budget.tokens(length)).held(length + generated)
+        return self._blocks(self.budget.tokens(length)).resident_count(length + generated)
 
     def report(self) -> dict[str, float]:
         """Tokens of a KV head that a prefill in blocks holds at most, in one layer."""
         pairs = zip(self.shape.lengths, self.blocks, strict=True)
-        return {"block_prefill_tokens_max": max(blocks.most_held(length) for length, blocks in pairs)}
+        return {"block_prefill_tokens_max": max(blocks.max_resident_count(length) for length, blocks in pairs)}
 
 
 class Blocks(NamedTuple):
@@ -123,30 +123,30 @@ class Blocks(NamedTuple):
 
     Attributes:
         size: tokens of a block.
-        kept: tokens that stay after it.
+        keep_count: tokens that stay after it.
         first: where the first one begins.
     """
 
     size: int
-    kept: int
+    keep_count: int
     first: int
 
     def full(self, length: int) -> bool:
         """Whether the last of `length` tokens ends a block, and some have to go."""
-        return length > self.kept and (length - self.first) % self.size == 0
+        return length > self.keep_count and (length - self.first) % self.size == 0
 
-    def held(self, length: int) -> int:
+    def resident_count(self, length: int) -> int:
         """Tokens that are held of `length`, those of a full block all among them."""
         newer = (length - self.first - 1) % self.size + 1
-        return min(length - newer, self.kept) + newer if length > self.kept else length
+        return min(length - newer, self.keep_count) + newer if length > self.keep_count else length
 
-    def most_held(self, length: int) -> int:
+    def max_resident_count(self, length: int) -> int:
         """The most tokens that are held while `length` are read; later blocks hold no fewer."""
-        return max(self.held(seen) for seen in range(max(0, length - self.size), length + 1))
+        return max(self.resident_count(prefix) for prefix in range(max(0, length - self.size), length + 1))
 
     def room(self, length: int) -> int:
         """Tokens after the last of `length` until some have to go."""
-        whole = (max(length, self.kept) - self.first) // self.size
+        whole = (max(length, self.keep_count) - self.first) // self.size
         return self.first + (whole + 1) * self.size - length
 
 

@@ -51,35 +51,38 @@ class KVzip(Scorer):
         scores = prompt.keys.new_zeros(prompt.keys.shape[:3], dtype=torch.float32)
         for row, prefix in enumerate(prompt.prefixes):
             scores[row, :, :prefix] = torch.inf
-        for one in prompt.replayed:
-            scores[one.row, :, one.start : one.stop] = self.most_attention(layer, prompt, one)
+        for replay in prompt.replayed:
+            scores[replay.row, :, replay.start : replay.stop] = self.most_attention(layer, prompt, replay)
         return scores
 
-    def most_attention(self, layer: int, prompt: Prompt, one: Replayed) -> torch.Tensor:
+    def most_attention(self, layer: int, prompt: Prompt, replay: Replayed) -> torch.Tensor:
         """To each token of a chunk, [Hkv, stop - start], in a softmax over the tokens before the context, the chunk's,
         and those of the pass up to the query.
         """
-        asked, before, most = one.queries.shape[1], prompt.prefixes[one.row], []
-        position, chunk = torch.arange(asked, device=one.keys.device), slice(before, before + one.stop - one.start)
-        for head, queries in enumerate(one.queries.unflatten(0, (one.keys.shape[0], -1))):
-            stored = prompt.keys[one.row, head]
-            keys = torch.cat([stored[:before], stored[one.start : one.stop], one.keys[head]]).float()
-            weight = self.added_lengths(layer, prompt, one, head) if self.plus else None
-            best = keys.new_zeros(one.stop - one.start)
+        count, before, most = replay.queries.shape[1], prompt.prefixes[replay.row], []
+        position, chunk = (
+            torch.arange(count, device=replay.keys.device),
+            slice(before, before + replay.stop - replay.start),
+        )
+        for head, queries in enumerate(replay.queries.unflatten(0, (replay.keys.shape[0], -1))):
+            stored = prompt.keys[replay.row, head]
+            keys = torch.cat([stored[:before], stored[replay.start : replay.stop], replay.keys[head]]).float()
+            weight = self.added_lengths(layer, prompt, replay, head) if self.plus else None
+            best = keys.new_zeros(replay.stop - replay.start)
             for block in position.split(BLOCK):
                 logits = queries[:, block].float() @ keys.T * self.shape.scaling  # [G, block, keys]
                 logits[..., chunk.stop :].masked_fill_(position > block[:, None], -torch.inf)
                 attention = logits.softmax(dim=-1)[..., chunk]
                 if weight is not None:
-                    attention = attention * weight[:, None] / one.norms[block, None]
+                    attention = attention * weight[:, None] / replay.norms[block, None]
                 best = best.maximum(attention.amax(dim=(0, 1)))
             most.append(best)
         return torch.stack(most)
 
-    def added_lengths(self, layer: int, prompt: Prompt, one: Replayed, head: int) -> torch.Tensor:
+    def added_lengths(self, layer: int, prompt: Prompt, replay: Replayed, head: int) -> torch.Tensor:
         """[G, stop - start], of what each query head of a group adds to the hidden states for each token's value."""
         assert self.context.output is not None, "KVzip+ weighs values by the model's output weights"
-        values = prompt.values[one.row, head, one.start : one.stop].float()
+        values = prompt.values[replay.row, head, replay.start : replay.stop].float()
         weights = self.context.output(layer).to(values.device).unflatten(0, (self.shape.kv_heads, -1))[head]
         return torch.stack([(values @ weight.float()).norm(dim=-1) for weight in weights])
 
@@ -97,21 +100,23 @@ class KVzip(Scorer):
 
     def end_prefill(self) -> None:
         """Keep the best pairs of all layers and heads."""
-        kept = [self._kept(row, length) for row, length in enumerate(self.shape.lengths)]
-        whole, recents = all(bool(row.all()) for row in kept), [torch.arange(*recent) for recent in self.recents]
-        older = [row.index_fill(2, ids.to(row.device), False) for row, ids in zip(kept, recents, strict=True)]
+        retained = [self._retained_mask(row, length) for row, length in enumerate(self.shape.lengths)]
+        whole, recents = all(bool(row.all()) for row in retained), [torch.arange(*recent) for recent in self.recents]
+        older = [row.index_fill(2, ids.to(row.device), False) for row, ids in zip(retained, recents, strict=True)]
         for at, layer in enumerate(self.scores):
             device = self.shape.device_of(layer)
             if not whole:
                 room = ROLLING_WINDOW if self.budget.counts_generated else None
-                self.view.keep(layer, stacked([_ids(row[at]).to(device) for row in kept]), room)
+                self.view.keep(layer, stacked([_ids(row[at]).to(device) for row in retained]), room)
             if not self.at_rest:
                 self.scored[layer] = [_ids(row[at]).to(device) for row in older]
         self.scores = {}
 
-    def _kept(self, row: int, length: int) -> torch.Tensor:
+    def _retained_mask(self, row: int, length: int) -> torch.Tensor:
         """[layers, Hkv, length] bool, which tokens of a row stay: of equal scores the first in that order."""
-        scores = torch.stack([one[row, :, :length].to(self.shape.device) for one in self.scores.values()])
+        scores = torch.stack(
+            [layer_scores[row, :, :length].to(self.shape.device) for layer_scores in self.scores.values()]
+        )
         ranked = scores.view(len(scores) if self.layerwise else 1, -1)
         count = self.capacities[row] * ranked.shape[1] // max(length, 1)
         best = ranked.argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -11,7 +11,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 
 
@@ -38,8 +38,8 @@ class LRU(Evictor):
         super().begin(shape, budget, view, context)
         self.share = shape.for_layers(1 / torch.tensor(self.capacities)[:, None, None])
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """Stamp the current token, and those it attends with more than 1 / C."""
         now = (self.view.seen(layer) - 1)[:, None, None]
-        looked = (attention > self.share[layer]) | (held.ids == now)
-        held.numbers.copy_(torch.where(looked, now.float(), held.numbers))
+        looked = (attention > self.share[layer]) | (tokens.ids == now)
+        tokens.numbers.copy_(torch.where(looked, now.float(), tokens.numbers))

@@ -49,10 +49,10 @@ class OmniKV(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Find out which layers follow which filter."""
         super().begin(shape, budget, view, context)
-        layers, given = shape.sparse_layers, self.filters
-        if given is not None and given[-1] >= shape.layers:
-            raise ValueError(f"filters={given}: the model has {shape.layers} layers")
-        filters = asked_about(as_deep_as_published(shape.layers) if given is None else given, layers)
+        layers, configured = shape.sparse_layers, self.filters
+        if configured is not None and configured[-1] >= shape.layers:
+            raise ValueError(f"filters={configured}: the model has {shape.layers} layers")
+        filters = next_layers(as_deep_as_published(shape.layers) if configured is None else configured, layers)
         indexes = [layers.index(layer) for layer in filters]
         self.filter_of: dict[int, int] = {}  # of each layer that attends what a filter chose
         for index, stop in zip(indexes, [*indexes, len(layers)][1:], strict=True):
@@ -75,13 +75,13 @@ class OmniKV(Method):
         """The tokens with the largest products in any head, then the generated ones that are always attended."""
         largest = products(query, self.view.keys(layer)).flatten(1, 2).amax(dim=1)  # [B, n]
         lists = []
-        for row, seen in enumerate(self.view.lengths(layer)):
-            always, capacity = seen - self.shape.lengths[row], self.capacities[row]
+        for row, length in enumerate(self.view.lengths(layer)):
+            always, capacity = length - self.shape.lengths[row], self.capacities[row]
             if self.budget.counts_generated:
                 always = min(always, capacity // 4)
                 capacity -= always
-            best = top(largest[row, : seen - always].view(1, 1, -1), capacity)[0]
-            lists.append(torch.cat([best, torch.arange(seen - always, seen, device=best.device)[None]], dim=1))
+            best = top(largest[row, : length - always].view(1, 1, -1), capacity)[0]
+            lists.append(torch.cat([best, torch.arange(length - always, length, device=best.device)[None]], dim=1))
         return Selection(stacked(lists))
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
@@ -108,7 +108,7 @@ def as_deep_as_published(layers: int) -> list[int]:
     return [round(layer * layers / PUBLISHED_LAYERS) for layer in PUBLISHED_FILTERS]
 
 
-def asked_about(filters: Sequence[int], layers: Sequence[int]) -> list[int]:
+def next_layers(filters: Sequence[int], layers: Sequence[int]) -> list[int]:
     """The next of `layers` from each filter on, both ascending; two that meet are one, beyond the last is none."""
-    found = (next((layer for layer in layers if layer >= wanted), None) for wanted in filters)
-    return list(dict.fromkeys(layer for layer in found if layer is not None))
+    matches = (next((layer for layer in layers if layer >= filter_layer), None) for filter_layer in filters)
+    return list(dict.fromkeys(layer for layer in matches if layer is not None))

@@ -136,13 +136,13 @@ class PQCache(Method):
     def _estimated(self, layer: int, row: int, query: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Estimated attention among the tokens `first` to `stop` - 1, summed over the group: [Hkv, n]."""
         heads, group, table = self.shape.kv_heads, self.shape.group, self.tables[layer][row]
-        asked = query.float().view(heads, group, self.subspaces, -1)
+        grouped = query.float().view(heads, group, self.subspaces, -1)
         if query.device.type == "cpu":
-            found = torch.empty(heads, stop - first)
-            given = asked.numpy(), table.numpy(), self.codes[layer].numpy(), row, first, self.shape.scaling
-            code_kernels.attention(*given, found.numpy())
-            return found
-        products = asked.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
+            attention = torch.empty(heads, stop - first)
+            arguments = grouped.numpy(), table.numpy(), self.codes[layer].numpy(), row, first, self.shape.scaling
+            code_kernels.attention(*arguments, attention.numpy())
+            return attention
+        products = grouped.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
         codes = self.codes[layer][row, :, :, first:stop].long()[:, :, None].expand(-1, -1, group, -1)
         logits = products.gather(3, codes).sum(dim=1) * self.shape.scaling
         return logits.softmax(dim=2).sum(dim=1)

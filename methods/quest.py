@@ -64,10 +64,10 @@ class Quest(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Sum up the pages of the prompt."""
         starts = self._starts(prompt)
-        rows = [bounds(keys, own, self.page_size) for keys, own in zip(prompt.keys, starts, strict=True)]
+        rows = [bounds(keys, row_starts, self.page_size) for keys, row_starts in zip(prompt.keys, starts, strict=True)]
         most = max(low.shape[1] for low, _ in rows)
         self.low[layer], self.high[layer] = (
-            torch.stack([pad(one, (0, 0, 0, most - one.shape[1]), value=empty) for one in side])
+            torch.stack([pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side])
             for side, empty in zip(zip(*rows, strict=True), (torch.inf, -torch.inf), strict=True)
         )
 
@@ -119,7 +119,12 @@ class Quest(Method):
         score = score.mean(dim=2) if mean else score.flatten(1, 2)
         per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))
         return Selection(
-            stacked([self._tokens(row, room, length, own[:, :count]) for row, (room, length, count, own) in per_row])
+            stacked(
+                [
+                    self._tokens(row, room, length, row_scores[:, :count])
+                    for row, (room, length, count, row_scores) in per_row
+                ]
+            )
         )
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
 from methods.blocks import list_kernels
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.topk import Granularity
 from methods.snapkv import SnapKV
 
@@ -74,46 +74,48 @@ class RaaS(Evictor):
         """A pinned prompt stays whole."""
         return Budget(max(self.shape.lengths)) if self.pinned else super().prompt_budget()
 
-    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+    def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """Stamps before those of the steps, between -1 and 0: later ones for pages with more votes."""
-        held.numbers.copy_(self._of_pages(layer, held, -1 / (1 + held.numbers)).masked_fill(held.ids < 0, torch.inf))
+        tokens.numbers.copy_(
+            self._of_pages(layer, tokens, -1 / (1 + tokens.numbers)).masked_fill(tokens.ids < 0, torch.inf)
+        )
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """Stamp with the time of the step what was looked at, and the page that the current token is in."""
-        looked = attention.scatter(2, held.counts[..., None] - 1, torch.inf)
-        held.numbers.masked_fill_(self._of_pages(layer, held, looked) > self.alpha, self.steps)
+        looked = attention.scatter(2, tokens.counts[..., None] - 1, torch.inf)
+        tokens.numbers.masked_fill_(self._of_pages(layer, tokens, looked) > self.alpha, self.steps)
 
-    def make_room(self, layer: int, held: Held) -> None:
+    def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the page with the oldest stamp."""
-        if held.width > min(self.limits):
-            worth, pages = self.worth(layer, held), self._pages(layer, held)
+        if tokens.width > min(self.limits):
+            worth, pages = self.worth(layer, tokens), self._pages(layer, tokens)
             oldest = worth.argmin(dim=2, keepdim=True)
             goes = (pages == pages.gather(2, oldest)) & worth.isfinite()  # of a page at an end the rest stays
             size = goes.sum(dim=2, keepdim=True)
-            held.drop(oldest, size * (held.counts > self.limit[layer])[..., None], max(self.limits))
+            tokens.drop(oldest, size * (tokens.counts > self.limit[layer])[..., None], max(self.limits))
 
-    def worth(self, layer: int, held: Held) -> torch.Tensor:
+    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The stamps; a pinned prompt stays."""
         if self.pinned:
-            return held.numbers.masked_fill(held.ids < self.lengths[layer], torch.inf)
-        return super().worth(layer, held)
+            return tokens.numbers.masked_fill(tokens.ids < self.lengths[layer], torch.inf)
+        return super().worth(layer, tokens)
 
-    def _pages(self, layer: int, held: Held) -> torch.Tensor:
+    def _pages(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The page of each token, [B, H, width]; there is one that begins with the first generated token."""
         far = torch.iinfo(torch.int64).max // 2  # where there is no token
-        return torch.where(held.ids < 0, far, held.ids - self.lengths[layer]) // self.page_size
+        return torch.where(tokens.ids < 0, far, tokens.ids - self.lengths[layer]) // self.page_size
 
-    def _of_pages(self, layer: int, held: Held, each: torch.Tensor) -> torch.Tensor:
+    def _of_pages(self, layer: int, tokens: TokenLists, numbers: torch.Tensor) -> torch.Tensor:
         """The largest number of each token's page, [B, H, width]."""
         if self.page_size == 1:
-            return each
-        if each.device.type == "cpu":
-            found, firsts = torch.empty_like(each), self.lengths[layer].view(-1)
-            parts = held.ids.contiguous().numpy(), firsts.numpy(), self.page_size, each.contiguous().numpy()
-            list_kernels.largest_of_pages(*parts, found.numpy())
-            return found
-        pages = self._pages(layer, held)
+            return numbers
+        if numbers.device.type == "cpu":
+            largest, firsts = torch.empty_like(numbers), self.lengths[layer].view(-1)
+            parts = tokens.ids.contiguous().numpy(), firsts.numpy(), self.page_size, numbers.contiguous().numpy()
+            list_kernels.largest_of_pages(*parts, largest.numpy())
+            return largest
+        pages = self._pages(layer, tokens)
         number = torch.zeros_like(pages)  # of the page in its list
         number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
-        most = torch.zeros_like(each).scatter_reduce_(2, number, each, "amax", include_self=False)
+        most = torch.zeros_like(numbers).scatter_reduce_(2, number, numbers, "amax", include_self=False)
         return most.gather(2, number)

@@ -12,7 +12,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 
 
@@ -45,10 +45,10 @@ class RandomEviction(Evictor):
     def __init__(self) -> None:
         super().__init__(RandomTokens())
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """The number of the current token; attention changes nothing."""
         drawn = [torch.rand(self.lists, 1, generator=rows) for rows in self.compressor.generators[layer]]
-        held.numbers.scatter_(2, held.counts[..., None] - 1, torch.stack(drawn).to(attention.device))
+        tokens.numbers.scatter_(2, tokens.counts[..., None] - 1, torch.stack(drawn).to(attention.device))
 
 
 def random(evict: Literal["once", "always"] = "once") -> RandomTokens | RandomEviction:

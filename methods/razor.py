@@ -35,7 +35,7 @@ class RazorAttention(TwoKinds):
     """
 
     evicts = "counted"
-    apart = 1
+    extra_entries = 1
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RazorAttention(TwoKinds):
         room, least = self.total(length) - self.heads * self.least(length), self.least(length)
         return len(self.ranked) if length <= least else min(len(self.ranked), max(0, room) // (length - least))
 
-    def held(self, length: int, generated: int) -> tuple[int, int]:
+    def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a retrieval head, and of another, after so many generated tokens."""
         retrieving = self.fitting(length)
         others, total = self.heads - retrieving, self.total(length)
@@ -105,9 +105,9 @@ class RazorAttention(TwoKinds):
         sums = torch.zeros(2, *prompt.keys.shape[:2], prompt.keys.shape[3], device=prompt.keys.device)
         for row, starts in enumerate(self.starts):
             for retrieves, start in enumerate(starts):
-                own = self.retrieves[layer][row] == retrieves
+                matching = self.retrieves[layer][row] == retrieves
                 for which, block in enumerate((prompt.keys, prompt.values)):
-                    sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * own[:, None]
+                    sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * matching[:, None]
         self.dropped[layer] = sums
         super().prefill(layer, prompt)
 
@@ -128,10 +128,10 @@ class RazorAttention(TwoKinds):
             return
         before = self._first(layer, self.former_starts)
         ids = before[..., None] + torch.arange(most, device=now.device)
-        left = ids < now[..., None]
-        ids = torch.where(left, ids, -1)
+        departed = ids < now[..., None]
+        ids = torch.where(departed, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
-            self.dropped[layer][which] += (read(layer, ids).float() * left[..., None]).sum(dim=2)
+            self.dropped[layer][which] += (read(layer, ids).float() * departed[..., None]).sum(dim=2)
 
     def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where that is nothing."""
@@ -151,5 +151,5 @@ def retrieval_heads(scores: HeadScores, echo: float, induction: float) -> list[t
         ranked = sorted(heads, key=lambda head: -of[head[0]][head[1]])
         return ranked[: round(share * len(heads))]
 
-    found = {*best(scores.echo, echo), *best(scores.induction, induction)}
-    return sorted(found, key=lambda head: (-max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)), head))
+    chosen = {*best(scores.echo, echo), *best(scores.induction, induction)}
+    return sorted(chosen, key=lambda head: (-max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)), head))

@@ -55,8 +55,10 @@ class RKV(KeepsEnds):
         super().begin(shape, budget, view, context)
         inside = budget.counts_generated
         self.windows, buffers = zip(*map(self.parts, self.capacities), strict=True)
-        self.kept = [capacity - inside * buffer for capacity, buffer in zip(self.capacities, buffers, strict=True)]
-        self.limits = [kept + buffer for kept, buffer in zip(self.kept, buffers, strict=True)]
+        self.keep_counts = [
+            capacity - inside * buffer for capacity, buffer in zip(self.capacities, buffers, strict=True)
+        ]
+        self.limits = [keep_count + buffer for keep_count, buffer in zip(self.keep_counts, buffers, strict=True)]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
         self.cache: dict[int, list[torch.Tensor]] = {}  # ids [Hkv, n] of each row, in the order of the cache
@@ -103,7 +105,7 @@ class RKV(KeepsEnds):
 
     def _note_sizes(self, full: Collection[int]) -> None:
         for row in full:
-            self.sizes[row] = self.kept[row]
+            self.sizes[row] = self.keep_counts[row]
 
     def _append_newer(self, layer: int) -> None:
         """What came since the last compression follows the cache."""
@@ -118,9 +120,9 @@ class RKV(KeepsEnds):
             keys = self.view.keys(layer, stacked(cache))
             queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
         for row in rows:
-            own = keys[row, :, : cache[row].shape[1]].float()
+            row_keys = keys[row, :, : cache[row].shape[1]].float()
             stays = at_ends(cache[row], self.shape.lengths[row], self.ends[row])
-            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), own, stays, self.kept[row])
+            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), row_keys, stays, self.keep_counts[row])
             cache[row] = cache[row].gather(1, slots)
         room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
         self.view.keep(layer, stacked(cache), room)

@@ -29,7 +29,7 @@ class _Votes(SnapKV):
 
     def layer_budgets(self, length: int) -> list[int]:
         """The same in each layer."""
-        return [tokens_left(length, self.budget.tokens(length))] * len(self.shape.sparse_layers)
+        return [retained_tokens(length, self.budget.tokens(length))] * len(self.shape.sparse_layers)
 
 
 class RocketKV(Method):
@@ -54,13 +54,13 @@ class RocketKV(Method):
             compile_kernels(shape.dtype)
         self.votes.begin(shape, Budget(budget.size, minimum=budget.minimum), view, context)
         pairs = list(zip(shape.lengths, self.capacities, strict=True))
-        self.left = [tokens_left(length, capacity) for length, capacity in pairs]
+        self.retained = [retained_tokens(length, capacity) for length, capacity in pairs]
         sizes = [
-            page_and_channels(left, capacity, shape.head_dim)
-            for left, capacity in zip(self.left, self.capacities, strict=True)
+            page_and_channels(retained, capacity, shape.head_dim)
+            for retained, capacity in zip(self.retained, self.capacities, strict=True)
         ]
         self.page, self.channels = zip(*sizes, strict=True)
-        self.kept: dict[int, torch.Tensor] = {}  # of each layer, what is left of the prompt, [B, Hkv, n], -1 at the end
+        self.prompt_ids: dict[int, torch.Tensor] = {}  # of each layer, of the prompt, [B, Hkv, n], trailing -1
         self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
 
@@ -69,20 +69,20 @@ class RocketKV(Method):
         ids, _ = self.votes.best(layer, prompt)
         ids = ids.masked_fill(ids < 0, ids.shape[2] + prompt.keys.shape[2]).sort(dim=2).values
         lows, highs = [], []
-        for row, (left, page) in enumerate(zip(self.left, self.page, strict=True)):
-            own = ids[row, :, :left, None].expand(-1, -1, prompt.keys.shape[3])
-            edges = (torch.arange(-(-left // page) + 1, device=own.device) * page).clamp(max=left)
-            low, high = bounds(prompt.keys[row].gather(1, own), edges, page)
+        for row, (retained, page) in enumerate(zip(self.retained, self.page, strict=True)):
+            index = ids[row, :, :retained, None].expand(-1, -1, prompt.keys.shape[3])
+            edges = (torch.arange(-(-retained // page) + 1, device=index.device) * page).clamp(max=retained)
+            low, high = bounds(prompt.keys[row].gather(1, index), edges, page)
             lows.append(low)
             highs.append(high)
         most = max(low.shape[1] for low in lows)
         self.low[layer], self.high[layer] = (
-            torch.stack([pad(one, (0, 0, 0, most - one.shape[1]), value=empty) for one in side])
+            torch.stack([pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side])
             for side, empty in ((lows, torch.inf), (highs, -torch.inf))
         )
-        self.kept[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
-        if self.left != [*prompt.lengths]:
-            self.view.keep(layer, self.kept[layer])
+        self.prompt_ids[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
+        if self.retained != [*prompt.lengths]:
+            self.view.keep(layer, self.prompt_ids[layer])
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key joins its row's last page, or begins the next one."""
@@ -94,8 +94,8 @@ class RocketKV(Method):
 
     def _tokens(self, layer: int) -> list[int]:
         """What each row holds."""
-        lengths = zip(self.view.lengths(layer), self.shape.lengths, self.left, strict=True)
-        return [left + seen - prompt for seen, prompt, left in lengths]
+        lengths = zip(self.view.lengths(layer), self.shape.lengths, self.retained, strict=True)
+        return [retained + length - prompt for length, prompt, retained in lengths]
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens of the pages with the largest estimates, page after page."""
@@ -104,17 +104,19 @@ class RocketKV(Method):
 
     def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """What a row that holds so many tokens attends, [Hkv, n]."""
-        left, page, most = self.left[row], self.page[row], self._most(self.capacities[row], tokens)
+        retained, page, most = self.retained[row], self.page[row], self._most(self.capacities[row], tokens)
         starts = torch.arange(0, tokens, page, device=query.device)
         sizes = (tokens - starts).clamp(max=page)
         low, high = (part[layer][row, :, : len(sizes)].float() for part in (self.low, self.high))
-        own = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
-        scores = estimates(own, low, high, sizes, self.channels[row], self.shape.scaling)
+        grouped = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
+        scores = estimates(grouped, low, high, sizes, self.channels[row], self.shape.scaling)
         # one page more than they take: the last one may be short
         best = top_earliest(scores[None], -(-most // page) + 1)[0]
         slots, _ = entries(starts[best], sizes[best], most)
-        generated = slots - left + self.shape.lengths[row]
-        return torch.where(slots < left, self.kept[layer][row].gather(1, slots.clamp(0, left - 1)), generated)
+        generated = slots - retained + self.shape.lengths[row]
+        return torch.where(
+            slots < retained, self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1)), generated
+        )
 
     def _most(self, capacity: int, tokens: int) -> int:
         """What is attended of so many tokens."""
@@ -123,18 +125,18 @@ class RocketKV(Method):
     def rule(self, layer: int, length: int, generated: int) -> int:
         """Half of C, or as many tokens as there are, up to C; unified: C."""
         capacity = self.budget.tokens(length)
-        return self._most(capacity, tokens_left(length, capacity) + generated)
+        return self._most(capacity, retained_tokens(length, capacity) + generated)
 
 
-def tokens_left(length: int, capacity: int) -> int:
+def retained_tokens(length: int, capacity: int) -> int:
     """Of a prompt of `length` tokens N / c^alpha: c = N / C, alpha = min(.2 + .06 log2 c, .8); of C or fewer all."""
     ratio = max(1.0, length / capacity)
     return int(length / ratio ** min(0.2 + 0.06 * log2(ratio), 0.8))
 
 
-def page_and_channels(left: int, capacity: int, head_dim: int) -> tuple[int, int]:
-    """Tokens of a page and channels that are looked at: together they read 1 / c2 of the keys, c2 = left / C."""
-    ratio = max(1.0, left / capacity)
+def page_and_channels(retained: int, capacity: int, head_dim: int) -> tuple[int, int]:
+    """Tokens of a page and channels that are looked at: together they read 1 / c2 of the keys, c2 = retained / C."""
+    ratio = max(1.0, retained / capacity)
     page = min(int(ratio), ceil(sqrt(ratio)))
     return page, round(head_dim * page / ratio)
 
@@ -162,12 +164,12 @@ def estimates(
     """
     size = query.abs()
     best = size.sum(dim=1).topk(channels, dim=1).indices[:, None]
-    seen = size.gather(2, best.expand(-1, query.shape[1], -1)).sum(dim=2, keepdim=True)
+    covered = size.gather(2, best.expand(-1, query.shape[1], -1)).sum(dim=2, keepdim=True)
     upward = query.sum(dim=1, keepdim=True).gather(2, best) > 0
     page = best.expand(-1, low.shape[1], -1)
     bound = torch.where(upward, high.gather(2, page), low.gather(2, page))
     looking = query.gather(2, best.expand(-1, query.shape[1], -1))
-    share = (seen / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)  # a query may be zero there
+    share = (covered / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)  # a query may be zero there
     logits = looking @ bound.mT * scaling / share.sqrt()
     all_tokens = (logits + sizes.log()).logsumexp(dim=2, keepdim=True)
     return (logits - all_tokens).exp().sum(dim=1)

@@ -15,7 +15,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
 from methods.h2o import HeavyHitters
@@ -62,7 +62,7 @@ class SCOPE(Evictor):
             raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
         scorers: dict[str, Callable[..., Scorer]] = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "h2o": HeavyHitters}
         super().__init__(scorers[compressor](window=prompt_window), granularity)
-        self.strategy, self.window, self.recent, self.asked_delta = strategy, window, recent, delta
+        self.strategy, self.window, self.recent, self.requested_delta = strategy, window, recent, delta
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle delta, and where generated tokens count their part of each layer's budget."""
@@ -78,8 +78,8 @@ class SCOPE(Evictor):
 
     def _delta(self, new_tokens: int | None) -> int:
         """Steps in which the window grows by one."""
-        if self.strategy == "slide" or self.asked_delta is not None:
-            return self.asked_delta or 1
+        if self.strategy == "slide" or self.requested_delta is not None:
+            return self.requested_delta or 1
         if new_tokens is None:
             raise ValueError(
                 f"delta=null: strategy={self.strategy} takes it from the length of the answer, which is not known "
@@ -102,24 +102,24 @@ class SCOPE(Evictor):
         self.excess = 0 if waits else max(0, self.size - most)
         self.size -= self.excess
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """A generated token is worth what it receives in this step; the prompt's keep their scores."""
-        held.numbers.copy_(torch.where(held.ids < self.lengths[layer], held.numbers, attention))
+        tokens.numbers.copy_(torch.where(tokens.ids < self.lengths[layer], tokens.numbers, attention))
 
-    def make_room(self, layer: int, held: Held) -> None:
+    def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the generated tokens of which there are too many, and where they count a prompt token."""
-        prompt = self.prompt.setdefault(layer, held.counts)
+        prompt = self.prompt.setdefault(layer, tokens.counts)
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (held.ids < self.lengths[layer]) | (held.ids >= self.view.seen(layer)[:, None, None] - recent)
-            least = held.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
-            over = held.counts - prompt > limit
-            held.drop(least, over.long()[..., None], held.width - (not counted))
+            stay = (tokens.ids < self.lengths[layer]) | (tokens.ids >= self.view.seen(layer)[:, None, None] - recent)
+            least = tokens.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
+            over = tokens.counts - prompt > limit
+            tokens.drop(least, over.long()[..., None], tokens.width - (not counted))
         if counted:
-            least = held.numbers.masked_fill(held.ids >= self.lengths[layer], torch.inf).argmin(dim=2, keepdim=True)
-            over = held.counts > self.capacity[layer]
-            held.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
+            least = tokens.numbers.masked_fill(tokens.ids >= self.lengths[layer], torch.inf).argmin(dim=2, keepdim=True)
+            over = tokens.counts > self.capacity[layer]
+            tokens.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
             self.prompt[layer] = prompt - over.long()
 
     def _limits(self, layer: int, prompt: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor | int]:

@@ -65,7 +65,7 @@ class ShadowKV(Method):
         zones = [self._zones(capacity) for capacity in self.capacities]
         self.last = [local for _, local in zones]  # of each row, chunks
         prompts = [self._chunks(row, length) for row, length in enumerate(shape.lengths)]
-        self.apart = [min(zone[0], chunks) for zone, chunks in zip(zones, prompts, strict=True)]  # outliers of each row
+        self.outlier_counts = [min(zone[0], chunks) for zone, chunks in zip(zones, prompts, strict=True)]  # by row
         self.means: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, P, D]
         self.closed: dict[int, torch.Tensor] = {}  # [B, Hkv, P] bool, outliers, and chunks that are not there
         self.outlying: dict[int, list[torch.Tensor]] = {}  # of each row, chunks [Hkv, n]
@@ -88,8 +88,8 @@ class ShadowKV(Method):
         """Chunks to choose when a row has `length` tokens: all but the outliers, where C covers them."""
         size, capacity, chunks = self.chunk_size, self.capacities[row], self._chunks(row, length)
         if self.budget.counts_generated and capacity < length:
-            capacity -= self.apart[row] * size + length - chunks * size
-        return min(capacity // size, chunks - self.apart[row])
+            capacity -= self.outlier_counts[row] * size + length - chunks * size
+        return min(capacity // size, chunks - self.outlier_counts[row])
 
     # -- index -----------------------------------------------------------------------------------------------------
 
@@ -101,16 +101,17 @@ class ShadowKV(Method):
         means = chunks.mean(dim=3)
         absent = torch.arange(most, device=means.device) >= torch.tensor(counts, device=means.device)[:, None, None]
         closed = absent.expand(means.shape[:3]).clone()
-        alike = cosine_similarity(means[:, :, :, None], chunks, dim=4).amin(dim=3)
-        found = top((-alike).masked_fill(closed, -torch.inf), max(self.apart))
+        similarity = cosine_similarity(means[:, :, :, None], chunks, dim=4).amin(dim=3)
+        outliers = top((-similarity).masked_fill(closed, -torch.inf), max(self.outlier_counts))
         self.outlying[layer] = []
-        for row, count in enumerate(self.apart):
-            closed[row].scatter_(1, found[row, :, :count], True)
-            self.outlying[layer].append(found[row, :, :count])
+        for row, count in enumerate(self.outlier_counts):
+            closed[row].scatter_(1, outliers[row, :, :count], True)
+            self.outlying[layer].append(outliers[row, :, :count])
         self.means[layer] = means.masked_fill(absent[..., None], 0).to(prompt.keys.dtype)
         self.closed[layer] = closed
         covered = [
-            self._room(row, length) == counts[row] - self.apart[row] for row, length in enumerate(prompt.lengths)
+            self._room(row, length) == counts[row] - self.outlier_counts[row]
+            for row, length in enumerate(prompt.lengths)
         ]
         if not all(covered):
             self._leave_device(layer, prompt, covered)
@@ -120,17 +121,17 @@ class ShadowKV(Method):
         batch, heads, longest, dim = prompt.keys.shape
         rank, at = math.ceil(self.rank * heads * dim), torch.arange(longest, device=prompt.keys.device)
         tokens, basis = prompt.keys.new_zeros(batch, longest, rank), prompt.keys.new_zeros(batch, heads, rank, dim)
-        rotation, kept = self.context.rotation, []
+        rotation, ids = self.context.rotation, []
         assert rotation is not None
         for row, length in enumerate(prompt.lengths):
             if covered[row]:
-                kept.append(at[:length].expand(heads, -1))
+                ids.append(at[:length].expand(heads, -1))
                 continue
             keys = rotation.back(prompt.keys[row : row + 1, :, :length].float(), at[None, None, :length])
             tokens[row, :length], basis[row] = low_rank(keys[0], rank)
-            kept.append(self._attended(layer, row, length, self.outlying[layer][row][:, :0]))
+            ids.append(self._attended(layer, row, length, self.outlying[layer][row][:, :0]))
         self.factors[layer] = tokens, basis
-        self.view.keep(layer, stacked(kept))
+        self.view.keep(layer, stacked(ids))
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Where generated tokens count, a chunk that leaves the recent ones is summed up."""
@@ -180,7 +181,7 @@ class ShadowKV(Method):
         rotation = self.context.rotation
         assert rotation is not None
         index = index.clamp(0, tokens.shape[1] - 1)
-        factors = torch.stack([embedding(at, own) for at, own in zip(index, tokens, strict=True)])
+        factors = torch.stack([embedding(at, row_tokens) for at, row_tokens in zip(index, tokens, strict=True)])
         return rotation.turn(factors.float() @ basis.float(), index)
 
     def rule(self, layer: int, length: int, generated: int) -> int:

@@ -41,8 +41,8 @@ class SnapKV(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The smoothed votes; the window does not vote for itself, nor smooth its votes over its neighbours."""
-        own = last_tokens(prompt, self.windows)
-        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(own, 0)
+        in_window = last_tokens(prompt, self.windows)
+        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(in_window, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)
 

@@ -67,7 +67,7 @@ class SqueezeAttention(Method):
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
         self.shares = dict(zip(self.shape.sparse_layers, map(list, zip(*rows, strict=True)), strict=True))
-        self.counts = {layer: torch.tensor(own)[:, None] for layer, own in self.shares.items()}
+        self.counts = {layer: torch.tensor(shares)[:, None] for layer, shares in self.shares.items()}
 
     def end_prefill(self) -> None:
         """Drop what no layer's share holds."""
@@ -98,7 +98,7 @@ class SqueezeAttention(Method):
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The layer's share, of rows with such a prompt the largest."""
         rows = zip(self.shares[layer], self.shape.lengths, strict=True)
-        return max(share for share, own in rows if own == length)
+        return max(share for share, row_length in rows if row_length == length)
 
     def mean_rule(self, length: int, generated: int) -> int:
         """C, the mean of the layers' shares."""

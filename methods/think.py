@@ -50,7 +50,7 @@ class ThinK(SnapKV):
         super().begin(shape, budget, view, context)
         self.dropped = int(self.channels * shape.head_dim)
         self.cut = [length > capacity for length, capacity in zip(shape.lengths, self.capacities, strict=True)]
-        self.kept: list[float] = []  # of each layer, the share of its keys' channels
+        self.channel_shares: list[float] = []  # of each layer, the share of its keys' channels
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompt, and then the keys that are left."""
@@ -64,17 +64,17 @@ class ThinK(SnapKV):
             if not self.cut[row]:
                 continue
             pruned[row] = torch.where(ids[row] < length - self.whole, ids[row], -1)
-            held = (ids[row] >= 0)[..., None]
-            own = keys[row].float().masked_fill(~held, 0)
-            weakest = weakest_channels(last[row, :, -length:].unflatten(0, (len(own), -1)), own, self.dropped)
+            present = (ids[row] >= 0)[..., None]
+            row_keys = keys[row].float().masked_fill(~present, 0)
+            weakest = weakest_channels(last[row, :, -length:].unflatten(0, (len(row_keys), -1)), row_keys, self.dropped)
             keys[row].scatter_(2, weakest[:, None].expand(-1, keys.shape[2], -1), 0)
         self.view.write(layer, pruned, keys=keys)
         gone = (pruned >= 0).sum() * self.dropped / self.shape.head_dim
-        self.kept.append(1 - float(gone / (ids >= 0).sum()))
+        self.channel_shares.append(1 - float(gone / (ids >= 0).sum()))
 
     def report(self) -> dict[str, float]:
         """The share of the channels of the prompt's keys that are not dropped."""
-        return {"key_channels": sum(self.kept) / len(self.kept)} if self.kept else {}
+        return {"key_channels": sum(self.channel_shares) / len(self.channel_shares)} if self.channel_shares else {}
 
 
 def weakest_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:

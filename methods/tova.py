@@ -10,7 +10,7 @@ import torch
 
 from kvbench.method import Needs, Prompt
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.interval import Interval
 from methods.blocks.scorer import Scorer
 from methods.blocks.votes import window_votes
@@ -36,9 +36,9 @@ class TOVA(Evictor):
     def __init__(self) -> None:
         super().__init__(LastQuery(), "layer")
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """What a token receives in this step is what it is worth."""
-        held.numbers.copy_(attention.masked_fill(held.ids < 0, torch.inf))
+        tokens.numbers.copy_(attention.masked_fill(tokens.ids < 0, torch.inf))
 
 
 class TOVADecode(Interval, LastQuery):

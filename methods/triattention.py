@@ -52,14 +52,14 @@ class TriAttention(KeepsEnds):
             ValueError: the head scores are of another model or have no queries, or a pinned prompt leaves no room.
         """
         super().begin(shape, budget, view, context)
-        self.kept = [capacity - self.reserved(capacity) for capacity in self.capacities]
+        self.keep_counts = [capacity - self.reserved(capacity) for capacity in self.capacities]
         self.limits = [capacity + (0 if budget.counts_generated else self.buffer) for capacity in self.capacities]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
-        for length, kept in zip(shape.lengths, self.kept, strict=True):
-            if self.pin_prompt and length >= kept:
+        for length, keeps in zip(shape.lengths, self.keep_counts, strict=True):
+            if self.pin_prompt and length >= keeps:
                 raise ValueError(
-                    f"method.pin_prompt=true: a prompt of {length} tokens, of which budget={budget.size} keeps {kept}; "
-                    "expected a budget that has room for generated tokens, or method.pin_prompt=false"
+                    f"method.pin_prompt=true: a prompt of {length} tokens, of which budget={budget.size} keeps "
+                    f"{keeps}; expected a budget that has room for generated tokens, or method.pin_prompt=false"
                 )
         self._take_scores()
 
@@ -104,10 +104,10 @@ class TriAttention(KeepsEnds):
         cache = {layer: self.view.resident(layer) for layer in layers}
         scores = {layer: self._scores(layer, cache[layer], rows) for layer in layers}
         if self.sets == "model":
-            mean = torch.stack([one.to(self.shape.device) for one in scores.values()]).mean(dim=0)
+            mean = torch.stack([layer_scores.to(self.shape.device) for layer_scores in scores.values()]).mean(dim=0)
             scores = self.shape.for_layers(mean)
         for row in rows:
-            self.sizes[row] = self.kept[row]
+            self.sizes[row] = self.keep_counts[row]
         room = min(limit - size for limit, size in zip(self.limits, self.sizes, strict=True))
         for layer in layers:
             counts = torch.tensor(self.sizes, device=cache[layer].device)
@@ -120,9 +120,9 @@ class TriAttention(KeepsEnds):
         scores = torch.where(ids < 0, -torch.inf, torch.inf)
         for row in rows:
             first, last = self.shape.lengths[row] if self.pin_prompt else 0, self.sizes[row]
-            each = self.received(layer, keys[row, :, first:last].float(), lengths[row])
-            deviation = each.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
-            worth = ((each - each.mean(dim=-1, keepdim=True)) / deviation).amax(dim=1)
+            received = self.received(layer, keys[row, :, first:last].float(), lengths[row])
+            deviation = received.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)
+            worth = ((received - received.mean(dim=-1, keepdim=True)) / deviation).amax(dim=1)
             stays = at_ends(ids[row, :, first:last], self.shape.lengths[row], self.ends[row])
             scores[row, :, first:last] = worth.masked_fill(stays, torch.inf)
         return scores

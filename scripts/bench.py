@@ -14,9 +14,9 @@ from typing import Any
 from kvbench.config import ConfigError
 
 
-def command_line(about: str | None) -> argparse.ArgumentParser:
+def command_line(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the script's docstring."""
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def say(text: str) -> None:
@@ -52,8 +52,8 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
         return find()
     if path.exists():
         try:
-            kept = json.loads(path.read_text())
-            was, found = kept["part"], kept["found"]
+            stored = json.loads(path.read_text())
+            was, result = stored["part"], stored["found"]
         except (ValueError, TypeError, KeyError):
             raise ConfigError(f"{path}: not a part's result; expected another --parts, or the file removed") from None
         if differ := [key for key, value in part.items() if was.get(key) != value]:
@@ -61,21 +61,21 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
             raise ConfigError(
                 f"--{name} {part[name]}: {path} was run with {was.get(name)}; expected that, or another --parts"
             )
-        return found
+        return result
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--parts {path.parent}: {error.strerror}; expected a folder") from None
-    found = rounded(find(), 5)
-    made = path.with_suffix(".new")
-    made.write_text(json.dumps({"part": part, "found": found}))
-    made.replace(path)
-    return found
+    result = rounded(find(), 5)
+    new_file = path.with_suffix(".new")
+    new_file.write_text(json.dumps({"part": part, "found": result}))
+    new_file.replace(path)
+    return result
 
 
-def print_result(found: Any) -> None:
+def print_result(result: Any) -> None:
     """One JSON object, the last line of a script; numbers have five digits, as more would be noise."""
-    print(json.dumps(rounded(found, 5)))
+    print(json.dumps(rounded(result, 5)))
 
 
 def rounded(value: Any, digits: int) -> Any:

@@ -56,9 +56,9 @@ def decode(shape: Shape, store: LayerStore, query: torch.Tensor, selection: Sele
     return compared(medians(calls, shape.device), "flashinfer", "torch")
 
 
-def compared(ms: dict[str, float], one: str, other: str) -> dict[str, Any]:
+def compared(ms: dict[str, float], first: str, other: str) -> dict[str, Any]:
     """Times with the ratio of two of them, where both were taken."""
-    ratio = {f"{one}_over_{other}": ms[one] / ms[other]} if one in ms and other in ms else {}
+    ratio = {f"{first}_over_{other}": ms[first] / ms[other]} if first in ms and other in ms else {}
     return {"ms": ms, **ratio}
 
 
@@ -77,24 +77,24 @@ def prefill(shape: Shape, store: LayerStore, column: int, width: int) -> dict[st
 
 def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[str, Any]:
     """A step's selection brought up from the host."""
-    kept = budget - max(1, int(turnover * budget))
+    reused = budget - max(1, int(turnover * budget))
     order = torch.rand(shape.batch, shape.kv_heads, context).argsort(dim=2)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, side in (("bulk", "cpu"), ("uva", shape.device)):
         if name == "uva" and shape.device.type != "cuda":
             continue
         store = store_of(shape, context, home="host")
         steps = [
-            torch.cat([order[..., :kept], order[..., start : start + budget - kept]], dim=2).to(side)
-            for start in range(kept, context - (budget - kept), budget - kept)
+            torch.cat([order[..., :reused], order[..., start : start + budget - reused]], dim=2).to(side)
+            for start in range(reused, context - (budget - reused), budget - reused)
         ]
         turn = iter(steps * (1 + (ROUNDS + 2) // len(steps)))
-        found[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
-        moved = (budget - kept) * shape.batch * shape.kv_heads * store.device.entry_bytes
-        found[name]["moved_gib_s"] = moved / 2**30 / (found[name]["ms"] / 1e3)
-    if "uva" in found:
-        found["uva_over_bulk"] = found["uva"]["ms"] / found["bulk"]["ms"]
-    return found
+        result[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
+        moved = (budget - reused) * shape.batch * shape.kv_heads * store.device.entry_bytes
+        result[name]["moved_gib_s"] = moved / 2**30 / (result[name]["ms"] / 1e3)
+    if "uva" in result:
+        result["uva_over_bulk"] = result["uva"]["ms"] / result["bulk"]["ms"]
+    return result
 
 
 def main() -> None:
@@ -110,38 +110,38 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("QUERY", "KV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
-    given = parser.parse_args()
-    if given.chunk > given.context or given.budget > given.context // 2:
-        parser.error(f"--context {given.context}: at least --chunk {given.chunk} and twice --budget {given.budget}")
-    query_heads, kv_heads = given.heads
-    dtype = DTYPES[given.dtype]
-    device = torch.device(given.device)
-    lengths = (given.context,) * given.batch
+    args = parser.parse_args()
+    if args.chunk > args.context or args.budget > args.context // 2:
+        parser.error(f"--context {args.context}: at least --chunk {args.chunk} and twice --budget {args.budget}")
+    query_heads, kv_heads = args.heads
+    dtype = DTYPES[args.dtype]
+    device = torch.device(args.device)
+    lengths = (args.context,) * args.batch
     shape = Shape(
-        1, query_heads, kv_heads, given.head_dim, lengths, dtype, device, given.head_dim**-0.5, sparse_layers=(0,)
+        1, query_heads, kv_heads, args.head_dim, lengths, dtype, device, args.head_dim**-0.5, sparse_layers=(0,)
     )
     torch.manual_seed(0)
     with torch.inference_mode():
-        store = store_of(shape, given.context)
-        query = torch.randn(given.batch, query_heads, 1, given.head_dim, device=device).to(dtype)
-        chosen = torch.rand(given.batch, kv_heads, given.context, device=device).topk(given.budget, dim=2).indices
+        store = store_of(shape, args.context)
+        query = torch.randn(args.batch, query_heads, 1, args.head_dim, device=device).to(dtype)
+        chosen = torch.rand(args.batch, kv_heads, args.context, device=device).topk(args.budget, dim=2).indices
         full, selected = decode(shape, store, query, None), decode(shape, store, query, Selection(chosen))
         selected["over_full"] = min(selected["ms"].values()) / min(full["ms"].values())
         report = {
             "full": full,
             "selected": selected,
             "prefill": {
-                "first": prefill(shape, store, 0, given.chunk),
-                "last": prefill(shape, store, given.context - given.chunk, given.chunk),
+                "first": prefill(shape, store, 0, args.chunk),
+                "last": prefill(shape, store, args.context - args.chunk, args.chunk),
             },
         }
         del store
-        report["offload"] = offload(shape, given.context, given.budget, given.turnover)
+        report["offload"] = offload(shape, args.context, args.budget, args.turnover)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": given.head_dim, "batch": given.batch}
-    about = {"device": name, "dtype": given.dtype, "context": given.context, "budget": given.budget, "sizes": sizes}
-    about["turnover"] = given.turnover
-    print_result({**report, **about})
+    sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": args.head_dim, "batch": args.batch}
+    settings = {"device": name, "dtype": args.dtype, "context": args.context, "budget": args.budget, "sizes": sizes}
+    settings["turnover"] = args.turnover
+    print_result({**report, **settings})
 
 
 if __name__ == "__main__":

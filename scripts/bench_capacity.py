@@ -138,7 +138,7 @@ class Part:
             head_dim**-0.5, sparse,
         )  # fmt: skip
 
-    def held(self, dense: int, sparse: int) -> int:
+    def bytes_of(self, dense: int, sparse: int) -> int:
         """Bytes of so many tokens in each dense and each sparse layer, in whole blocks."""
         shape, blocks = self.shape, (BLOCK * math.ceil(count / BLOCK) for count in (dense, sparse))
         layers = shape.layers - len(shape.sparse_layers), len(shape.sparse_layers)
@@ -153,11 +153,11 @@ class Part:
         """
         if not self.folder.is_dir():
             raise ConfigError(f"--model {self.model}: not in {self.folder.parent}; kvbench fetch {self.model} first")
-        needed = self.held(self.longest, self.longest) + self.held(BLOCK, BLOCK)  # vLLM leaves a block empty
-        if needed > MIB * self.memory:
+        required = self.bytes_of(self.longest, self.longest) + self.bytes_of(BLOCK, BLOCK)  # vLLM leaves a block empty
+        if required > MIB * self.memory:
             raise ConfigError(
                 f"--memory {self.memory}: one request of {self.model} with {self.longest} tokens takes "
-                f"{math.ceil(needed / MIB)} MiB; expected that or more"
+                f"{math.ceil(required / MIB)} MiB; expected that or more"
             )
 
 
@@ -297,23 +297,23 @@ class Served:
     def step(self, requests: Mapping[str, Request]) -> tuple[Step, list[str]]:
         """One pass, and the names of the requests that it ended."""
         began = time.perf_counter()
-        made = self._engine.step()
+        outputs = self._engine.step()
         now = time.perf_counter()
-        new = {one.request_id: len(one.outputs[0].token_ids) for one in made}
+        new = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
         for name, tokens in new.items():
             requests[name].came(tokens, now)
         counts, lost = self._scheduled.num_scheduled_tokens.values(), self._scheduled.preempted_req_ids or ()
         used = self._empty - self._pool.get_num_free_blocks()
         step = Step(now - began, len(counts), sum(new.values()), all(count == 1 for count in counts), used, len(lost))
-        return step, [one.request_id for one in made if one.finished]
+        return step, [output.request_id for output in outputs if output.finished]
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes for keys and values: of blocks, beside them, and of both."""
         # each says the size of the one allocation in which groups of layers lie over each other
         blocks = max(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
-        beside = 0 if self._full else self._llm.collective_rpc("kvbench_counts")[0].get("side_bytes", 0)
-        return {"blocks": blocks, "beside": beside, "all": blocks + beside}
+        side_bytes = 0 if self._full else self._llm.collective_rpc("kvbench_counts")[0].get("side_bytes", 0)
+        return {"blocks": blocks, "beside": side_bytes, "all": blocks + side_bytes}
 
     @property
     def blocks(self) -> int:
@@ -330,20 +330,22 @@ def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
         requests: all to come.
         plan: the method and its budget; None: full attention.
     """
-    from kvbench.backends.vllm.side import Side, rows_kept
+    from kvbench.backends.vllm.side import Side, rows_per_seat
 
     shape, room, rows = part.shape, MIB * part.memory, None
     if plan is not None and plan.frees:
         from kvbench.backends.vllm.requests import RequestEngine
 
         turns = {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}  # not called
-        rows = rows_kept(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
-    whole = statistics.mean(part.held(one.size, one.size) for one in requests)
+        rows = rows_per_seat(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
+    whole = statistics.mean(part.bytes_of(request.size, request.size) for request in requests)
     if rows is None:
-        return _between(1, (room - part.held(BLOCK, BLOCK)) // whole, part.clients)
+        return _between(1, (room - part.bytes_of(BLOCK, BLOCK)) // whole, part.clients)
     seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
-    after = statistics.mean(part.held(one.size, len(one.prompt) % BLOCK + one.answer) for one in requests)
-    reading = part.held(part.longest, part.longest) + (part.held(BLOCK, 0) or part.held(BLOCK, BLOCK))
+    after = statistics.mean(
+        part.bytes_of(request.size, len(request.prompt) % BLOCK + request.answer) for request in requests
+    )
+    reading = part.bytes_of(part.longest, part.longest) + (part.bytes_of(BLOCK, 0) or part.bytes_of(BLOCK, BLOCK))
     return _between(1, 1 + (room - reading - seat) // (after + seat), part.clients)
 
 
@@ -356,8 +358,8 @@ def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[
     named = {str(number): request for number, request in enumerate(requests)}
     waiting, steps, under_way = iter(named.items()), list[Step](), 0
     while True:
-        while under_way < clients and (coming := next(waiting, None)) is not None:
-            served.send(*coming)
+        while under_way < clients and (next_request := next(waiting, None)) is not None:
+            served.send(*next_request)
             under_way += 1
         if not under_way:
             return steps
@@ -391,26 +393,26 @@ def over_time(steps: Sequence[Step]) -> dict[str, Any]:
     def rows(some: Iterable[Step], took: float) -> float:
         return sum(step.rows * step.seconds for step in some) / took
 
-    found = {
+    result = {
         "seconds": seconds,
         "tokens": sum(step.tokens for step in steps),
         "at_once_mean": rows(steps, seconds),
         "at_once_peak": max(step.rows for step in steps),
         "decode_share": alone / seconds,
     }
-    found["tokens_per_s"] = found["tokens"] / seconds
+    result["tokens_per_s"] = result["tokens"] / seconds
     if alone:
-        found["decode_at_once"] = rows(decoding, alone)
-        found["decode_tokens_per_s"] = sum(step.tokens for step in decoding) / alone
-    return found
+        result["decode_at_once"] = rows(decoding, alone)
+        result["decode_tokens_per_s"] = sum(step.tokens for step in decoding) / alone
+    return result
 
 
 def over_requests(requests: Sequence[Request]) -> dict[str, float]:
     """Seconds to the first token, and ms from token to token."""
     waits = [request.first - request.sent for request in requests]
-    paces = [1e3 * (one.last - one.first) / (one.tokens - 1) for one in requests if one.tokens > 1]
-    found = {f"ttft_s_p{percent}": float(np.percentile(waits, percent)) for percent in (50, 95)}
-    return {**found, "tpot_ms_p50": statistics.median(paces)} if paces else found
+    paces = [1e3 * (request.last - request.first) / (request.tokens - 1) for request in requests if request.tokens > 1]
+    result = {f"ttft_s_p{percent}": float(np.percentile(waits, percent)) for percent in (50, 95)}
+    return {**result, "tpot_ms_p50": statistics.median(paces)} if paces else result
 
 
 # -- the harness -------------------------------------------------------------------------------------------------------
@@ -424,16 +426,16 @@ def decode(part: Part) -> dict[str, Any]:
     loaded = loading.load(part.conf, device="cpu", dtype=part.dtype)
     stream(loaded.model)
     with torch.inference_mode():
-        one, _ = decoded(loaded, part, 1, WARM)
-        batch = max(1, min(part.clients, MIB * part.memory // one))
-        held, steps = decoded(loaded, part, batch, part.answer)
-    if held > MIB * part.memory:
-        raise ConfigError(f"{part.name}: a batch of {batch} holds {held} bytes, more than {part.memory} MiB")
-    found = over_time(steps)
+        row_bytes, _ = decoded(loaded, part, 1, WARM)
+        batch = max(1, min(part.clients, MIB * part.memory // row_bytes))
+        batch_bytes, steps = decoded(loaded, part, batch, part.answer)
+    if batch_bytes > MIB * part.memory:
+        raise ConfigError(f"{part.name}: a batch of {batch} holds {batch_bytes} bytes, more than {part.memory} MiB")
+    result = over_time(steps)
     for name in ("tokens_per_s", "decode_share"):  # no prompt was read
-        del found[name]
+        del result[name]
     tpot = 1e3 * statistics.median(step.seconds for step in steps)
-    return {**found, "tpot_ms_p50": tpot, "preemptions": 0, "seats": batch, "memory_bytes": {"all": held}}
+    return {**result, "tpot_ms_p50": tpot, "preemptions": 0, "seats": batch, "memory_bytes": {"all": batch_bytes}}
 
 
 def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[Step]]:
@@ -476,46 +478,46 @@ def run(part: Part) -> dict[str, float]:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{part.name}: failed, as it says above")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    say(f"{part.name}: {found}")
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    say(f"{part.name}: {result}")
+    return result
 
 
-def merged(kept: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Cells with their arms and settings, and where arms cross, of all parts."""
     parts: dict[tuple[Any, ...], dict[int, list[Any]]] = {}
-    for one in kept:
-        key = tuple(one["part"][name] for name in GROUP)
-        parts.setdefault(key, {}).setdefault(one["part"]["memory"], []).append(one)
+    for entry in results:
+        key = tuple(entry["part"][name] for name in GROUP)
+        parts.setdefault(key, {}).setdefault(entry["part"]["memory"], []).append(entry)
     cells, crossed = list[Any](), list[Any]()
     for key, memories in sorted(parts.items()):
-        about = dict(zip(GROUP, key, strict=True))
-        arms = {memory: arms_of(own) for memory, own in sorted(memories.items())}
-        for memory, own in arms.items():
+        group = dict(zip(GROUP, key, strict=True))
+        arms = {memory: arms_of(by_method) for memory, by_method in sorted(memories.items())}
+        for memory, by_method in arms.items():
             settings = {name: memories[memory][0]["part"].get(name) for name in SETTINGS}
-            cells.append({**about, "memory_mib": memory, "settings": settings, "arms": own})
-        crossed += [{**about, **one} for one in crossings(arms)]
+            cells.append({**group, "memory_mib": memory, "settings": settings, "arms": by_method})
+        crossed += [{**group, **entry} for entry in crossings(arms)]
     return {"cells": cells, "crossings": crossed}
 
 
 def arms_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Each arm's medians over rounds, and its ratios to full attention's of the same round."""
     rounds: dict[str, dict[int, Any]] = {}
-    for one in parts:
-        rounds.setdefault(one["part"]["method"], {})[one["part"]["round"]] = one["found"]
-    full, found = rounds.get(FULL, {}), dict[str, Any]()
-    for method, own in sorted(rounds.items(), key=lambda arm: arm[0] != FULL):
-        turns = list(own.values())
+    for entry in parts:
+        rounds.setdefault(entry["part"]["method"], {})[entry["part"]["round"]] = entry["found"]
+    full, result = rounds.get(FULL, {}), dict[str, Any]()
+    for method, by_round in sorted(rounds.items(), key=lambda arm: arm[0] != FULL):
+        turns = list(by_round.values())
         names = [name for name in turns[0] if name != "memory_bytes" and all(name in turn for turn in turns)]
-        about = {name: statistics.median(turn[name] for turn in turns) for name in names}
-        about |= {"rounds": len(turns), "memory_bytes": turns[0]["memory_bytes"]}
+        medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
+        medians |= {"rounds": len(turns), "memory_bytes": turns[0]["memory_bytes"]}
         for rate, ratio in RATES.items():
-            both = [(own[turn], full[turn]) for turn in own.keys() & full.keys()]
+            both = [(by_round[turn], full[turn]) for turn in by_round.keys() & full.keys()]
             ratios = [ours[rate] / theirs[rate] for ours, theirs in both if rate in ours and rate in theirs]
             if method != FULL and ratios:
-                about[ratio] = statistics.median(ratios)
-        found[method] = about
-    return found
+                medians[ratio] = statistics.median(ratios)
+        result[method] = medians
+    return result
 
 
 def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -524,12 +526,12 @@ def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]
     Args:
         arms: by MiB and method.
     """
-    for method in sorted({method for own in arms.values() for method in own} - {FULL}):
+    for method in sorted({method for by_method in arms.values() for method in by_method} - {FULL}):
         for rate in RATES:
             both = {
-                mib: (own[FULL], own[method])
-                for mib, own in sorted(arms.items())
-                if rate in own.get(FULL, {}) and rate in own.get(method, {})
+                mib: (by_method[FULL], by_method[method])
+                for mib, by_method in sorted(arms.items())
+                if rate in by_method.get(FULL, {}) and rate in by_method.get(method, {})
             }
             if both:
                 full, other = ({mib: 1 / pair[at][rate] for mib, pair in both.items()} for at in (0, 1))
@@ -539,13 +541,13 @@ def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]
                 yield {"method": method, "by": rate, "memory_mib": memory, "at_once": at_once}
 
 
-def parts_of(given: argparse.Namespace) -> Iterator[Part]:
+def parts_of(options: argparse.Namespace) -> Iterator[Part]:
     """All that was asked for: of each memory rounds, of a round the arms in turns."""
-    common = {name: getattr(given, name) for name in (*GROUP, *SETTINGS) if name != "tokens"}
-    for tokens in given.tokens:
-        for memory in given.memory:
-            for turn in range(given.rounds):
-                for method in (FULL, *given.methods):
+    common = {name: getattr(options, name) for name in (*GROUP, *SETTINGS) if name != "tokens"}
+    for tokens in options.tokens:
+        for memory in options.memory:
+            for turn in range(options.rounds):
+                for method in (FULL, *options.methods):
                     yield Part(tokens=tokens, memory=memory, round=turn, method=method, **common)
 
 
@@ -567,23 +569,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--parts", type=Path, default=Path("results/sweep_capacity"), help="where measured parts stay")
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.part:
-            part = Part(**given.part)
+        if options.part:
+            part = Part(**options.part)
             print_result(ENGINES[part.engine](part))
             return
-        if given.engine == "vllm":
+        if options.engine == "vllm":
             check_installed()
-        parts = list(parts_of(given))
+        parts = list(parts_of(options))
         for part in parts:
             part.check()
         for part in parts:
-            once(given.parts / f"{part.name}.json", asdict(part), partial(run, part))
+            once(options.parts / f"{part.name}.json", asdict(part), partial(run, part))
     except (ConfigError, ValueError) as error:
         sys.exit(f"bench_capacity: {error}")
-    kept = [json.loads(path.read_text()) for path in sorted(given.parts.glob("*.json"))]
-    print_result({**merged(kept), "threads": torch.get_num_threads()})
+    results = [json.loads(path.read_text()) for path in sorted(options.parts.glob("*.json"))]
+    print_result({**merged(results), "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def main() -> None:
         {
             **vars(arguments),
             "model": Path(arguments.model).name,
-            "kept_s": {name: kept for name, (kept, _, _) in talks.items()},
+            "kept_s": {name: reused for name, (reused, _, _) in talks.items()},
             "again_s": {name: again for name, (_, again, _) in talks.items()},
-            "ratio": {name: sum(again[1:]) / sum(kept[1:]) for name, (kept, again, _) in talks.items()},
+            "ratio": {name: sum(again[1:]) / sum(reused[1:]) for name, (reused, again, _) in talks.items()},
             "same_tokens": {name: same for name, (_, _, same) in talks.items()},
         }
     )
@@ -60,24 +60,24 @@ def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -
     """Seconds of each turn with the cache kept and with a new one, and how many turns were answered alike."""
     random = torch.Generator().manual_seed(0)
 
-    def said(tokens: int) -> torch.Tensor:
+    def random_ids(tokens: int) -> torch.Tensor:
         return torch.randint(3, len(tokenizer), (1, tokens), generator=random)
 
     def cache() -> KVCache:
         return KVCache(model, name, arguments.budget, tokenizer=tokenizer)
 
-    kept, same = cache(), 0
+    reused, same = cache(), 0
     times: tuple[list[float], list[float]] = [], []
-    ids = said(arguments.context)
+    ids = random_ids(arguments.context)
     for _ in range(arguments.turns + 1):
         answers = []
-        for seconds, own in zip(times, (kept, cache()), strict=True):
+        for seconds, current in zip(times, (reused, cache()), strict=True):
             start = time.process_time()
             answers.append(
                 model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    past_key_values=own,
+                    past_key_values=current,
                     max_new_tokens=arguments.answer,
                     min_new_tokens=arguments.answer,
                     do_sample=False,
@@ -85,7 +85,7 @@ def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -
             )
             seconds.append(time.process_time() - start)
         same += torch.equal(*answers)
-        ids = torch.cat([answers[0], said(arguments.turn)], dim=1)
+        ids = torch.cat([answers[0], random_ids(arguments.turn)], dim=1)
     return *times, same
 
 

@@ -75,17 +75,17 @@ class Compiled:
     def __init__(self) -> None:
         self.seconds = 0.0
         for module, names in COMPILED.items():
-            held = importlib.import_module(module)
+            compiled_module = importlib.import_module(module)
             for name in names:
-                setattr(held, name, self._timed(getattr(held, name)))
+                setattr(compiled_module, name, self._timed(getattr(compiled_module, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def timed(*arguments: Any) -> Any:
             began = time.perf_counter()
-            found = function(*arguments)
+            result = function(*arguments)
             self.seconds += time.perf_counter() - began
-            return found
+            return result
 
         return timed
 
@@ -113,9 +113,9 @@ class Side:
         compiled: Compiled | None = None,
     ) -> None:
         self.model, self.compiled = loaded.model, compiled
-        own = Budget(None if method == "full" else budget)
+        limit = Budget(None if method == "full" else budget)
         common: dict[str, Any] = {"new_tokens": WARM + steps, "kv": kv_of(kv), "kind": SyntheticEngine}
-        self.engine = engine_for(self.model, [tokens], method_named(method), own, (), loaded.tokenizer, **common)
+        self.engine = engine_for(self.model, [tokens], method_named(method), limit, (), loaded.tokenizer, **common)
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
         self.engine.fill_prompt(prompt.tolist())
@@ -141,27 +141,27 @@ class Side:
     def report(self, full: Side, first: Side, bandwidth: float) -> dict[str, float]:
         """What the module's docstring names."""
         steps = len(self.ms["tpot"])
-        found = {name: sum(times) / steps for name, times in self.ms.items()}  # a part that a step had not took 0
-        found["tpot_p50"] = statistics.median(self.ms["tpot"])
-        found["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
-        found["p95_over_mean"] = found["tpot_p95"] / found["tpot"]
+        result = {name: sum(times) / steps for name, times in self.ms.items()}  # a part that a step had not took 0
+        result["tpot_p50"] = statistics.median(self.ms["tpot"])
+        result["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
+        result["p95_over_mean"] = result["tpot_p95"] / result["tpot"]
         if self.compiled is not None:
-            found["compiled_share"] = found["compiled"] / found["rest"]
-        found["rest_over_full"] = found["rest"] * steps / sum(full.ms["rest"])
+            result["compiled_share"] = result["compiled"] / result["rest"]
+        result["rest_over_full"] = result["rest"] * steps / sum(full.ms["rest"])
         for name in ("tpot", "attention"):
             ratios = (ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True))
-            found[f"{name}_over_first"] = statistics.median(ratios)
+            result[f"{name}_over_first"] = statistics.median(ratios)
         audit = self.engine.report()
         attended = audit["attended_bytes_per_step"]
-        found["must_read_ms"] = 1e3 * attended / bandwidth
-        found["rest_over_must_read"] = found["rest"] / found["must_read_ms"]
+        result["must_read_ms"] = 1e3 * attended / bandwidth
+        result["rest_over_must_read"] = result["rest"] / result["must_read_ms"]
         weights = hardware.read_weight_bytes(self.model, rows=1)
-        found["floor_ms"] = 1e3 * hardware.floor_seconds(weights, attended, bandwidth)
-        found |= {name: audit[name] for name in ("attended_mean", "moved_bytes_per_step")}
-        return found
+        result["floor_ms"] = 1e3 * hardware.floor_seconds(weights, attended, bandwidth)
+        result |= {name: audit[name] for name in ("attended_mean", "moved_bytes_per_step")}
+        return result
 
 
-def beside_full(
+def with_full(
     loaded: models.Loaded, method: str, kinds: list[str], sizes: tuple[int, int, int], compiled: Compiled | None
 ) -> dict[str, Any]:
     """A method and full attention over keys and values of each kind: the method's reports by kind, full's as "full".
@@ -190,23 +190,23 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
     parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
     parser.add_argument("--compiled", action="store_true", help="time what compiled code takes, too")
-    given = parser.parse_args()
-    compiled = Compiled() if given.compiled else None
-    found: dict[str, Any] = {}
-    for dtype in given.dtypes:
-        config = {**(shipped("model", given.model) or {}), "weights": "dummy"}
+    options = parser.parse_args()
+    compiled = Compiled() if options.compiled else None
+    result: dict[str, Any] = {}
+    for dtype in options.dtypes:
+        config = {**(shipped("model", options.model) or {}), "weights": "dummy"}
         loaded = models.load(config, device="cpu", dtype=dtype)
         stream(loaded.model)
-        for tokens, budget in given.cells:
-            for method in given.methods:
+        for tokens, budget in options.cells:
+            for method in options.methods:
                 with torch.inference_mode():
-                    reports = beside_full(loaded, method, given.kv, (tokens, budget, given.steps), compiled)
-                own = reports if len(reports) > 1 else reports[given.kv[0]]
-                found.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = own
-                say(f"{dtype} {tokens}:{budget} {method} {rounded(own, 4)}")
-    found |= {"copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy, "threads": torch.get_num_threads()}
-    found |= {"cpu": torch.cpu.get_capabilities().get("architecture", ""), "settings": vars(given)}
-    print_result(found)
+                    reports = with_full(loaded, method, options.kv, (tokens, budget, options.steps), compiled)
+                shown = reports if len(reports) > 1 else reports[options.kv[0]]
+                result.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = shown
+                say(f"{dtype} {tokens}:{budget} {method} {rounded(shown, 4)}")
+    result |= {"copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy, "threads": torch.get_num_threads()}
+    result |= {"cpu": torch.cpu.get_capabilities().get("architecture", ""), "settings": vars(options)}
+    print_result(result)
 
 
 def _cell(word: str) -> tuple[int, int]:

@@ -130,17 +130,17 @@ def bench(vectors: Floats, queries: Floats, k: int, names: list[str]) -> dict[st
     """All arms on one set."""
     built: dict[Any, tuple[Any, float]] = {}
     arms = {name: arm(name, vectors, queries, built) for name in names}
-    asked = range(len(queries))
-    us = median_us({name: partial(one.search, k) for name, one in arms.items()}, asked)
-    found = {name: [one.search(k, query) for query in asked] for name, one in arms.items()}
+    query_ids = range(len(queries))
+    us = median_us({name: partial(arm.search, k) for name, arm in arms.items()}, query_ids)
+    nearest = {name: [arm.search(k, query) for query in query_ids] for name, arm in arms.items()}
     rows = {
         name: (
-            one.build_s,
+            arm.build_s,
             us[name] / 1e3,
-            faiss.serialize_index(one.index).nbytes / 1e6,
-            100 * float(np.mean([np.isin(*both).mean() for both in zip(found["Flat"], found[name], strict=True)])),
+            faiss.serialize_index(arm.index).nbytes / 1e6,
+            100 * float(np.mean([np.isin(*both).mean() for both in zip(nearest["Flat"], nearest[name], strict=True)])),
         )
-        for name, one in arms.items()
+        for name, arm in arms.items()
     }
     ratios, paper = over_flat(rows), over_flat(PAPER)
     return {
@@ -173,22 +173,22 @@ def orderings(ours: dict[str, Any], paper: dict[str, Any]) -> dict[str, list[lis
 
     What differs by less than 5 % on either side has no order.
     """
-    found: dict[str, list[list[Any]]] = {}
+    differing: dict[str, list[list[Any]]] = {}
     for column in COLUMNS:
         base = 100.0 if column == "accuracy" else 1.0
         here = {"Flat": base} | {name: ours[name][column] for name in ours if name in paper}
         there = {"Flat": base} | {name: paper[name][column] for name in here if name != "Flat"}
-        for one, other in itertools.combinations(here, 2):
-            signs = [_order(values[one], values[other]) for values in (here, there)]
+        for first, other in itertools.combinations(here, 2):
+            signs = [_order(values[first], values[other]) for values in (here, there)]
             if set(signs) == {"<", ">"}:
-                found.setdefault(column, []).append([one, other, *signs])
-    return found
+                differing.setdefault(column, []).append([first, other, *signs])
+    return differing
 
 
-def _order(one: float, other: float) -> str:
-    if min(one, other) > 0.95 * max(one, other):
+def _order(first: float, other: float) -> str:
+    if min(first, other) > 0.95 * max(first, other):
         return "="
-    return "<" if one < other else ">"
+    return "<" if first < other else ">"
 
 
 def main() -> None:
@@ -200,11 +200,11 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=100, help="asked one by one")
     parser.add_argument("--k", type=int, default=100, help="vectors wanted")
     parser.add_argument("--arms", nargs="+", choices=every, default=every, help="beside Flat")
-    given = parser.parse_args()
+    options = parser.parse_args()
     faiss.omp_set_num_threads(1)
-    made = glove_like(np.random.default_rng(0), given.n + given.queries, given.dim)
-    vectors, queries = made[: given.n], made[given.n :]
-    print_result({"runs": [bench(vectors, queries, min(given.k, given.n), ["Flat", *given.arms])]})
+    points = glove_like(np.random.default_rng(0), options.n + options.queries, options.dim)
+    vectors, queries = points[: options.n], points[options.n :]
+    print_result({"runs": [bench(vectors, queries, min(options.k, options.n), ["Flat", *options.arms])]})
 
 
 if __name__ == "__main__":

@@ -265,20 +265,22 @@ def _insert_us(data: Data, layout: Layout, work: Workspace) -> float:
     return 1e6 * (time.process_time() - start) / INSERTED
 
 
-def page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
-    """What `wanted` pages hold for each query on its own."""
-    truth = Truth.of(data, wanted * PAGE)
+def page_quality(
+    data: Data, trees: dict[str, DCITree], page_count: int, work: Workspace
+) -> dict[str, dict[str, float]]:
+    """What `page_count` pages hold for each query on its own."""
+    truth = Truth.of(data, page_count * PAGE)
     chosen: dict[str, list[Any]] = {}
     for name, tree in trees.items():
         pages = tree.tokens(np.arange(tree.pages, dtype=np.int32))
-        search = Search(fov=max(wanted, int(0.12 * tree.nodes)), rank_by=RANK_BY[name])  # type: ignore[arg-type]
-        chosen[name] = [tree.tokens(tree.best_pages(group, wanted, search, work).ids) for group in data.queries]
-        chosen[f"{name}_oracle"] = _oracle(truth, pages, wanted)
+        search = Search(fov=max(page_count, int(0.12 * tree.nodes)), rank_by=RANK_BY[name])  # type: ignore[arg-type]
+        chosen[name] = [tree.tokens(tree.best_pages(group, page_count, search, work).ids) for group in data.queries]
+        chosen[f"{name}_oracle"] = _oracle(truth, pages, page_count)
     consecutive = np.arange(data.count // PAGE * PAGE).reshape(-1, PAGE)
     keys = data.keys[consecutive]
     bounds = [_quest_bound(group, keys.min(axis=1), keys.max(axis=1)) for group in data.queries]
-    chosen["quest"] = [_largest(consecutive, bound, wanted) for bound in bounds]
-    chosen["quest_oracle"] = _oracle(truth, consecutive, wanted)
+    chosen["quest"] = [_largest(consecutive, bound, page_count) for bound in bounds]
+    chosen["quest_oracle"] = _oracle(truth, consecutive, page_count)
     result = {}
     for name, tokens in chosen.items():
         flat = [of_group.reshape(len(of_group), -1) for of_group in tokens]
@@ -286,15 +288,19 @@ def page_quality(data: Data, trees: dict[str, DCITree], wanted: int, work: Works
     return result
 
 
-def _presets(data: Data, wanted: int, work: Workspace) -> dict[str, dict[str, float]]:
-    """What `wanted` pages hold as presets build the tree and as wide as they search it; what that takes."""
-    truth, search, result = Truth.of(data, wanted * PAGE), Search(max(30, data.count // 1000), prop_to_retrieve=0.8), {}
+def _presets(data: Data, page_count: int, work: Workspace) -> dict[str, dict[str, float]]:
+    """What `page_count` pages hold as presets build the tree and as wide as they search it; what that takes."""
+    truth, search, result = (
+        Truth.of(data, page_count * PAGE),
+        Search(max(30, data.count // 1000), prop_to_retrieve=0.8),
+        {},
+    )
     for name, layout in PRESETS.items():
         DCITree(data.keys, data.count, layout, 0, work)
         start = time.process_time()
         tree = DCITree(data.keys, data.count, layout, 0, work)
         seconds = time.process_time() - start
-        answers = [tree.best_pages(group, wanted, search, work) for group in data.queries]
+        answers = [tree.best_pages(group, page_count, search, work) for group in data.queries]
         quality = truth.quality([tree.tokens(answer.ids).reshape(len(answer.ids), -1) for answer in answers])
         scored = float(np.mean([answer.evaluated for answer in answers]))
         result[name] = {**quality, "build_s": seconds, "scored_for_a_group": scored}
@@ -306,22 +312,22 @@ def _quest_bound(queries: Any, low: Any, high: Any) -> Any:
     return np.maximum(queries, 0) @ high.T + np.minimum(queries, 0) @ low.T
 
 
-def _oracle(truth: Truth, pages: Any, wanted: int) -> list[Any]:
-    """Tokens [G, wanted, PAGE] of the pages with the most mass, for every group."""
+def _oracle(truth: Truth, pages: Any, page_count: int) -> list[Any]:
+    """Tokens [G, page_count, PAGE] of the pages with the most mass, for every group."""
     return [
-        _largest(pages, np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2), wanted) for softmax in truth.softmax
+        _largest(pages, np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2), page_count) for softmax in truth.softmax
     ]
 
 
-def _largest(pages: Any, score: Any, wanted: int) -> Any:
-    """Tokens [G, wanted, PAGE] of the pages with the largest score [G, pages]."""
-    return pages[np.argpartition(-score, wanted, axis=1)[:, :wanted]]
+def _largest(pages: Any, score: Any, page_count: int) -> Any:
+    """Tokens [G, page_count, PAGE] of the pages with the largest score [G, pages]."""
+    return pages[np.argpartition(-score, page_count, axis=1)[:, :page_count]]
 
 
-def _made(kind: str, count: int, arguments: argparse.Namespace) -> Data:
+def _synthetic(kind: str, count: int, arguments: argparse.Namespace) -> Data:
     rng = np.random.default_rng(0)
-    asked = arguments.groups * arguments.group
-    keys, queries = KINDS[kind](rng, count + INSERTED, asked, arguments.dim)
+    query_count = arguments.groups * arguments.group
+    keys, queries = KINDS[kind](rng, count + INSERTED, query_count, arguments.dim)
     queries = queries.reshape(arguments.groups, arguments.group, arguments.dim)
     return Data(kind, keys.astype(np.float32), queries.astype(np.float32))
 
@@ -353,13 +359,13 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=12, help="pages wanted, for the quality of pages")
     arguments = parser.parse_args()
 
-    warm = replace(_made("attention", 2048, arguments), name="warm")
+    warm = replace(_synthetic("attention", 2048, arguments), name="warm")
     for layout in LAYOUTS.values():
         tree_of(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
     _insert_us(warm, Layout(), Workspace())
 
     sets = _captured(arguments.trace, arguments.groups) if arguments.trace else []
-    sets += [_made(kind, length, arguments) for kind in arguments.kinds for length in arguments.lengths]
+    sets += [_synthetic(kind, length, arguments) for kind in arguments.kinds for length in arguments.lengths]
     faiss.omp_set_num_threads(1)
     sizes = sorted({1, arguments.group})
     runs = [bench(data, arguments.k, arguments.pages, sizes) for data in sets]

@@ -84,27 +84,27 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     prompt = torch.randint(model.config.get_text_config().vocab_size, (options.prompt,)).tolist()
     layers, tokenizer = arm.dense_layers, arm.loaded.tokenizer
     engine = engine_for(model, [options.prompt], arm.method, arm.budget, layers, tokenizer, new_tokens=options.tokens)
-    held: list[tuple[float, int, int]] = []
+    measurements: list[tuple[float, int, int]] = []
     generation = generate(
         model,
         [prompt],
         engine,
         max_new_tokens=options.tokens,
         choice=Choice(Sampler(options.temperature, ["bench_long"])),
-        watch=lambda logits: held.append((time.process_time(), *bytes_of(engine))),
+        watch=lambda logits: measurements.append((time.process_time(), *bytes_of(engine))),
     )
     ends = range(options.stretch, len(generation.step_ms) + 1, options.stretch)
-    spent = [0.0, *(1e3 * (after[0] - before[0]) for before, after in pairwise(held))]
-    times, own = (
+    spent = [0.0, *(1e3 * (after[0] - before[0]) for before, after in pairwise(measurements))]
+    times, method_ms = (
         [statistics.median(steps[end - options.stretch : end]) for end in ends] for steps in (generation.step_ms, spent)
     )
-    say(f"{method}: {times[0]:.3f} to {times[-1]:.3f} ms a step, of its own {own[0]:.3f} to {own[-1]:.3f}")
+    say(f"{method}: {times[0]:.3f} to {times[-1]:.3f} ms a step, of its own {method_ms[0]:.3f} to {method_ms[-1]:.3f}")
     return {
         "at": list(ends),
         "step_ms": times,
-        "cpu_ms": own,
-        "device_mib": [held[end - 1][1] / 2**20 for end in ends],
-        "host_mib": [held[end - 1][2] / 2**20 for end in ends],
+        "cpu_ms": method_ms,
+        "device_mib": [measurements[end - 1][1] / 2**20 for end in ends],
+        "host_mib": [measurements[end - 1][2] / 2**20 for end in ends],
         "looped": is_looped(generation.tokens[0]),
     }
 

@@ -38,7 +38,7 @@ import torch
 from bench import command_line, median_us, print_result, say
 from json_texts import LAYOUTS, document
 
-from kvbench.backends.hf.generate import Generation, Question, generate
+from kvbench.backends.hf.generate import Generation, QuestionTokens, generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -49,8 +49,8 @@ from kvbench.config import bind_methods, build
 bind_methods()
 
 from methods.blocks.chunking import Chunks  # noqa: E402
-from methods.lychee.clustering import Layout, pooled  # noqa: E402
-from methods.lychee.index import ClusterIndex, Search  # noqa: E402
+from methods.lychee.clustering import ClusterLayout, pooled  # noqa: E402
+from methods.lychee.index import ChunkSearch, ClusterIndex  # noqa: E402
 
 RETRIEVES = 1  # the small model's layer that finds what was asked for
 NEW = 12  # tokens of an answer about a document
@@ -60,7 +60,7 @@ LENGTHS = [4096, 5376, 6656, 8192, 9472, 10752, 12032, 13312, 14592, 16000]  # t
 # -- the index on made keys --------------------------------------------------------------------------------------------
 
 
-def made(count: int, heads: int, dim: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def synthetic(count: int, heads: int, dim: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [H, n, D] bf16 and queries [H, Q, D]."""
     rng = torch.Generator().manual_seed(seed)
     deviation = torch.arange(1, dim + 1) ** -0.4
@@ -74,32 +74,32 @@ def made(count: int, heads: int, dim: int, queries: int, seed: int) -> tuple[tor
     mean = mean * deviation.norm() / mean.norm(dim=2, keepdim=True)
     walk = walk.transpose(0, 1) * deviation
     near = torch.randint(count, (queries,), generator=rng)
-    asked = walk[:, near] + 0.5 * deviation * torch.randn(heads, queries, dim, generator=rng)
-    return (mean + walk).bfloat16(), asked
+    query_vectors = walk[:, near] + 0.5 * deviation * torch.randn(heads, queries, dim, generator=rng)
+    return (mean + walk).bfloat16(), query_vectors
 
 
 def token_recall(
-    index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int, search: Search
+    index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int, search: ChunkSearch
 ) -> float:
     """Share of each query's best `budget` tokens in the chunks that fit into `budget` tokens."""
     best = (queries @ keys.float().transpose(1, 2)).topk(budget, dim=2).indices
-    found = index.best_chunks(queries, queries.norm(dim=2), budget, search)
-    tokens = chunks.tokens(chunks.fitting(found, budget))
-    held = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(2, tokens.where(tokens >= 0, keys.shape[1]), 1)
-    return float(held.gather(2, best).mean())
+    chunk_ids = index.best_chunks(queries, queries.norm(dim=2), budget, search)
+    tokens = chunks.tokens(chunks.fitting(chunk_ids, budget))
+    mask = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(2, tokens.where(tokens >= 0, keys.shape[1]), 1)
+    return float(mask.gather(2, best).mean())
 
 
 def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds, search and bytes over `count` tokens."""
     say(f"index: {count} tokens, seed {seed}")
-    keys, queries = made(count, arguments.heads, arguments.dim, arguments.queries, seed)
+    keys, queries = synthetic(count, arguments.heads, arguments.dim, arguments.queries, seed)
     rng = torch.Generator().manual_seed(1)
     ends = torch.randint(8, 17, (count // 8,), generator=rng).cumsum(0)
     chunks = Chunks(torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < count], torch.tensor([count])]))
     points, lengths = pooled(keys, chunks.bounds, "mean"), chunks.lengths
 
     def make(**layout: Any) -> ClusterIndex:
-        settled = Layout(**{"radii": "exact", "move_units": False, **layout})
+        settled = ClusterLayout(**{"radii": "exact", "move_units": False, **layout})
         return ClusterIndex(points, lengths, settled, keys.dtype, torch.Generator().manual_seed(2))
 
     builds = {
@@ -121,7 +121,9 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
     grafted = deepcopy(full)
     decode = median_us(
         {
-            "search": lambda _: chunks.tokens(chunks.fitting(full.best_chunks(query, norms, room, Search()), room)),
+            "search": lambda _: chunks.tokens(
+                chunks.fitting(full.best_chunks(query, norms, room, ChunkSearch()), room)
+            ),
             "scan": lambda _: (query @ floats.transpose(1, 2)).topk(room, dim=2),
             "graft": lambda _: grafted.graft(points[:, 0], 12),
         },
@@ -135,9 +137,9 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
         "build_ratio": seconds["two_level"] / seconds["full"],
         "build_ratio_with_pooling": (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"]),
         "recall": {
-            "full": token_recall(full, chunks, keys, queries, room, Search()),
-            "two_level": token_recall(two_level, chunks, keys, queries, room, Search()),
-            "settled": token_recall(make(iterations=2), chunks, keys, queries, room, Search()),
+            "full": token_recall(full, chunks, keys, queries, room, ChunkSearch()),
+            "two_level": token_recall(two_level, chunks, keys, queries, room, ChunkSearch()),
+            "settled": token_recall(make(iterations=2), chunks, keys, queries, room, ChunkSearch()),
         },
         "bytes_over_kv": {"exact": index_bytes(full) / kv, "strict": index_bytes(make(radii="strict")) / kv},
         "search_us": decode["search"],
@@ -210,43 +212,47 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
     """Score and answer recall of chunks at delimiters and of fixed ones, by layout of the document."""
     result: dict[str, Any] = {}
     for layout in LAYOUTS:
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in PILOT}
+        results: dict[str, list[tuple[float, float]]] = {name: [] for name in PILOT}
         for seed in range(arguments.samples):
             say(f"structure: {layout}, sample {seed + 1} of {arguments.samples}")
             text, question, value = document(layout, arguments.document, seed, loaded)
             begin = text.index(value)
             read = loaded.tokenizer(text, return_offsets_mapping=True)
             offsets, ids = read["offset_mapping"], read["input_ids"]
-            wanted = {at for at, (first, end) in enumerate(offsets) if first < begin + len(value) and end > begin}
-            asked = loaded.tokenizer(question, add_special_tokens=False)["input_ids"]
-            budget, steps = Budget(arguments.small_budget, "unified"), NEW + len(asked)
+            answer_tokens = {
+                at for at, (first, end) in enumerate(offsets) if first < begin + len(value) and end > begin
+            }
+            question_ids = loaded.tokenizer(question, add_special_tokens=False)["input_ids"]
+            budget, steps = Budget(arguments.small_budget, "unified"), NEW + len(question_ids)
             shared = prefill_once(loaded.model, [ids], [], max_new_tokens=steps, chunk=4096)
             for name, (method_name, options) in PILOT.items():
                 method = method_named(method_name, **options)
-                shares = watch_answer(method, wanted)
-                how = {"max_new_tokens": NEW, "question": Question([asked]), "prefilled": shared}
+                shares = watch_answer(method, answer_tokens)
+                how = {"max_new_tokens": NEW, "question": QuestionTokens([question_ids]), "prefilled": shared}
                 done = answer(loaded, ids, method, budget, steps, **how)
                 output = loaded.tokenizer.decode(done.tokens[0], skip_special_tokens=True)
                 # the last step of the question and those that follow write the answer
-                writing = shares[1 - NEW : 1 - NEW + len(wanted)]
-                found[name].append((100.0 * (value in output.replace(" ", "")), statistics.fmean(writing)))
+                writing = shares[1 - NEW : 1 - NEW + len(answer_tokens)]
+                results[name].append((100.0 * (value in output.replace(" ", "")), statistics.fmean(writing)))
         keys = ("score", "answer_recall")
         means = {
             name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
-            for name, rows in found.items()
+            for name, rows in results.items()
         }
         gain: dict[str, Any] = {}
         for method in ("lychee", "quest"):
             ours = f"{method} structure"
             fixed = max((f"{method} fixed", f"{method} fixed 12"), key=lambda name: means[name]["score"])
             gain[method] = {key: means[ours][key] - means[fixed][key] for key in keys}
-            gain[method]["scores"] = [one[0] - other[0] for one, other in zip(found[ours], found[fixed], strict=True)]
+            gain[method]["scores"] = [
+                first[0] - other[0] for first, other in zip(results[ours], results[fixed], strict=True)
+            ]
         result[layout] = {**means, "gain": gain}
     return result
 
 
-def watch_answer(method: Any, wanted: set[int]) -> list[float]:
-    """Note at every step which share of `wanted` the best head of the layer that retrieves attends."""
+def watch_answer(method: Any, answer_tokens: set[int]) -> list[float]:
+    """Note at every step which share of `answer_tokens` the best head of the layer that retrieves attends."""
     shares: list[float] = []
     select = method.select
 
@@ -254,7 +260,7 @@ def watch_answer(method: Any, wanted: set[int]) -> list[float]:
         selection = select(layer, query)
         if layer == RETRIEVES:
             heads: Sequence[Sequence[int]] = selection.index[0].tolist()
-            shares.append(max(len(wanted.intersection(head)) / len(wanted) for head in heads))
+            shares.append(max(len(answer_tokens.intersection(head)) / len(answer_tokens) for head in heads))
         return selection
 
     method.select = watched

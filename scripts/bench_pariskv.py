@@ -86,34 +86,34 @@ class Head:
         self.candidates, self.picked = np.empty(count, np.int32), np.empty(count, np.int32)
         self.estimates = np.empty(count, np.float32)
 
-    def tables(self, group: Floats, asked: Quotas) -> None:
+    def tables(self, group: Floats, quota: Quotas) -> None:
         """What vote and rerank look up."""
-        spans = np.array(asked.tiers)
+        spans = np.array(quota.tiers)
         TABLES(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.rotated)
 
-    def vote(self, asked: Quotas) -> Any:
+    def vote(self, quota: Quotas) -> Any:
         """The candidates, ascending."""
-        candidates = self.candidates[: asked.candidates]
-        most = len(asked.tiers) * len(self.ids)
+        candidates = self.candidates[: quota.candidates]
+        most = len(quota.tiers) * len(self.ids)
         VOTE(self.ids, self.index.lengths[0], self.votes_of, most, self.votes, candidates)
         return candidates
 
-    def rerank(self, asked: Quotas) -> Any:
+    def rerank(self, quota: Quotas) -> Any:
         """The k retrieved of the candidates of the last vote, best first."""
-        tokens, scores = np.empty(asked.retrieved, np.int32), np.empty(asked.retrieved, np.float32)
-        candidates, work = self.candidates[: asked.candidates], (self.estimates, self.picked)
+        tokens, scores = np.empty(quota.retrieved, np.int32), np.empty(quota.retrieved, np.float32)
+        candidates, work = self.candidates[: quota.candidates], (self.estimates, self.picked)
         RERANK(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
         return tokens
 
 
-def recalls(head: Head, data: Data, asked: Quotas, best: Any) -> dict[str, float]:
+def recalls(head: Head, data: Data, quota: Quotas, best: Any) -> dict[str, float]:
     """Mean coarse and final recall of the tokens `best` [m, k]."""
-    found: dict[str, list[float]] = {"coarse": [], "final": []}
-    for group, own in zip(data.queries, best, strict=True):
-        head.tables(group, asked)
-        found["coarse"].append(np.isin(own, head.vote(asked)).mean())
-        found["final"].append(np.isin(own, head.rerank(asked)).mean())
-    return {name: float(np.mean(shares)) for name, shares in found.items()}
+    recall: dict[str, list[float]] = {"coarse": [], "final": []}
+    for group, best_ids in zip(data.queries, best, strict=True):
+        head.tables(group, quota)
+        recall["coarse"].append(np.isin(best_ids, head.vote(quota)).mean())
+        recall["final"].append(np.isin(best_ids, head.rerank(quota)).mean())
+    return {name: float(np.mean(shares)) for name, shares in recall.items()}
 
 
 def best_of_mean(data: Data, k: int) -> Any:
@@ -124,25 +124,25 @@ def best_of_mean(data: Data, k: int) -> Any:
 
 def run(data: Data, k: int) -> dict[str, Any]:
     """Times of all stages beside the scans', and the recall, at the published shares."""
-    head, keys, asked = Head(data.keys), torch.from_numpy(data.keys), quotas(len(data.keys), k)
+    head, keys, quota = Head(data.keys), torch.from_numpy(data.keys), quotas(len(data.keys), k)
     calls: dict[str, Callable[[Floats], Any]] = {
         "scan": lambda group: torch.mv(keys, torch.from_numpy(group[0])),
         "scan_top": lambda group: torch.mv(keys, torch.from_numpy(group[0])).topk(k),
-        "tables": lambda group: head.tables(group, asked),
-        "vote": lambda group: head.vote(asked),
-        "rerank": lambda group: head.rerank(asked),
+        "tables": lambda group: head.tables(group, quota),
+        "vote": lambda group: head.vote(quota),
+        "rerank": lambda group: head.rerank(quota),
     }
     us = median_us(calls, data.queries)
     step = us["tables"] + us["vote"] + us["rerank"]
     return {
         "keys": data.name,
         "n": len(data.keys),
-        "candidates": asked.candidates,
+        "candidates": quota.candidates,
         "ratio": step / us["scan"],
         "ratio_top": step / us["scan_top"],
         "encode_ratio": head.encode_us / us["scan"],
         "us": {**us, "encode": head.encode_us},
-        **recalls(head, data, asked, best_of_mean(data, k)),
+        **recalls(head, data, quota, best_of_mean(data, k)),
     }
 
 
@@ -158,9 +158,9 @@ def sweep(data: Data, k: int) -> dict[str, Any]:
     return {"keys": data.name, "n": count, **recalls(head, data, quotas(count, k), best), "points": points}
 
 
-def _made(kind: str, count: int, queries: int, dim: int) -> Data:
-    keys, asked = KINDS[kind](np.random.default_rng(0), count, queries, dim)
-    return Data(kind, keys.astype(np.float32), asked.astype(np.float32)[:, None])
+def _synthetic(kind: str, count: int, queries: int, dim: int) -> Data:
+    keys, query_vectors = KINDS[kind](np.random.default_rng(0), count, queries, dim)
+    return Data(kind, keys.astype(np.float32), query_vectors.astype(np.float32)[:, None])
 
 
 def _bytes(dim: int) -> dict[str, float]:
@@ -192,24 +192,24 @@ def main() -> None:
         parser.error(f"--lengths, --sweep-length: expected more keys than --k {arguments.k}")
 
     torch.set_num_threads(1)
-    run(_made("isotropic", 1000, 2, arguments.dim), 10)  # compiles
+    run(_synthetic("isotropic", 1000, 2, arguments.dim), 10)  # compiles
     runs, sweeps = [], []
     for kind in arguments.kinds:
         for length in arguments.lengths:
             say(f"{kind}, {length} keys")
-            runs.append(run(_made(kind, length, arguments.queries, arguments.dim), arguments.k))
+            runs.append(run(_synthetic(kind, length, arguments.queries, arguments.dim), arguments.k))
         say(f"{kind}, sweep")
-        made = _made(kind, arguments.sweep_length, arguments.queries // 2, arguments.dim)
-        sweeps.append(sweep(made, arguments.k))
-    long = [one for one in runs if one["n"] >= LONG]
+        sweep_data = _synthetic(kind, arguments.sweep_length, arguments.queries // 2, arguments.dim)
+        sweeps.append(sweep(sweep_data, arguments.k))
+    long = [record for record in runs if record["n"] >= LONG]
     print_result(
         {
             "k": arguments.k,
             "dim": arguments.dim,
-            "max_ratio": max((one["ratio"] for one in long), default=None),
+            "max_ratio": max((record["ratio"] for record in long), default=None),
             "min_final": {
-                kind: min(one["final"] for one in long if one["keys"] == kind)
-                for kind in sorted({one["keys"] for one in long})
+                kind: min(record["final"] for record in long if record["keys"] == kind)
+                for kind in sorted({record["keys"] for record in long})
             },
             "bytes": _bytes(arguments.dim),
             "runs": runs,

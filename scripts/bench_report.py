@@ -37,16 +37,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=200, help="of each run")
     parser.add_argument("--reports", nargs="+", default=list(REPORTS), choices=REPORTS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        say(f"writing {given.runs} runs of {given.samples} samples")
-        write(Path(folder), given.runs, given.samples)
+        say(f"writing {options.runs} runs of {options.samples} samples")
+        write(Path(folder), options.runs, options.samples)
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        found: dict[str, Any] = {"runs": given.runs, "samples": given.samples, "megabytes": size / 1e6}
-        for name in given.reports:
-            found[name] = measured([*REPORTS[name], *([folder] if name != "import" else [])])
-            say(f"{name}: {found[name]}")
-    print_result(found)
+        result: dict[str, Any] = {"runs": options.runs, "samples": options.samples, "megabytes": size / 1e6}
+        for name in options.reports:
+            result[name] = measured([*REPORTS[name], *([folder] if name != "import" else [])])
+            say(f"{name}: {result[name]}")
+    print_result(result)
 
 
 def write(folder: Path, runs: int, samples: int) -> None:
@@ -61,10 +61,10 @@ def write(folder: Path, runs: int, samples: int) -> None:
     os.fsync = lambda descriptor: None  # they need not survive a power cut
     for number in range(runs):
         method, rest = METHODS[number % len(METHODS)], number // len(METHODS)
-        own = {"budget": (64, 256, 1024)[rest % 3], "seed": rest // 3}
-        config = {**ran["config"], **own, "method": {**ran["config"]["method"], "name": method}}
-        identity = {**ran["identity"], "config": {**ran["identity"]["config"], **own, "method": config["method"]}}
-        with RunFolder.open(folder, "passkey", "tiny", f"{method}-{own['budget']}", identity, config) as copy:
+        choices = {"budget": (64, 256, 1024)[rest % 3], "seed": rest // 3}
+        config = {**ran["config"], **choices, "method": {**ran["config"]["method"], "name": method}}
+        identity = {**ran["identity"], "config": {**ran["identity"]["config"], **choices, "method": config["method"]}}
+        with RunFolder.open(folder, "passkey", "tiny", f"{method}-{choices['budget']}", identity, config) as copy:
             for sample in range(samples):
                 copy.add({**record, "id": f"sample-{sample}", "scores": {"accuracy": float(rng.random() < 0.8)}})
             copy.finish(summarise(copy.records.values(), "accuracy"))

@@ -42,7 +42,7 @@ import torch  # noqa: E402
 from kvbench.backends.vllm.plan import Plan, vllm_options  # noqa: E402
 from kvbench.config import ConfigError, fetched_folder  # noqa: E402
 
-OWN = "vllm"
+VLLM = "vllm"
 ALONE = 4  # requests of batch 1, one after the other
 
 
@@ -62,18 +62,18 @@ class Served:
         given: of the command line.
     """
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         options = vllm_options("full", None)  # frees no prompts: arms share the engine
         from vllm import LLM, SamplingParams
 
-        self.how = SamplingParams(max_tokens=1 + given.steps, temperature=0, ignore_eos=True)
-        self.steps = given.steps
+        self.how = SamplingParams(max_tokens=1 + arguments.steps, temperature=0, ignore_eos=True)
+        self.steps = arguments.steps
         self.llm = LLM(
-            str(fetched_folder(given.model)),
-            dtype=given.dtype,
-            max_model_len=given.lengths[1] + 1 + given.steps,
-            max_num_batched_tokens=given.chunk,
-            max_num_seqs=max(given.batches),
+            str(fetched_folder(arguments.model)),
+            dtype=arguments.dtype,
+            max_model_len=arguments.lengths[1] + 1 + arguments.steps,
+            max_num_batched_tokens=arguments.chunk,
+            max_num_seqs=max(arguments.batches),
             enforce_eager=True,
             enable_prefix_caching=False,
             disable_log_stats=False,
@@ -88,12 +88,12 @@ class Served:
         """Seconds to the first token, ms a token of each request, and tokens a second, of all together."""
         start, noted = time.perf_counter(), []
         for group in [prompts] if batch > 1 else [[prompt] for prompt in prompts]:
-            asked = [{"prompt_token_ids": prompt} for prompt in group]
-            noted += [made.metrics for made in self.llm.generate(asked, self.how, use_tqdm=False)]
+            requests = [{"prompt_token_ids": prompt} for prompt in group]
+            noted += [output.metrics for output in self.llm.generate(requests, self.how, use_tqdm=False)]
         seconds = time.perf_counter() - start
         return {
-            "ttft_s": [one.first_token_latency for one in noted],
-            "tpot_ms": [1e3 * (one.last_token_ts - one.first_token_ts) / self.steps for one in noted],
+            "ttft_s": [metrics.first_token_latency for metrics in noted],
+            "tpot_ms": [1e3 * (metrics.last_token_ts - metrics.first_token_ts) / self.steps for metrics in noted],
             "tokens_per_s": len(prompts) * (1 + self.steps) / seconds,
         }
 
@@ -105,19 +105,19 @@ class Served:
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One arm's numbers over its rounds."""
-    about: dict[str, Any] = {"tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in turns)}
+    report: dict[str, Any] = {"tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in turns)}
     for name in ("ttft_s", "tpot_ms"):
         every = torch.tensor([value for turn in turns for value in turn[name]], dtype=torch.float64)
         for percent in (50, 95):
-            about[f"{name}_p{percent}"] = float(every.quantile(percent / 100))
-        about[name] = every.tolist()
-    return about
+            report[f"{name}_p{percent}"] = float(every.quantile(percent / 100))
+        report[name] = every.tolist()
+    return report
 
 
-def over(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+def over(first: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Ratios of one arm over another."""
     pairs = {"tokens_per_s_ratio": "tokens_per_s", "ttft_ratio": "ttft_s_p50", "tpot_ratio": "tpot_ms_p50"}
-    return {ratio: one[name] / other[name] for ratio, name in pairs.items()}
+    return {ratio: first[name] / other[name] for ratio, name in pairs.items()}
 
 
 def main() -> None:
@@ -132,18 +132,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="tokens of a request after its first")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
     parser.add_argument("--rounds", type=int, default=1)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        arms = {OWN: None, **{method: Plan(method, given.budget) for method in given.methods}}
-        served = Served(given)
+        arms = {VLLM: None, **{method: Plan(method, options.budget) for method in options.methods}}
+        served = Served(options)
     except ConfigError as error:
         sys.exit(f"bench_serving: {error}")
-    found: dict[str, Any] = {}
-    for batch in given.batches:
-        prompts = requests_of(batch, *given.lengths)
+    result: dict[str, Any] = {}
+    for batch in options.batches:
+        prompts = requests_of(batch, *options.lengths)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         attended = {}
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             for name, plan in arms.items():
                 served.under(plan)
                 served.times([prompts[0][:300]], 1)  # of which nothing is counted
@@ -152,11 +152,11 @@ def main() -> None:
                 if plan is not None:
                     attended[name] = served.attended()
                 say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
-        about = {name: summary(own) for name, own in turns.items()}
-        for method in given.methods:
-            about[method] |= {**over(about[method], about[OWN]), "attended_mean": attended[method]}
-        found[str(batch)] = about
-    print_result({**found, "threads": torch.get_num_threads(), "settings": vars(given)})
+        reports = {name: summary(rounds) for name, rounds in turns.items()}
+        for method in options.methods:
+            reports[method] |= {**over(reports[method], reports[VLLM]), "attended_mean": attended[method]}
+        result[str(batch)] = reports
+    print_result({**result, "threads": torch.get_num_threads(), "settings": vars(options)})
 
 
 if __name__ == "__main__":

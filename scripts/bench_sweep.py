@@ -64,7 +64,7 @@ WARM_LENGTH = 512  # of the prompt by which both ways are warmed up
 SHORT = ["task=niah", f"task.subsets=[{','.join(SUBSETS)}]", "task.lengths=[1024]", "task.max_new_tokens=16"]  # answers
 
 Answer = tuple[str, str]  # an arm and a sample
-Kept = dict[Answer, list[Any]]  # what is kept of each step of it
+StepRecords = dict[Answer, list[Any]]  # what is kept of each step of it
 
 
 class Ran(NamedTuple):
@@ -81,11 +81,11 @@ class Ran(NamedTuple):
     decode_s: float
     all_s: float
     rows: list[int]
-    left_out: dict[str, str]
+    skipped: dict[str, str]
 
     def report(self) -> dict[str, float]:
         """What the module's docstring names."""
-        tokens = sum(len(own) - 1 for own in self.answers.values())  # the prefill gives the first
+        tokens = sum(len(outputs) - 1 for outputs in self.answers.values())  # the prefill gives the first
         rates = {"decode_tokens_per_s": tokens / self.decode_s, "tokens_per_s": tokens / self.all_s}
         return {"tokens": tokens, "decode_s": self.decode_s, "all_s": self.all_s, **rates}
 
@@ -105,7 +105,7 @@ class Watch:
     def __init__(self, keep: Callable[[torch.Tensor], Any] | None) -> None:
         self.seconds, self._inside, self._keep = 0.0, False, keep
         self.rows: list[int] = []
-        self.kept: Kept = {}
+        self.records: StepRecords = {}
         self._of = WeakKeyDictionary[Engine, Answer]()
 
     @contextmanager
@@ -113,16 +113,16 @@ class Watch:
         """Take the places of the functions that decode."""
         engine, settle, step = Setup.engine, generate.Decoding.settle, DecodePass.step
 
-        def made(
+        def watched_engine(
             setup: Setup, rows: Any, new_tokens: int, samples: Sequence[str] = ("",), *more: Any, **of: Any
         ) -> Any:
-            found = engine(setup, rows, new_tokens, samples, *more, **of)
-            self._of[found] = arm_name(setup.config), samples[0]
-            return found
+            new_engine = engine(setup, rows, new_tokens, samples, *more, **of)
+            self._of[new_engine] = arm_name(setup.config), samples[0]
+            return new_engine
 
         def settled(decoding: generate.Decoding, logits: torch.Tensor) -> None:
             if self._keep is not None and (answer := self._of.get(decoding.engine)):
-                self.kept.setdefault(answer, []).append(self._keep(logits))
+                self.records.setdefault(answer, []).append(self._keep(logits))
             settle(decoding, logits)
 
         def passed(decoded: DecodePass) -> Any:
@@ -130,7 +130,7 @@ class Watch:
             return step(decoded)
 
         with ExitStack() as placed:
-            placed.enter_context(patch.object(Setup, "engine", made))
+            placed.enter_context(patch.object(Setup, "engine", watched_engine))
             for owner, name, function in (
                 (generate, "_step", generate._step),
                 (generate.Decoding, "settle", settled),
@@ -172,12 +172,12 @@ class Sweeps:
         together: bool,
         words: Sequence[str],
         keep: Callable[[torch.Tensor], Any] | None = None,
-    ) -> tuple[Ran, Kept]:
+    ) -> tuple[Ran, StepRecords]:
         """Run these methods on the task that `words` ask for; see `Watch` for what is kept."""
         watch = Watch(keep)
         with tempfile.TemporaryDirectory() as folder, patch.object(shared, "prepare", self._prepared):
             ways = [f"sweep.shared_decode={str(together).lower()}", f"results_dir={folder}"]
-            configs, left_out = self._configs(methods, [*words, *ways])
+            configs, skipped = self._configs(methods, [*words, *ways])
             with watch.watching():
                 began = time.perf_counter()
                 outcomes = shared.run_arms(configs, Console(quiet=True))
@@ -185,25 +185,25 @@ class Sweeps:
             answers: dict[Answer, list[int]] = {}
             for arm, path, _, error in outcomes:
                 if error is not None or path is None:
-                    left_out[arm] = str(error)
+                    skipped[arm] = str(error)
                     continue
                 for id, record in read_samples(path / "samples.jsonl")[0].items():
                     if record["error"]:
-                        left_out[arm] = f"{id}: {record['error']}"
+                        skipped[arm] = f"{id}: {record['error']}"
                     else:
                         answers[arm, id] = record["output_ids"]
-        return Ran(answers, watch.seconds, all_s, watch.rows, left_out), watch.kept
+        return Ran(answers, watch.seconds, all_s, watch.rows, skipped), watch.records
 
     def _configs(self, methods: Sequence[str], words: Sequence[str]) -> tuple[list[Any], dict[str, str]]:
         """The arms' configs, and why some cannot be had."""
-        configs, left_out = [], {}
+        configs, skipped = [], {}
         for method in methods:
             size = "null" if method == "full" else self._budget
             try:
                 configs.append(composed(f"method={method}", f"budget={size}", *self._words, *words))
             except ConfigError as error:
-                left_out[method] = str(error)
-        return configs, left_out
+                skipped[method] = str(error)
+        return configs, skipped
 
     def _prepared(self, config: Any, loaded: Any = None) -> Any:
         arm = self._prepare(config, loaded or self._loaded)
@@ -211,7 +211,7 @@ class Sweeps:
         return arm
 
 
-def given(length: int, samples: int, tokens: int) -> list[str]:
+def fixed_task(length: int, samples: int, tokens: int) -> list[str]:
     """The task whose tokens are given: so many after the first, of each of these texts."""
     return ["task=fidelity", f"task.lengths=[{length}]", f"task.samples={samples}", f"task.steps={tokens}"]
 
@@ -222,16 +222,16 @@ def speed(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[s
     for way in ("together", "alone"):
         sides[way], _ = sweeps.run(methods, way == "together", task)
         say(f"{way}: {sides[way].report()}")
-    together, alone = (side.report() for side in sides.values())
+    shared, alone = (side.report() for side in sides.values())
     rows = sides["together"].rows
     return {
-        "together": together,
+        "together": shared,
         "alone": alone,
-        "decode_ratio": together["decode_tokens_per_s"] / alone["decode_tokens_per_s"],
-        "ratio": together["tokens_per_s"] / alone["tokens_per_s"],
+        "decode_ratio": shared["decode_tokens_per_s"] / alone["decode_tokens_per_s"],
+        "ratio": shared["tokens_per_s"] / alone["tokens_per_s"],
         "rows": {"most": max(rows, default=0), "mean": sum(rows) / max(1, len(rows))},
         "arms": len({arm for arm, _ in sides["together"].answers}),
-        "left_out": {**sides["alone"].left_out, **sides["together"].left_out},
+        "left_out": {**sides["alone"].skipped, **sides["together"].skipped},
     }
 
 
@@ -239,27 +239,27 @@ def logits(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[
     """How far the logits of each step lie apart, together against alone; and whether they come out the same again."""
     (ran, first), (_, again), (_, alone) = (sweeps.run(methods, way, task, torch.clone) for way in (True, True, False))
     largest: dict[str, float] = {}
-    for (arm, id), own in alone.items():
-        pairs = zip(first[arm, id], own, strict=True)
-        largest[arm] = max(largest.get(arm, 0.0), *(float((one - other).abs().max()) for one, other in pairs))
-    same = all(torch.equal(*pair) for answer, own in first.items() for pair in zip(own, again[answer], strict=True))
-    return {"largest": largest, "same_again": same and first.keys() == again.keys(), "left_out": ran.left_out}
+    for (arm, id), steps in alone.items():
+        pairs = zip(first[arm, id], steps, strict=True)
+        largest[arm] = max(largest.get(arm, 0.0), *(float((row - other).abs().max()) for row, other in pairs))
+    same = all(torch.equal(*pair) for answer, steps in first.items() for pair in zip(steps, again[answer], strict=True))
+    return {"largest": largest, "same_again": same and first.keys() == again.keys(), "left_out": ran.skipped}
 
 
 def answers(sweeps: Sweeps, methods: Sequence[str], count: int) -> dict[str, Any]:
     """How many of so many short answers are the same both ways, and how near the others were to a tie."""
-    each = math.ceil(count / len(methods))
-    task = [*SHORT, f"task.samples={math.ceil(each / len(SUBSETS))}", f"task.limit={each}"]
-    (one, _), (other, gaps) = (sweeps.run(methods, way, task, _gap) for way in (True, False))
-    apart = {}
-    for answer in one.answers.keys() & other.answers.keys():
-        pair = one.answers[answer], other.answers[answer]
+    per_method = math.ceil(count / len(methods))
+    task = [*SHORT, f"task.samples={math.ceil(per_method / len(SUBSETS))}", f"task.limit={per_method}"]
+    (shared, _), (other, gaps) = (sweeps.run(methods, way, task, _gap) for way in (True, False))
+    differing = {}
+    for answer in shared.answers.keys() & other.answers.keys():
+        pair = shared.answers[answer], other.answers[answer]
         if pair[0] != pair[1]:  # the first token is the prefill's, which is one
             place = next(at for at, tokens in enumerate(zip(*pair, strict=False)) if tokens[0] != tokens[1])
-            apart[answer] = gaps[answer][place - 1]
-    of = len(one.answers.keys() & other.answers.keys())
-    found = {f"{arm} {id}": gap for (arm, id), gap in sorted(apart.items())}
-    return {"equal": of - len(apart), "of": of, "gaps": found, "left_out": {**one.left_out, **other.left_out}}
+            differing[answer] = gaps[answer][place - 1]
+    of = len(shared.answers.keys() & other.answers.keys())
+    named_gaps = {f"{arm} {id}": gap for (arm, id), gap in sorted(differing.items())}
+    return {"equal": of - len(differing), "of": of, "gaps": named_gaps, "left_out": {**shared.skipped, **other.skipped}}
 
 
 def _gap(logits: torch.Tensor) -> float:
@@ -281,35 +281,37 @@ def main() -> None:
     parser.add_argument("--logits", action="store_true", help="compare them, of the first length")
     parser.add_argument("--answers", type=int, default=0, help="compare so many short answers")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
-    asked = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
-    known = {*sets, *choices("method")}
-    for name in asked.methods:
-        if name not in known:
-            parser.error(f"--methods {name}: no such method; {nearest(name, known)}")
-    wanted = {name: sets[name] for name in asked.methods if name in sets}
-    wanted |= {"named": own} if (own := [name for name in asked.methods if name not in sets]) else {}
-    every = max(wanted.values(), key=len)
-    models = {name: f"model={name}" for name in asked.model or ([] if asked.path else [DEFAULT])}
-    models |= {Path(path).name: f"model.path={path}" for path in asked.path}
+    valid_names = {*sets, *choices("method")}
+    for name in options.methods:
+        if name not in valid_names:
+            parser.error(f"--methods {name}: no such method; {nearest(name, valid_names)}")
+    method_sets = {name: sets[name] for name in options.methods if name in sets}
+    method_sets |= {"named": own} if (own := [name for name in options.methods if name not in sets]) else {}
+    every = max(method_sets.values(), key=len)
+    models = {name: f"model={name}" for name in options.model or ([] if options.path else [DEFAULT])}
+    models |= {Path(path).name: f"model.path={path}" for path in options.path}
     result: dict[str, Any] = {}
     for name, word in models.items():
         own = result[name] = {}
-        sweeps = Sweeps([word, "dtype=float32", *asked.words], asked.budget)
-        sweeps.run(every, True, given(WARM_LENGTH, 1, 2))
-        sweeps.run(every, False, given(WARM_LENGTH, 1, 2))
-        for length in asked.lengths if asked.speed else []:
-            for set_name, methods in wanted.items():
+        sweeps = Sweeps([word, "dtype=float32", *options.words], options.budget)
+        sweeps.run(every, True, fixed_task(WARM_LENGTH, 1, 2))
+        sweeps.run(every, False, fixed_task(WARM_LENGTH, 1, 2))
+        for length in options.lengths if options.speed else []:
+            for set_name, methods in method_sets.items():
                 say(f"{name}, {length} tokens, {set_name}: {len(methods)} methods")
-                task = given(length, asked.samples, asked.new_tokens - 1)
+                task = fixed_task(length, options.samples, options.new_tokens - 1)
                 own.setdefault(str(length), {})[set_name] = speed(sweeps, methods, task)
-        if asked.logits:
-            own["logits"] = logits(sweeps, every, given(asked.lengths[0], asked.samples, asked.new_tokens - 1))
-        if asked.answers:
-            own["answers"] = answers(sweeps, every, asked.answers)
+        if options.logits:
+            own["logits"] = logits(
+                sweeps, every, fixed_task(options.lengths[0], options.samples, options.new_tokens - 1)
+            )
+        if options.answers:
+            own["answers"] = answers(sweeps, every, options.answers)
         del sweeps  # a model's memory before the next one's
     result |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    print_result({**result, "settings": vars(asked)})
+    print_result({**result, "settings": vars(options)})
 
 
 if __name__ == "__main__":

@@ -63,28 +63,28 @@ class Capture(Method):
 
     def __init__(self, layers: Sequence[int], window: int) -> None:
         self.needs = Needs(query_window=window)
-        self.seen: dict[int, list[tuple[torch.Tensor, ...]]] = {layer: [] for layer in layers}
+        self.captured: dict[int, list[tuple[torch.Tensor, ...]]] = {layer: [] for layer in layers}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        if layer in self.seen:
+        if layer in self.captured:
             self._note(layer, prompt.queries, prompt.keys, prompt.values)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.new = key, value
 
     def select(self, layer: int, query: torch.Tensor) -> None:
-        if layer in self.seen:
+        if layer in self.captured:
             self._note(layer, query, *self.new)
 
     def _note(self, layer: int, *parts: torch.Tensor) -> None:
-        self.seen[layer].append(tuple(part[0].float().cpu().clone() for part in parts))
+        self.captured[layer].append(tuple(part[0].float().cpu().clone() for part in parts))
 
     def arrays(self) -> dict[str, Floats]:
         """What was seen, as the file holds it."""
         return {
             f"{name}.{layer}": torch.cat(parts, dim=1).numpy()
-            for layer, seen in self.seen.items()
-            for name, parts in zip(("queries", "keys", "values"), zip(*seen, strict=True), strict=True)
+            for layer, steps in self.captured.items()
+            for name, parts in zip(("queries", "keys", "values"), zip(*steps, strict=True), strict=True)
         }
 
 
@@ -114,7 +114,7 @@ def capture(
     progress = _progress if sys.stderr.isatty() else None
     chunk = arm.protocol.prefill_chunk
     generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
-    about = {
+    description = {
         "model": arm.loaded.name,
         "task": arm.config["task"]["name"],
         "sample": sample.id,
@@ -122,7 +122,7 @@ def capture(
         "prompt_tokens": len(ids),
         "generated_tokens": new_tokens,
     }
-    return {**method.arrays(), "about": np.array(json.dumps(about))}
+    return {**method.arrays(), "about": np.array(json.dumps(description))}
 
 
 def _numbers(text: str) -> list[int]:

@@ -29,8 +29,8 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
         ResultsError: no finished run is there.
     """
     # An archive among the runs, such as the target, is none of them.
-    own = [path for path in runs_in([source]) if archive_of(path) == archive_of(source)]
-    folders = {str(path.relative_to(source)): path for path in map(Path, collect(own).arms.get("path", ()))}
+    same_archive = [path for path in runs_in([source]) if archive_of(path) == archive_of(source)]
+    folders = {str(path.relative_to(source)): path for path in map(Path, collect(same_archive).arms.get("path", ()))}
     if not folders:
         raise ResultsError(f"{source}: no finished run there")
     return compacted(folders, outputs)

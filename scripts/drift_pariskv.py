@@ -85,8 +85,8 @@ class ParisKV:
         self.index.extend(0, torch.from_numpy(keys)[None])
 
     def best(self, query: Floats, k: int) -> Any:
-        asked = quotas(self.index.lengths[0], k)
-        return self.index.search(torch.from_numpy(query)[None, None, None], {0: asked})[0][0].numpy()
+        quota = quotas(self.index.lengths[0], k)
+        return self.index.search(torch.from_numpy(query)[None, None, None], {0: quota})[0][0].numpy()
 
 
 class Quantised:
@@ -150,7 +150,7 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
     for trace in layers_of(arrays):
         kv_heads, _, dim = trace.keys.shape
         queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
-        streams += [Stream(prompt, keys, own) for keys, own in zip(trace.keys, queries, strict=True)]
+        streams += [Stream(prompt, keys, head_queries) for keys, head_queries in zip(trace.keys, queries, strict=True)]
     return streams
 
 
@@ -165,8 +165,8 @@ def _drifting(rng: np.random.Generator, prompt: int, steps: int, dim: int) -> St
     newest = TOPICS + np.arange(total) // TOPIC_LIFE
     topic = newest - rng.integers(0, TOPICS, total)
     keys = centres[topic] + 0.6 * rng.standard_normal((total, dim))
-    asked = (rng.random(steps) * newest[prompt:]).astype(int)
-    queries = centres[asked] + 0.6 * rng.standard_normal((steps, dim))
+    centre_ids = (rng.random(steps) * newest[prompt:]).astype(int)
+    queries = centres[centre_ids] + 0.6 * rng.standard_normal((steps, dim))
     return Stream(prompt, keys.astype(np.float32), queries.astype(np.float32))
 
 
@@ -175,21 +175,21 @@ def _drifting(rng: np.random.Generator, prompt: int, steps: int, dim: int) -> St
 
 def recalls(stream: Stream, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, float]]]:
     """(step, tokens in the zone, recall of each arm) at every step that asks."""
-    asked = arms(stream.keys.shape[1])
+    by_name = arms(stream.keys.shape[1])
     zone = stream.prompt - sizes.local - sizes.sinks
-    for arm in asked.values():
+    for arm in by_name.values():
         arm.extend(stream.keys[sizes.sinks : sizes.sinks + zone])
     for step in range(1, len(stream.queries) + 1):
         if stream.prompt + step - sizes.local - sizes.sinks - zone >= sizes.update:
             first = sizes.sinks + zone
             zone += sizes.update
-            for arm in asked.values():
+            for arm in by_name.values():
                 arm.extend(stream.keys[first : sizes.sinks + zone])
         if step % sizes.every == 0:
             query = stream.queries[step - 1]
             logits = stream.keys[sizes.sinks : sizes.sinks + zone] @ query
             best = np.argpartition(-logits, sizes.k)[: sizes.k]
-            yield step, zone, {name: np.isin(best, arm.best(query, sizes.k)).mean() for name, arm in asked.items()}
+            yield step, zone, {name: np.isin(best, arm.best(query, sizes.k)).mean() for name, arm in by_name.items()}
 
 
 def drift(stream: Stream) -> float:
@@ -197,8 +197,8 @@ def drift(stream: Stream) -> float:
     kmeans = faiss.Kmeans(stream.keys.shape[1], 64, seed=0)
     kmeans.train(stream.keys[: stream.prompt])
     late = stream.keys[-((len(stream.keys) - stream.prompt) // 4) :]
-    apart = [kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])]
-    return float(apart[0] / apart[1])
+    distances = [kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])]
+    return float(distances[0] / distances[1])
 
 
 def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
@@ -214,8 +214,10 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
     return {
         "steps": steps,
         "zone": zones,
-        "recall": {name: own.tolist() for name, own in recall.items()},
-        "late_over_early": {name: float(own[-quarter:].mean() / own[:quarter].mean()) for name, own in recall.items()},
+        "recall": {name: curve.tolist() for name, curve in recall.items()},
+        "late_over_early": {
+            name: float(curve[-quarter:].mean() / curve[:quarter].mean()) for name, curve in recall.items()
+        },
         "drift": float(np.mean([drift(stream) for stream in streams])),
     }
 
@@ -230,36 +232,36 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
     parser.add_argument("--parts", type=Path, help="folder in which what each stream gave stays, to go on from")
-    given = parser.parse_intermixed_args()
-    if not 0 < given.every <= given.steps:
-        parser.error(f"--every {given.every}: expected 1 to --steps {given.steps}")
-    if given.samples < 0:
-        parser.error(f"--samples {given.samples}: expected 0 or more")
+    options = parser.parse_intermixed_args()
+    if not 0 < options.every <= options.steps:
+        parser.error(f"--every {options.every}: expected 1 to --steps {options.steps}")
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples}: expected 0 or more")
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:
-        method = composed("+experiment=pariskv_drift", *given.overrides)["method"]
-        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], given.every)
+        method = composed("+experiment=pariskv_drift", *options.overrides)["method"]
+        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], options.every)
         shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
-        if given.prompt < shortest:
-            parser.error(f"--prompt {given.prompt}: expected {shortest} or more")
-        made = {"steps": given.steps, **asdict(sizes)}
+        if options.prompt < shortest:
+            parser.error(f"--prompt {options.prompt}: expected {shortest} or more")
+        settings = {"steps": options.steps, **asdict(sizes)}
         streams: dict[str, tuple[dict[str, Any], Callable[[], list[Stream]]]] = {
             ("captured" if not sample else f"captured {sample}"): (
-                {**made, "overrides": given.overrides},
-                partial(captured, given.overrides, given.steps, sample),
+                {**settings, "overrides": options.overrides},
+                partial(captured, options.overrides, options.steps, sample),
             )
-            for sample in range(given.samples)
+            for sample in range(options.samples)
         }
-        drifts = {"prompt": given.prompt, "dim": given.dim}
-        streams["drifting"] = ({**made, **drifts}, partial(drifting, given.prompt, given.steps, given.dim))
-        found = {
-            name: once(given.parts and given.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
+        drifts = {"prompt": options.prompt, "dim": options.dim}
+        streams["drifting"] = ({**settings, **drifts}, partial(drifting, options.prompt, options.steps, options.dim))
+        reports = {
+            name: once(options.parts and options.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
             for name, (part, make) in streams.items()
         }
     except ConfigError as error:
         parser.error(str(error))
-    print_result({"k": sizes.k, **found})
+    print_result({"k": sizes.k, **reports})
 
 
 if __name__ == "__main__":

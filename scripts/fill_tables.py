@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PAGES = ("README.md", "results/README.md", "results/FINDINGS.md")
 MARK = re.compile(r"<!-- (table|numbers): ([\w-]+) -->\n")
-MADE_ELSEWHERE = "| `method=` |KL|"  # by scripts/method_table.py
+METHOD_TABLE_HEAD = "| `method=` |KL|"  # by scripts/method_table.py
 
 NUMBER = re.compile(r"(?<![\w.,/=-])[-+−±]?(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?![\w/]|[.,-]\d|-\w)")
 LIST = r"(?:[\d,.]*\d(?: to |, | and | or ))*"  # of numbers before the last
@@ -88,21 +88,21 @@ def _part(part: Mapping[str, Any]) -> Shown:
     """One part, its columns renamed by `heads`."""
     kinds = {
         "report": _reported,
-        "json": lambda own: _filed(**own),
-        "claims": lambda own: _verdicts() if own == "verdicts" else _claimed(own),
+        "json": lambda entry: _filed(**entry),
+        "claims": lambda entry: _verdicts() if entry == "verdicts" else _claimed(entry),
     }
-    found = next(make(part[kind]) for kind, make in kinds.items() if kind in part)
-    heads = part.get("heads", found.head[1])
-    if len(heads) != len(found.head[1]):
-        raise ValueError(f"shown.yaml: {len(heads)} heads for the columns {', '.join(found.head[1])}")
-    return Shown((found.head[0], heads), found.rows)
+    shown = next(make(part[kind]) for kind, make in kinds.items() if kind in part)
+    heads = part.get("heads", shown.head[1])
+    if len(heads) != len(shown.head[1]):
+        raise ValueError(f"shown.yaml: {len(heads)} heads for the columns {', '.join(shown.head[1])}")
+    return Shown((shown.head[0], heads), shown.rows)
 
 
 def _reported(command: str) -> Shown:
     """What `kvbench report` prints with these words."""
     words = shlex.split(command)
-    (made,) = tables_of(words, lambda archives: runs_of(*map(str, archives)))
-    grid = formats.grid(made)
+    (report_table,) = tables_of(words, lambda archives: runs_of(*map(str, archives)))
+    grid = formats.grid(report_table)
     labels = [axis.rpartition(".")[2] for axis in grid.head]
     lines = [line for row in grid.rows for line in row]
     return Shown((labels, grid.columns), {line.labels: line.texts for line in lines})
@@ -118,28 +118,30 @@ def _filed(file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str
             "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a quantity's has its unit.
         labels: of a list's entries, by heading the paths of what they are named by.
     """
-    found = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
+    content = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
     labels = labels or {}
-    names = [tuple(_at(one, path) for path in labels.values()) if labels else (one,) for one in found]
-    entries = zip(names, found if labels else found.values(), strict=True)
-    made = {tuple(map(str, name)): [_number(one, column) for column in columns.values()] for name, one in entries}
-    assert len(made) == len(names), f"{file}: entries of one name"
-    for heading, texts in zip(columns, zip(*made.values(), strict=True), strict=True):
+    names = [tuple(_at(entry, path) for path in labels.values()) if labels else (entry,) for entry in content]
+    entries = zip(names, content if labels else content.values(), strict=True)
+    table_rows = {
+        tuple(map(str, name)): [_number(entry, column) for column in columns.values()] for name, entry in entries
+    }
+    assert len(table_rows) == len(names), f"{file}: entries of one name"
+    for heading, texts in zip(columns, zip(*table_rows.values(), strict=True), strict=True):
         assert {*texts} != {"-"}, f"{file}: no entry has {columns[heading]}"
-    return Shown(([*labels] or ["method"], list(columns)), made)
+    return Shown(([*labels] or ["method"], list(columns)), table_rows)
 
 
-def _at(found: Any, path: str) -> Any:
+def _at(content: Any, path: str) -> Any:
     for key in filter(None, path.split("|")):
-        found = found[int(key)] if isinstance(found, list) else found[key]
-    return found
+        content = content[int(key)] if isinstance(content, list) else content[key]
+    return content
 
 
-def _number(one: Any, column: str) -> str:
+def _number(entry: Any, column: str) -> str:
     """A column's text in a row, "-" where it has none."""
     paths, _, digits = column.replace(" :", ":").partition(":")
     try:
-        values = {path: _at(one, path) for path in re.findall(r"[\w|]+", paths)}
+        values = {path: _at(entry, path) for path in re.findall(r"[\w|]+", paths)}
     except KeyError:
         return "-"
     if None in values.values():
@@ -158,24 +160,24 @@ def _judged() -> list[Judged]:
 
 def _claimed(ids: Sequence[str]) -> Shown:
     """What was measured of each criterion of these claims, and whether that holds."""
-    found = {one.claim.id: one for one in _judged()}
+    by_id = {judged.claim.id: judged for judged in _judged()}
     rows = {}
     for id in ids:
-        stand_in = "stand-in: " if found[id].claim.original else ""
-        for criterion, number, verdict in found[id].criteria:
-            measured = sentence(criterion, number).removeprefix(f"{criterion.about}: ").partition("; wanted ")[0]
+        stand_in = "stand-in: " if by_id[id].claim.original else ""
+        for criterion, number, verdict in by_id[id].criteria:
+            measured = sentence(criterion, number).removeprefix(f"{criterion.description}: ").partition("; wanted ")[0]
             count = str(number.n) if isinstance(number, Finding) else "-"
-            rows[id, criterion.about] = [measured, criterion.wanted, count, stand_in + verdict.value]
+            rows[id, criterion.description] = [measured, criterion.bounds_text, count, stand_in + verdict.value]
     return Shown((["claim", "what was measured"], ["found", "wanted", "n", "verdict"]), rows)
 
 
 def _verdicts() -> Shown:
     """How many claims of each paper have each verdict."""
-    counts = Counter((one.claim.id.partition("-")[0], one.verdict) for one in _judged())
-    papers = [*dict.fromkeys(one.claim.id.partition("-")[0] for one in _judged())]
+    counts = Counter((judged.claim.id.partition("-")[0], judged.verdict) for judged in _judged())
+    papers = [*dict.fromkeys(judged.claim.id.partition("-")[0] for judged in _judged())]
     numbers = {paper: [counts[paper, verdict] for verdict in Verdict] for paper in papers}
     numbers["all"] = list(map(sum, zip(*numbers.values(), strict=True)))
-    rows = {(paper,): list(map(str, [sum(own), *own])) for paper, own in numbers.items()}
+    rows = {(paper,): list(map(str, [sum(counted), *counted])) for paper, counted in numbers.items()}
     return Shown((["claims"], ["claims", *(verdict.value for verdict in Verdict)]), rows)
 
 
@@ -184,7 +186,8 @@ def written(shown: Shown) -> str:
     (labels, columns), body = shown.head, shown.rows.items()
     code = [index for index, name in enumerate(labels) if name in ("method", "kv", "claim", "claims")]
     lines = [
-        [*(f"`{label}`" if place in code else label for place, label in enumerate(own)), *texts] for own, texts in body
+        [*(f"`{label}`" if place in code else label for place, label in enumerate(row_labels)), *texts]
+        for row_labels, texts in body
     ]
     rule = [*["---"] * len(labels), *["---:"] * len(columns)]
     return "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in ([*labels, *columns], rule, *lines))
@@ -213,17 +216,17 @@ def filled(page: str) -> str:
 
 def unfounded(page: str) -> list[str]:
     """The numbers of a page that neither a table of their section has nor are settings, each with its line."""
-    return [found for section in re.split(r"^(?=## )", page, flags=re.MULTILINE) for found in _unfounded(section)]
+    return [number for section in re.split(r"^(?=## )", page, flags=re.MULTILINE) for number in _unfounded(section)]
 
 
 def _unfounded(section: str) -> Iterator[str]:
     names = [name for _, name in MARK.findall(section)]
-    known = sorted({number for name in names for number in _numbers_of(table(name))} | _set_in(section, names))
+    table_numbers = sorted({number for name in names for number in _numbers_of(table(name))} | _set_in(section, names))
     for line in _prose(section).splitlines():
         for number in NUMBER.finditer(SETTINGS.sub("", line)):
             digits = len(number[1].partition(".")[2])
             value = float(number[1].replace(",", ""))
-            if not any(abs(one - value) <= 0.5 * 10**-digits + 1e-9 for one in known):
+            if not any(abs(other - value) <= 0.5 * 10**-digits + 1e-9 for other in table_numbers):
                 yield f"{number[0]}: {line.strip()}"
 
 
@@ -231,7 +234,7 @@ def _prose(section: str) -> str:
     """A section without tables that are made, code, links and comments."""
     without = re.sub(r"^```.*?^```", "", section, flags=re.DOTALL | re.MULTILINE)
     without = re.sub(r"<!-- table: [\w-]+ -->\n(?:\|.*\n)*", "", without)
-    without = re.sub(rf"^{re.escape(MADE_ELSEWHERE)}.*\n(?:\|.*\n)*", "", without, flags=re.MULTILINE)
+    without = re.sub(rf"^{re.escape(METHOD_TABLE_HEAD)}.*\n(?:\|.*\n)*", "", without, flags=re.MULTILINE)
     return re.sub(r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|https?://\S+", " ", without, flags=re.DOTALL)
 
 
@@ -255,14 +258,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tables and pictures of pages, from results/.")
     parser.add_argument("--pictures", action="store_true", help="draw the pictures of results/, too")
     parser.add_argument("names", nargs="*", help="of pictures; default: all")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for name in PAGES:
         page = (ROOT / name).read_text(encoding="utf-8")
         (ROOT / name).write_text(filled(page), encoding="utf-8")
         for line in unfounded(filled(page)):
             print(f"{name}: no run here has {line}")
-    for name, command in described()["pictures"].items() if given.pictures else ():
-        if not given.names or name in given.names:
+    for name, command in described()["pictures"].items() if options.pictures else ():
+        if not options.names or name in options.names:
             words = [str(RESULTS / word) if (RESULTS / word).is_file() else word for word in shlex.split(command)]
             report([*words, "--out", str(RESULTS / name)])
 

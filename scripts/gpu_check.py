@@ -54,16 +54,16 @@ def machine() -> dict[str, Any]:
     """What computed."""
     import torch
 
-    found: dict[str, Any] = {"device": "cpu", "python": platform.python_version()}
+    facts: dict[str, Any] = {"device": "cpu", "python": platform.python_version()}
     if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        found["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
+        facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        facts["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB, 1)
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            facts[package] = None
+    return facts
 
 
 def tests(path: Path) -> dict[str, Any] | None:
@@ -92,14 +92,14 @@ def cells(folder: Path) -> list[Cell]:
         runs = collect([folder / "runs"])
     except ResultsError:
         return []
-    found = []
+    finished = []
     for run in runs:
         if run.is_timed:
             model = read_run_yaml(Path(run.arm["paths"][0]))["config"]["model"]
             layers = (model.get("config") or {}).get("num_hidden_layers")
             for (length, batch, _), measured in run.cells().items():
-                found.append({**measured, "length": length, "batch": batch, "layers": layers})
-    return found
+                finished.append({**measured, "length": length, "batch": batch, "layers": layers})
+    return finished
 
 
 def claims(measured: list[Cell]) -> list[Claim]:
@@ -107,10 +107,10 @@ def claims(measured: list[Cell]) -> list[Claim]:
     at = {(cell["method"], cell["length"]): cell for cell in measured if cell["batch"] == 1}
 
     def value(method: str, length: int, name: str) -> float | None:
-        found = at.get((method, length), {}).get(name)
-        return None if found is None else float(found)
+        number = at.get((method, length), {}).get(name)
+        return None if number is None else float(number)
 
-    found = [
+    checks = [
         Claim(
             "the parts of a step over its time, least of all arms",
             0.97,
@@ -120,20 +120,20 @@ def claims(measured: list[Cell]) -> list[Claim]:
     ]
     whole = value("full", 131072, "breakdown_ms.attention")
     for method in ("quest", "snapkv"):
-        own = [value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")]
-        ratio = None if whole is None or None in own else sum(filter(None, own)) / whole
-        found.append(Claim(f"128k: attention and selection of {method} over full attention", 0.5, ratio))
-    found.append(Claim("36k: icecache, ms per token", 60.0, value("icecache", 36000, "tpot_ms_p50")))
+        attention_ms = [value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")]
+        ratio = None if whole is None or None in attention_ms else sum(filter(None, attention_ms)) / whole
+        checks.append(Claim(f"128k: attention and selection of {method} over full attention", 0.5, ratio))
+    checks.append(Claim("36k: icecache, ms per token", 60.0, value("icecache", 36000, "tpot_ms_p50")))
     for cell in measured:
         if cell["length"] == 131072 and cell["host_bytes"] and cell["layers"]:
             layer = cell["whole_kv_bytes"] / cell["layers"]
             over = (cell["memory_bytes"] - cell["weight_bytes"] - layer) / GIB
-            found.append(Claim(f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB", 2.0, over))
+            checks.append(Claim(f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB", 2.0, over))
     far = [cell for cell in measured if cell["length"] == 524288 and cell["host_bytes"]]
     most = max((cell["whole_kv_bytes"] / 1e9 for cell in far), default=None)
     over = max((cell["memory_bytes"] / cell["whole_kv_bytes"] for cell in far), default=None)
     return [
-        *found,
+        *checks,
         Claim("512k decodes with KV on the host: what full attention would hold, GB", 60.0, most, at_least=True),
         Claim("512k: device memory, weights included, over that", 1.0, over),
     ]
@@ -161,18 +161,18 @@ def written(report: dict[str, Any], promised: Iterable[Claim], table: str) -> st
     return "\n".join([*lines, "", table])
 
 
-def kernel_table(found: dict[str, Any]) -> list[str]:
+def kernel_table(report: dict[str, Any]) -> list[str]:
     """The kernels side by side, a line for each part of bench_attention.py."""
-    head = f"One layer at {found['context']} tokens, {found['budget']} selected, ms (scripts/bench_attention.py):"
+    head = f"One layer at {report['context']} tokens, {report['budget']} selected, ms (scripts/bench_attention.py):"
     lines = [head, "", "| | torch | FlashInfer |", "|---|---|---|"]
-    parts = {"everything, in place": found["full"], "what is selected": found["selected"]}
-    parts |= {f"prefill, {name} chunk": part for name, part in found["prefill"].items()}
+    parts = {"everything, in place": report["full"], "what is selected": report["selected"]}
+    parts |= {f"prefill, {name} chunk": part for name, part in report["prefill"].items()}
     for name, part in parts.items():
-        torch_ms, own = part["ms"].get("torch", part["ms"].get("sdpa")), part["ms"].get("flashinfer", "-")
-        lines.append(f"| {name} | {torch_ms} | {own} |")
-    lines += ["", f"| from the host, {found['turnover']:.0%} new in a step | ms | GiB / s |", "|---|---|---|"]
+        torch_ms, flashinfer_ms = part["ms"].get("torch", part["ms"].get("sdpa")), part["ms"].get("flashinfer", "-")
+        lines.append(f"| {name} | {torch_ms} | {flashinfer_ms} |")
+    lines += ["", f"| from the host, {report['turnover']:.0%} new in a step | ms | GiB / s |", "|---|---|---|"]
     names = {"bulk": "chosen on the CPU", "uva": "chosen on the device"}
-    side = {name: part for name, part in found["offload"].items() if isinstance(part, dict)}
+    side = {name: part for name, part in report["offload"].items() if isinstance(part, dict)}
     return lines + [f"| {names[name]} | {part['ms']} | {part['moved_gib_s']} |" for name, part in side.items()]
 
 

@@ -35,17 +35,17 @@ def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, 
         return opens + between.join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + closes
 
     records = [record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)]
-    left = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
+    remaining = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
     while True:
         more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
-        left -= len(loaded.tokenizer(",\n" + more)["input_ids"])
-        if left < 0:
+        remaining -= len(loaded.tokenizer(",\n" + more)["input_ids"])
+        if remaining < 0:
             break
         records.append(more)
     rng.shuffle(records)
-    asked = rng.randrange(4)
-    frame, question = FACTS.asking([keys[asked]])
-    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[asked]
+    queried = rng.randrange(4)
+    frame, question = FACTS.asking([keys[queried]])
+    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[queried]
 
 
 def main() -> None:

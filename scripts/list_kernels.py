@@ -37,14 +37,14 @@ def called(dtype: str, name: str) -> list[str]:
         sys.stdout = out
     if code:
         raise SystemExit(f"{name} in {dtype}: exit code {code}")
-    found = []
-    for kernel, made in KERNELS.items():
-        for signature in made.overloads:
+    kernels = []
+    for kernel, dispatcher in KERNELS.items():
+        for signature in dispatcher.overloads:
             try:
-                found.append(json.dumps([kernel, [described(kind) for kind in signature]]))
+                kernels.append(json.dumps([kernel, [described(kind) for kind in signature]]))
             except ValueError as error:
                 print(f"{kernel}: {error} is left out", file=sys.stderr)
-    return found
+    return kernels
 
 
 def costs(kernels: list[str], folder: str) -> list[list[Any]]:
@@ -60,7 +60,7 @@ def costs(kernels: list[str], folder: str) -> list[list[Any]]:
 
     config.CACHE_DIR = folder
     numbers: dict[str, int] = {}
-    found: list[list[Any]] = []
+    listed: list[list[Any]] = []
     inside: list[list[Any]] = [[0.0, set()]]  # of each compilation that goes on: the seconds of those in it, and which
 
     def traced(name: str, compile: Any) -> Any:
@@ -68,31 +68,31 @@ def costs(kernels: list[str], folder: str) -> list[list[Any]]:
             began = time.process_time()
             inside.append([0.0, set()])
             entry = compile(signature)
-            own, calls = inside.pop()
+            inner_seconds, calls = inside.pop()
             seconds = time.process_time() - began
             try:
                 kernel = [name, [described(kind) for kind in signature]]
             except ValueError:  # a part of who calls it
-                inside[-1][0] += own
+                inside[-1][0] += inner_seconds
                 inside[-1][1] |= calls
                 return entry
-            if (number := numbers.setdefault(json.dumps(kernel), len(found))) == len(found):
-                found.append([*kernel, round(seconds - own, 1), sorted(calls)])
+            if (number := numbers.setdefault(json.dumps(kernel), len(listed))) == len(listed):
+                listed.append([*kernel, round(seconds - inner_seconds, 1), sorted(calls)])
             inside[-1][0] += seconds
             inside[-1][1].add(number)
             return entry
 
         return compile_traced
 
-    jobs = [Job(*json.loads(one), 0.0, ()) for one in kernels]
+    jobs = [Job(*json.loads(text), 0.0, ()) for text in kernels]
     for job in jobs:
-        job.found()
-    for name, made in KERNELS.items():
-        made.compile = traced(name, made.compile)
+        job.dispatcher()
+    for name, dispatcher in KERNELS.items():
+        dispatcher.compile = traced(name, dispatcher.compile)
     for job in jobs:
         print(job.kernel, file=sys.stderr)
         job.compile()
-    return found
+    return listed
 
 
 def main(names: list[str]) -> None:
@@ -116,9 +116,9 @@ def main(names: list[str]) -> None:
             with processes.Pool(1) as pool:
                 used[dtype][name] = pool.apply(called, (dtype, name))
             print(f"{dtype} {name}: {len(used[dtype][name])} kernels", file=sys.stderr)
-    wanted = sorted({kernel for of in used.values() for kernels in of.values() for kernel in kernels})
+    all_kernels = sorted({kernel for of in used.values() for kernels in of.values() for kernel in kernels})
     with tempfile.TemporaryDirectory() as folder, processes.Pool(1) as pool:
-        kernels = pool.apply(costs, (wanted, folder))
+        kernels = pool.apply(costs, (all_kernels, folder))
     numbers = {json.dumps(kernel[:2]): number for number, kernel in enumerate(kernels)}
     lists = {
         dtype: {name: sorted(numbers[kernel] for kernel in kernels) for name, kernels in sorted(of.items())}

@@ -41,8 +41,8 @@ bind_methods()
 
 from methods.blocks.chunking import Chunks  # noqa: E402
 from methods.icecache.index import Workspace  # noqa: E402
-from methods.lychee.clustering import Layout, pooled  # noqa: E402
-from methods.lychee.index import ClusterIndex, Search  # noqa: E402
+from methods.lychee.clustering import ClusterLayout, pooled  # noqa: E402
+from methods.lychee.index import ChunkSearch, ClusterIndex  # noqa: E402
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas  # noqa: E402
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -55,11 +55,11 @@ CHUNK = 12  # tokens of a chunk, the mean of those that end where text does
 # -- IceCache ----------------------------------------------------------------------------------------------------------
 
 
-def pages(keys: Floats, queries: Floats, wanted: int) -> dict[str, float]:
+def pages(keys: Floats, queries: Floats, page_count: int) -> dict[str, float]:
     """Mass in the best pages of either kind; keys [n + `INSERTED`, D], queries [m, G, D]."""
     work, data = Workspace(), Pages("captured", keys, queries)
-    found = page_quality(data, {"dci": tree_of(data, LAYOUTS["dci"], work)[0]}, wanted, work)
-    return {"similar": found["dci_oracle"]["mass"], "consecutive": found["quest_oracle"]["mass"]}
+    quality = page_quality(data, {"dci": tree_of(data, LAYOUTS["dci"], work)[0]}, page_count, work)
+    return {"similar": quality["dci_oracle"]["mass"], "consecutive": quality["quest_oracle"]["mass"]}
 
 
 # -- ParisKV -----------------------------------------------------------------------------------------------------------
@@ -67,15 +67,15 @@ def pages(keys: Floats, queries: Floats, wanted: int) -> dict[str, float]:
 
 def recall(keys: Floats, queries: Floats) -> dict[str, float]:
     """Of the best of each mean query, what codes and learned centroids find; keys [n, D], queries [m, G, D]."""
-    data, asked = Data("captured", keys, queries), quotas(len(keys), K)
+    data, quota = Data("captured", keys, queries), quotas(len(keys), K)
     head, learned = Head(keys), Learned(keys)
-    found: dict[str, list[float]] = {"codes": [], "learned": []}
+    hits: dict[str, list[float]] = {"codes": [], "learned": []}
     for group, best in zip(queries, best_of_mean(data, K), strict=True):
-        head.tables(group, asked)
-        head.vote(asked)
-        for name, tokens in (("codes", head.rerank(asked)), ("learned", learned.search(group.mean(axis=0), asked)[0])):
-            found[name].append(float(np.isin(best, tokens).mean()))
-    return {name: float(np.mean(shares)) for name, shares in found.items()}
+        head.tables(group, quota)
+        head.vote(quota)
+        for name, tokens in (("codes", head.rerank(quota)), ("learned", learned.search(group.mean(axis=0), quota)[0])):
+            hits[name].append(float(np.isin(best, tokens).mean()))
+    return {name: float(np.mean(shares)) for name, shares in hits.items()}
 
 
 def most(votes: Any, count: int) -> Any:
@@ -98,7 +98,7 @@ class Learned:
             self.centroids.append(kmeans.centroids)
             self.ids.append(kmeans.index.search(part, 1)[1][:, 0])
 
-    def search(self, query: Floats, asked: Quotas) -> tuple[Any, Any]:
+    def search(self, query: Floats, quota: Quotas) -> tuple[Any, Any]:
         """The tokens retrieved, and the votes of all."""
         votes = np.zeros(len(self.ids[0]), int)
         estimates = np.zeros(len(self.ids[0]), np.float32)
@@ -108,10 +108,10 @@ class Learned:
             sizes = np.bincount(ids, minlength=CENTROIDS)[order]
             nearer = np.empty(CENTROIDS, int)
             nearer[order] = sizes.cumsum() - sizes
-            votes += (nearer[:, None] < np.array(asked.tiers)).sum(axis=1)[ids]
+            votes += (nearer[:, None] < np.array(quota.tiers)).sum(axis=1)[ids]
             estimates += product[ids]
-        candidates = most(votes, asked.candidates)
-        return candidates[np.argsort(-estimates[candidates], kind="stable")[: asked.retrieved]], votes
+        candidates = most(votes, quota.candidates)
+        return candidates[np.argsort(-estimates[candidates], kind="stable")[: quota.retrieved]], votes
 
 
 # -- RACC --------------------------------------------------------------------------------------------------------------
@@ -137,13 +137,13 @@ def bounds(keys: torch.Tensor, queries: torch.Tensor, budget: int) -> dict[str, 
     ends = [*range(0, keys.shape[1], CHUNK), keys.shape[1]]
     chunks = Chunks(torch.tensor(ends))
     points, norms = pooled(keys, chunks.bounds, "mean"), queries.norm(dim=2)
-    layout = Layout(radii="paper", move_units=True)
+    layout = ClusterLayout(radii="paper", move_units=True)
     index = ClusterIndex(points, chunks.lengths, layout, keys.dtype, torch.Generator().manual_seed(0))
     score = queries @ points.transpose(1, 2)
     limit = queries @ index.unit_centroids.transpose(1, 2) + norms[:, :, None] * index.unit_radii[:, None]
     above = score > limit.gather(2, units(index)[:, None].expand_as(score))
     ranked = {
-        name: token_recall(index, chunks, keys, queries, budget, Search(ub_weight=weight))
+        name: token_recall(index, chunks, keys, queries, budget, ChunkSearch(ub_weight=weight))
         for name, weight in (("bound", 1), ("centroid", 0))
     }
     return {"above": float(above.float().mean()), **ranked}
@@ -167,27 +167,27 @@ def measured(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     words = [f"model={arguments.model}", "task=fidelity", f"task.lengths=[{length + further}]", "task.steps=1"]
     words += [f"task.samples={arguments.texts}", "dtype=float32", *arguments.overrides]
     arrays = capture(words, None, further, 0, number)
-    found: dict[str, list[dict[str, float]]] = {"pages": [], "recall": [], "windows": [], "bounds": []}
+    results: dict[str, list[dict[str, float]]] = {"pages": [], "recall": [], "windows": [], "bounds": []}
     layers = sum(name.startswith("keys.") for name in arrays)
     for layer in range(layers):
         keys, queries = arrays[f"keys.{layer}"], arrays[f"queries.{layer}"]
         heads = queries.reshape(len(keys), -1, *queries.shape[1:])
-        asked = heads[:, :, : 2 * arguments.queries : 2]
-        found["bounds"].append(
-            bounds(torch.from_numpy(keys[:, :length]), torch.from_numpy(asked.mean(axis=1)), arguments.budget)
+        head_queries = heads[:, :, : 2 * arguments.queries : 2]
+        results["bounds"].append(
+            bounds(torch.from_numpy(keys[:, :length]), torch.from_numpy(head_queries.mean(axis=1)), arguments.budget)
         )
-        for own, group, every in zip(keys, asked, heads, strict=True):
+        for rows, group, every in zip(keys, head_queries, heads, strict=True):
             groups = np.ascontiguousarray(group.swapaxes(0, 1))
-            found["pages"].append(pages(own[: length + INSERTED], groups, arguments.pages))
-            found["recall"].append(recall(np.ascontiguousarray(own[:length]), groups))
-            found["windows"].append(windows(torch.from_numpy(own), torch.from_numpy(every), length))
+            results["pages"].append(pages(rows[: length + INSERTED], groups, arguments.pages))
+            results["recall"].append(recall(np.ascontiguousarray(rows[:length]), groups))
+            results["windows"].append(windows(torch.from_numpy(rows), torch.from_numpy(every), length))
         say(f"text {number + 1} of {arguments.texts}, layer {layer + 1} of {layers}")
-    return {"text": json.loads(str(arrays["about"]))["sample"], **{name: mean(own) for name, own in found.items()}}
+    return {"text": json.loads(str(arrays["about"]))["sample"], **{name: mean(rows) for name, rows in results.items()}}
 
 
-def mean(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean(records: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of each number."""
-    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    return {name: float(np.mean([record[name] for record in records])) for name in records[0]}
 
 
 def main() -> None:

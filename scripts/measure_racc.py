@@ -91,16 +91,16 @@ class Arm:
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Read a question through the method, and go on greedily for `count` tokens, which are read as well."""
         token = torch.tensor([question[0]])
-        said: list[int] = []
+        output: list[int] = []
         for place in range(1, len(question) + count + 1):
             start = time.perf_counter()
             following = decode_step(self.model, token, self.cache, [True])
             self.step_ms.append(1e3 * (time.perf_counter() - start))
             self.engine.settle()
             if place >= len(question):
-                said.append(int(following))
+                output.append(int(following))
             token = torch.tensor([question[place]]) if place < len(question) else following
-        return said[:count]
+        return output[:count]
 
 
 def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.Random) -> Text:
@@ -122,10 +122,10 @@ def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.
     questions, answers, steps = [], [], 0
     while steps < tokens:
         place = rng.randrange(needles)
-        asked = tokenizer.encode("\n" + writer.asking([keys[place]])[1], add_special_tokens=False)
-        questions.append(asked)
+        question_ids = tokenizer.encode("\n" + writer.asking([keys[place]])[1], add_special_tokens=False)
+        questions.append(question_ids)
         answers.append(values[place])
-        steps += len(asked) + len(tokenizer.encode(f" {values[place]}.", add_special_tokens=False))
+        steps += len(question_ids) + len(tokenizer.encode(f" {values[place]}.", add_special_tokens=False))
     return Text(head + [token for sentence in filler for token in sentence], questions, answers)
 
 
@@ -154,30 +154,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             ran[name].append(begun(loaded, name, text, arguments.ratio, steps))
         for number, (question, answer, count) in enumerate(zip(text.questions, text.answers, counts, strict=True)):
             for arms in ran.values():
-                said = tokenizer.decode(arms[-1].ask(question, count))
-                arms[-1].right.append(said.strip().startswith(answer))
+                reply = tokenizer.decode(arms[-1].ask(question, count))
+                arms[-1].right.append(reply.strip().startswith(answer))
             say(f"sample {sample}, question {number + 1} of {len(text.questions)}")
-    right = {name: [one for arm in arms for one in arm.right] for name, arms in ran.items()}
-    found = {name: summary(arms) for name, arms in ran.items()}
-    result: dict[str, Any] = {"questions": len(next(iter(right.values()))), "tokens": steps, "arms": found}
+    right = {name: [is_right for arm in arms for is_right in arm.right] for name, arms in ran.items()}
+    summaries = {name: summary(arms) for name, arms in ran.items()}
+    result: dict[str, Any] = {"questions": len(next(iter(right.values()))), "tokens": steps, "arms": summaries}
     for name, alone in PAIRS.items():
         if {name, alone} <= right.keys():
             gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
             result.setdefault("gain", {})[name] = gain
             result.setdefault("gain_stderr", {})[name] = error
             if name.endswith("free"):
-                result.setdefault("time_ratio", {})[name] = found[name]["ms"] / found[alone]["ms"]
+                result.setdefault("time_ratio", {})[name] = summaries[name]["ms"] / summaries[alone]["ms"]
     return result
 
 
 def summary(arms: Sequence[Arm]) -> dict[str, Any]:
     """One arm's numbers over its samples."""
-    score, error = mean([one for arm in arms for one in arm.right])
+    score, error = mean([entry for arm in arms for entry in arm.right])
     reports = [arm.engine.report() for arm in arms]
     audits = {"attended": "attended_mean"} | {key: key for key in OF_RACC if key in reports[0]}
     ms = statistics.median(time for arm in arms for time in arm.step_ms)
-    own = {"score": score, "stderr": error, "scores": [mean(arm.right)[0] for arm in arms], "ms": ms}
-    return own | {label: statistics.fmean(one[key] for one in reports) for label, key in audits.items()}
+    numbers = {"score": score, "stderr": error, "scores": [mean(arm.right)[0] for arm in arms], "ms": ms}
+    return numbers | {label: statistics.fmean(entry[key] for entry in reports) for label, key in audits.items()}
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:

@@ -67,23 +67,23 @@ def side_by_side(arms: dict[str, Arm]) -> Iterator[tuple[str, str, dict[str, Any
     for sample in first.task.samples(first.loaded.tokenizer, SEED):
         prompt = prompt_of(first, sample)
         prefilled = prefill_shared(list(arms.values()), [prompt])
-        for name, one in arms.items():
-            (record,) = measure(one, [prompt], prefilled=prefilled)
+        for name, current in arms.items():
+            (record,) = measure(current, [prompt], prefilled=prefilled)
             if record["error"]:
                 raise SystemExit(f"{sample.id}, {name}: {record['error']}")
-            yield cell_of(one, sample), name, record
+            yield cell_of(current, sample), name, record
 
 
 def scores(
     folder: Path, loaded: Loaded, lengths: Sequence[int], samples: int, arms: dict[str, list[str]]
 ) -> dict[str, Cells]:
     """Mean score and standard error, 0-100, of each arm (name -> words) and cell."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
+    by_arm: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
     for words in tasks(lengths, samples):
-        made = {name: arm(folder, loaded, *words, *own) for name, own in arms.items()}
-        for cell, name, record in side_by_side(made):
-            found[name].setdefault(cell, []).append(record["scores"][made[name].task.metric])
-    return {name: {cell: mean(values) for cell, values in cells.items()} for name, cells in found.items()}
+        built = {name: arm(folder, loaded, *words, *overrides) for name, overrides in arms.items()}
+        for cell, name, record in side_by_side(built):
+            by_arm[name].setdefault(cell, []).append(record["scores"][built[name].task.metric])
+    return {name: {cell: mean(values) for cell, values in cells.items()} for name, cells in by_arm.items()}
 
 
 def mean(values: Sequence[float]) -> dict[str, float]:
@@ -95,13 +95,13 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 
 def masses(folder: Path, loaded: Loaded, samples: int) -> dict[str, float]:
     """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at 4096 tokens."""
-    found: dict[str, list[float]] = {}
+    by_layer: dict[str, list[float]] = {}
     for words in tasks([ABLATED], samples):
         probing = {"topk": arm(folder, loaded, *words, "method=topk", f"budget={TOP}", "probe.every=1")}
         for _, _, record in side_by_side(probing):
             for layer, values in record["probe"]["layers"].items():
-                found.setdefault(layer, []).append(sum(values["mass"]) / len(values["mass"]))
-    return {layer: round(sum(values) / len(values), 3) for layer, values in sorted(found.items())}
+                by_layer.setdefault(layer, []).append(sum(values["mass"]) / len(values["mass"]))
+    return {layer: round(sum(values) / len(values), 3) for layer, values in sorted(by_layer.items())}
 
 
 def measured(folder: Path, samples: int) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def by_length(cells: Cells) -> str:
     return grid(rows, "task")
 
 
-def card(folder: Path, found: dict[str, Any]) -> str:
+def card(folder: Path, numbers: dict[str, Any]) -> str:
     """The model card."""
     config = json.loads((folder / "config.json").read_text())
     training = json.loads((folder / "training.json").read_text())
-    masses = found["mass"]
+    masses = numbers["mass"]
     mass = "\n".join(
         [
             f"| layer | {' | '.join(masses)} |",
@@ -239,15 +239,15 @@ def card(folder: Path, found: dict[str, Any]) -> str:
         head_dim=config["head_dim"],
         vocabulary=config["vocab_size"],
         window=f"{config['max_position_embeddings']:,}",
-        samples=found["samples"],
+        samples=numbers["samples"],
         evaluated=SEED,
         trained=f"{max(entry['length'] for entry in training['curve']):,}",
-        accuracy=by_length(found["accuracy"]),
-        windowed=grid(found["windowed"], "layer windowed"),
+        accuracy=by_length(numbers["accuracy"]),
+        windowed=grid(numbers["windowed"], "layer windowed"),
         span=WINDOW,
         top=TOP,
         mass=mass,
-        methods=grid(found["methods"], "method, budget"),
+        methods=grid(numbers["methods"], "method, budget"),
         steps=f"{training['steps']:,}",
         seed=training["seed"],
         hours=training["seconds"] / 3600,
@@ -271,10 +271,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder: Path = options.folder.resolve()
-    found = measured(folder, options.samples)
-    (folder / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "README.md").write_text(card(folder, found))
-    print_result(found)
+    numbers = measured(folder, options.samples)
+    (folder / "measured.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    (folder / "README.md").write_text(card(folder, numbers))
+    print_result(numbers)
 
 
 if __name__ == "__main__":

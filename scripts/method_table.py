@@ -28,7 +28,7 @@ HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | passkeys % | 
 FRONT_HEAD = "| `method=` |KL|passkeys|MiB| what they do | source |"
 
 
-class Found(NamedTuple):
+class MethodRow(NamedTuple):
     """What a method comes to; what did not run is None.
 
     Attributes:
@@ -39,64 +39,64 @@ class Found(NamedTuple):
     """
 
     kl: tuple[float, float | None, float | None] | None
-    held: float | None
+    stored_bytes: float | None
     read: float | None
     scores: dict[str, float]
     unbounded: bool = False
 
 
-def found() -> dict[str, Found]:
+def found() -> dict[str, MethodRow]:
     """Every method, on the texts that all have read."""
     runs = collect([REFERENCE])
     near = {method: _run(runs, "fidelity", method) for method in choices("method")}
     scores = [run.scores for run in near.values() if run is not None]
-    ids = set.intersection(*({id for id, kl in zip(own.ids, own.kl, strict=True) if kl == kl} for own in scores))
-    return {method: _found(method, run, ids, runs) for method, run in near.items()}
+    ids = set.intersection(*({id for id, kl in zip(score.ids, score.kl, strict=True) if kl == kl} for score in scores))
+    return {method: _method_row(method, run, ids, runs) for method, run in near.items()}
 
 
-def _found(method: str, run: Run | None, ids: set[str], runs: Runs) -> Found:
-    asked = {task: _run(runs, task, method) for task in TASKS}
-    scores = {task: one.score().mean for task, one in asked.items() if one is not None}
+def _method_row(method: str, run: Run | None, ids: set[str], runs: Runs) -> MethodRow:
+    by_task = {task: _run(runs, task, method) for task in TASKS}
+    scores = {task: task_run.score().mean for task, task_run in by_task.items() if task_run is not None}
     if run is None:
-        return Found(None, None, None, scores)
+        return MethodRow(None, None, None, scores)
     kl = estimate([run.scores.kl[np.isin(run.scores.ids, list(ids))]])
-    held, read = run.arm["device_kv_bytes"], bytes_read(run)
-    amounts = (None if missing(amount) else amount for amount in (held, read))
-    return Found(kl[:3], *amounts, scores, run.is_unbounded)
+    stored_bytes, read = run.arm["device_kv_bytes"], bytes_read(run)
+    amounts = (None if missing(amount) else amount for amount in (stored_bytes, read))
+    return MethodRow(kl[:3], *amounts, scores, run.is_unbounded)
 
 
-def written(methods: dict[str, Found]) -> str:
+def written(methods: dict[str, MethodRow]) -> str:
     """The table of all methods that ran, the nearest first, and last those whose budget never applied."""
-    ran = [(method, one) for method, one in methods.items() if one.kl or one.scores]
+    ran = [(method, row) for method, row in methods.items() if row.kl or row.scores]
     ran.sort(key=lambda pair: (pair[1].unbounded, pair[1].kl[0] if pair[1].kl else float("inf")))
     lines = [
-        f"| `{method}` | {_kl(one)} | {_mib(one.held)} | {_mib(one.read)} | "
-        + " | ".join(_whole(one.scores.get(task)) for task in TASKS)
+        f"| `{method}` | {_kl(row)} | {_mib(row.stored_bytes)} | {_mib(row.read)} | "
+        + " | ".join(_whole(row.scores.get(task)) for task in TASKS)
         + " |"
-        for method, one in ran
+        for method, row in ran
     ]
     return "\n".join([HEAD, "|---" * (HEAD.count("|") - 1) + "|", *lines])
 
 
-def front(page: str, methods: dict[str, Found]) -> str:
+def front(page: str, methods: dict[str, MethodRow]) -> str:
     """README.md with the columns of the first method of each row as they are now."""
     before, _, rest = page.partition(FRONT_HEAD)
     table, _, after = rest.partition("\n\n")
     lines = []
     for line in table.splitlines()[2:]:
         names, *_, does, source = line.strip("|").split("|")
-        one = methods[re.findall(r"\w+", names)[0]]
-        kl = f"{one.kl[0]:.3f}".lstrip("0") if one.kl else "-"
-        passkeys = _whole(one.scores.get("passkey"))
-        lines.append(f"|{names}|{kl}|{passkeys}|{_mib(one.held)}|{does}|{source}|")
+        row = methods[re.findall(r"\w+", names)[0]]
+        kl = f"{row.kl[0]:.3f}".lstrip("0") if row.kl else "-"
+        passkeys = _whole(row.scores.get("passkey"))
+        lines.append(f"|{names}|{kl}|{passkeys}|{_mib(row.stored_bytes)}|{does}|{source}|")
     return "\n".join([before + FRONT_HEAD, "|---" * (FRONT_HEAD.count("|") - 1) + "|", *lines]) + "\n\n" + after
 
 
-def _kl(one: Found) -> str:
-    if one.kl is None:
+def _kl(row: MethodRow) -> str:
+    if row.kl is None:
         return "-"
-    mean, low, high = one.kl
-    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "") + " (x)" * one.unbounded
+    mean, low, high = row.kl
+    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "") + " (x)" * row.unbounded
 
 
 def _mib(value: float | None) -> str:

@@ -19,7 +19,7 @@ def main() -> None:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":
-                cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+                cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         notebook.metadata = {key: notebook.metadata[key] for key in ("kernelspec", "language_info")}
         notebook.metadata["language_info"] = {"name": "python"}
         nbformat.write(notebook, path)

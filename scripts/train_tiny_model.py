@@ -152,28 +152,28 @@ class Text:
             key = _key(rng)
             # A key for its own value: what carries a key across the gap can then be learnt by itself.
             facts[key] = {"numbers": _digits(digits, rng), "words": _word(rng), "keys": key}[kind]
-        told: list[int] = []
+        fact_ids: list[int] = []
         keys = []
         for key, value in facts.items():
             fact = f" {lead}{key} is: {value}."
             if rng.random() < 0.3:
                 fact += "".join(" " + _word(rng) for _ in range(rng.randint(3, 12))) + "."
             ids = self.encode(fact)
-            if len(told) + len(ids) > 0.62 * length:
+            if len(fact_ids) + len(ids) > 0.62 * length:
                 break
-            told += ids
+            fact_ids += ids
             keys.append(key)
         rng.shuffle(keys)
-        asked, answers = self.pieces(piece for key in keys for piece in _question(key, facts[key], lead, rng))
-        return told + asked, [False] * len(told) + answers
+        question_ids, answers = self.pieces(piece for key in keys for piece in _question(key, facts[key], lead, rng))
+        return fact_ids + question_ids, [False] * len(fact_ids) + answers
 
     def needles(self, length: int, rng: random.Random) -> Row:
         """Several keys in a text, and several of RULER's questions, one after the other."""
         most = max(1, length // 48)
         hidden = rng.randint(1, most) if rng.random() < 0.5 else _log_uniform(most, rng)
         while True:
-            asked = rng.randint(1, hidden)
-            head, needles, questions = self._hidden(hidden, asked, rng)
+            question_count = rng.randint(1, hidden)
+            head, needles, questions = self._hidden(hidden, question_count, rng)
             room = length - sum(len(ids) for ids, _ in (head, questions)) - sum(map(len, needles))
             if room >= 0 or hidden == 1:
                 break
@@ -184,7 +184,7 @@ class Text:
         body = [token for ids in filler for token in ids]
         return head[0] + body + questions[0], head[1] + [False] * len(body) + questions[1]
 
-    def _hidden(self, hidden: int, asked: int, rng: random.Random) -> tuple[Row, list[list[int]], Row]:
+    def _hidden(self, hidden: int, question_count: int, rng: random.Random) -> tuple[Row, list[list[int]], Row]:
         """Head, needles and questions with answers."""
         kind = rng.choices(("numbers", "uuids", "words"), (0.6, 0.1, 0.3))[0]
         writer = Needles("essay", "words", kind, 1, 1, 1, prose.words)
@@ -196,7 +196,7 @@ class Text:
             values = draw(kind, len(keys), rng)
         needles = [self.encode(" " + writer.needle(key, value)) for key, value in zip(keys, values, strict=True)]
         pieces = []
-        for place in rng.sample(range(len(keys)), min(asked, len(keys))):
+        for place in rng.sample(range(len(keys)), min(question_count, len(keys))):
             frame, question = writer.asking([keys[place]])
             pieces += [("\n" + question, False), (f" {values[place]}.", True)]
         ids, answers = self.pieces(pieces)
@@ -212,12 +212,12 @@ class Text:
             source = iter(lambda: "\n" + passkey.FILLER, None)
         else:
             source = iter(lambda: "".join(" " + _word(rng) for _ in range(rng.randint(5, 20))) + ".", None)
-        found: list[list[int]] = []
+        filler: list[list[int]] = []
         while room > 0:
             for encoded in self.tokenizer.encode_batch(list(islice(source, 16)), add_special_tokens=False):
-                found.append(list(encoded.ids)[: max(0, room)])
-                room -= len(found[-1])
-        return [ids for ids in found if ids]
+                filler.append(list(encoded.ids)[: max(0, room)])
+                room -= len(filler[-1])
+        return [ids for ids in filler if ids]
 
     def tasks(self, length: int, rng: random.Random) -> Row:
         """A whole prompt of a task, with its answer and <eos>; needles where the length is too short for any."""
@@ -295,13 +295,13 @@ def _question(key: str, value: str, lead: str, rng: random.Random) -> list[tuple
     """A question and its answer: as the fact was told, with the key right before its "is", or some words after it."""
     style = rng.random()
     if style < 0.15:
-        asked = f" {lead}{key} is:"
+        text = f" {lead}{key} is:"
     elif style < 0.35:
-        asked = f"\n{key} is"
+        text = f"\n{key} is"
     else:
         words = " ".join(_word(rng) for _ in range(rng.randint(1, 6)))
-        asked = f"\nThe number for {key} {rng.choice(QUESTIONS) if style < 0.7 else words} is"
-    return [(asked, False), (f" {value}.", True)]
+        text = f"\nThe number for {key} {rng.choice(QUESTIONS) if style < 0.7 else words} is"
+    return [(text, False), (f" {value}.", True)]
 
 
 def _log_uniform(most: int, rng: random.Random) -> int:
@@ -435,15 +435,15 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         ids, answers = self.batch(stage)
-        wanted, answer = ids[:, 1:], answers[:, 1:]
+        targets, answer = ids[:, 1:], answers[:, 1:]
         # Of the rest every fourth token, another one each step: the vocabulary costs as much as two layers.
         places = torch.arange(answer.numel()).view(answer.shape)
-        rest = ~answer & (wanted != PAD) & (places % 4 == self.step % 4)
+        rest = ~answer & (targets != PAD) & (places % 4 == self.step % 4)
         learnt = answer | rest
         with autocast():
             hidden = self.model.model(ids).last_hidden_state
             logits = torch.nn.functional.linear(hidden[:, :-1][learnt], self.model.lm_head.weight)
-        losses = torch.nn.functional.cross_entropy(logits.float(), wanted[learnt], reduction="none")
+        losses = torch.nn.functional.cross_entropy(logits.float(), targets[learnt], reduction="none")
         weights, is_answer = answer_weights(answer)[learnt], answer[learnt]
         on_answers = (losses * weights).sum() / weights.sum().clamp(min=1)
         on_rest = (losses * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
@@ -452,7 +452,7 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        right = ((logits.argmax(-1) == wanted[learnt]) & is_answer).sum() / is_answer.sum().clamp(min=1)
+        right = ((logits.argmax(-1) == targets[learnt]) & is_answer).sum() / is_answer.sum().clamp(min=1)
         return {"answers": on_answers.item(), "rest": on_rest.item(), "right": right.item()}
 
     def batch(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
@@ -462,9 +462,9 @@ class Training:
         parts = 1 if stage.length < 384 else rng.choice((1, 1, 1, 2, 4))
         length, rows = stage.length // parts, stage.rows * parts
         names = rng.choices(list(stage.mixture), list(stage.mixture.values()), k=rows)
-        found = [self.text.row(name, length, rng) for name in names]
-        ids = torch.tensor([ids + [PAD] * (length - len(ids)) for ids, _ in found])
-        answers = torch.tensor([marks + [False] * (length - len(marks)) for _, marks in found])
+        examples = [self.text.row(name, length, rng) for name in names]
+        ids = torch.tensor([ids + [PAD] * (length - len(ids)) for ids, _ in examples])
+        answers = torch.tensor([marks + [False] * (length - len(marks)) for _, marks in examples])
         return ids, answers
 
     def save(self, path: Path) -> None:
@@ -519,18 +519,18 @@ def train(training: Training, out: Path, minutes: float) -> None:
     """Train until the curriculum or the minutes end; a checkpoint after every few minutes and at the end."""
     start = saved = time.monotonic()
     before = training.seconds
-    seen: list[dict[str, float]] = []
+    logged: list[dict[str, float]] = []
     training.model.train()
     while training.step < training.steps and time.monotonic() - start < 60 * minutes:
         stage, done = training.place()
-        seen.append(training.learn())
+        logged.append(training.learn())
         training.seconds = before + time.monotonic() - start
-        if len(seen) == LOGGED_EVERY or done + 1 == stage.steps:
-            means = {key: round(sum(entry[key] for entry in seen) / len(seen), 4) for key in seen[0]}
+        if len(logged) == LOGGED_EVERY or done + 1 == stage.steps:
+            means = {key: round(sum(entry[key] for entry in logged) / len(logged), 4) for key in logged[0]}
             spent = round(training.seconds)
             training.curve.append({"step": training.step, "length": stage.length, "seconds": spent, **means})
             print(json.dumps(training.curve[-1]), flush=True)
-            seen = []
+            logged = []
         if time.monotonic() - saved > 60 * SAVED_EVERY:
             training.save(out / "checkpoint.pt")
             saved = time.monotonic()

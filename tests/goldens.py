@@ -20,7 +20,7 @@ import torch
 from driver import METHODS, SMALL, Case, drive, run_loop, stream
 from test_questions import with_folder
 
-from kvbench.backends.hf.generate import Choice, Question
+from kvbench.backends.hf.generate import Choice, QuestionTokens
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.config import ASSETS, choices, shipped
@@ -61,7 +61,7 @@ def log_probabilities(case: Case) -> tuple[list[torch.Tensor], dict[str, Any]]:
     prompt, given = text()
     steps: list[torch.Tensor] = []
     options: dict[str, Any] = {
-        "choice": Choice(given=[given]),
+        "choice": Choice(forced_tokens=[given]),
         "watch": lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     }
     _, engine = run_loop(small_model(), [prompt], case.build(), SMALL, steps=STEPS - 1, **options)
@@ -203,7 +203,7 @@ def numbers_of_harness() -> dict[str, Any]:
         "likelihood": f"{sum(likely):.5g}",
         "greedy": answer(full),
         "drawn": answer(full, choice=drawn),
-        "after": answer(snapkv, question=Question([given[:9]], at_once=True)),
+        "after": answer(snapkv, question=QuestionTokens([given[:9]], at_once=True)),
     }
 
 

@@ -122,7 +122,7 @@ def claimed(known: dict[str, dict[str, Any]], cell: dict[str, str]) -> float | N
         part = claim.criteria[int(cell["data-part"])]
     else:
         part = claim.superseded.criteria[int(cell["data-superseded"])]
-    asked, of_each = part.asked, {"range": median, "mean": fmean}
+    asked, of_each = part.spec, {"range": median, "mean": fmean}
     if part.kind != "runs" or "lengths" in asked or not isinstance(asked.get("less", ""), str):
         return None
 

@@ -67,7 +67,7 @@ class Preferring(CAKE):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         super().prefill(layer, prompt)
-        self.sizes.append([int((self.view.resident(held)[0, 0] >= 0).sum()) for held in self.held])
+        self.sizes.append([int((self.view.resident(held)[0, 0] >= 0).sum()) for held in self.cached_ids])
 
 
 def test_earlier_layers_shrink_again_as_later_ones_come() -> None:

@@ -100,7 +100,7 @@ def test_samples_that_were_asked_count_where_only_some_answers_do(tmp_path: Path
     asked = {"bed": "made", "value": "score", "of": "method=quest budget=64", "among": "method=full"}
     found = sampled.sampled(collect([tmp_path]), asked)
     assert isinstance(found, Finding) and (found.value, found.n) == (pytest.approx(200 / 3), 4)
-    assert "3 of 4" in found.note and found.kept == 0.75
+    assert "3 of 4" in found.note and found.used_share == 0.75
 
 
 def test_what_all_samples_score_has_one_width_whatever_other_runs_scored(tmp_path: Path, bed: None) -> None:
@@ -118,7 +118,7 @@ def test_texts_of_one_s_own_are_told_apart_by_their_name(tmp_path: Path, monkeyp
     for name, score in (("records", 1.0), ("novels", 0.0)):
         stored(tmp_path, "full", None, [score] * 3, task="fidelity", paths={"texts": f"/somewhere/{name}"}, data=name)
     runs = collect([tmp_path])
-    assert len(runs.arms) == 2 and not runs.left_out
+    assert len(runs.arms) == 2 and not runs.skipped
     found = sampled.sampled(runs, {"bed": "made", "value": "score", "of": "method=full"})
     assert isinstance(found, Finding) and (found.value, found.n) == (100, 3)
 
@@ -251,7 +251,7 @@ def test_samples_that_choose_a_rival_are_among_those_that_are_asked_for(tmp_path
     asked = {"bed": "made", "value": "score", "of": "method=full"}
     asked |= {"less": ["method=snapkv budget=64", "method=h2o budget=64"]}  # type: ignore[dict-item]
     found = sampled.sampled(collect([tmp_path]), asked)
-    assert isinstance(found, Finding) and (found.n, found.taken, found.kept) == (20, 2.0, 1.0)
+    assert isinstance(found, Finding) and (found.n, found.taken, found.used_share) == (20, 2.0, 1.0)
 
 
 def test_a_time_over_none_is_no_number(tmp_path: Path, bed: None) -> None:
@@ -295,7 +295,7 @@ def test_a_file_gives_elements_slopes_and_quarters(tmp_path: Path) -> None:
 
 
 def test_printed_numbers_decide_as_they_do_by_hand() -> None:
-    parts = {claim.id: [printed(one.asked) for one in claim.criteria if one.kind == "printed"] for claim in claims()}
+    parts = {claim.id: [printed(one.spec) for one in claim.criteria if one.kind == "printed"] for claim in claims()}
     (averages,) = parts["ice-9"]  # Mistral, full attention: 42.7 printed less than its 16 cells' mean by half a point
     assert averages.value == 6 and "Mistral-7B-Instruct-v0.2, Full +0.5" in averages.note
     assert parts["ice-10"][0].value == 2  # .13 and .55 s below 1.7
@@ -311,7 +311,7 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(tmp_path: 
     for claim in all_claims:
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.criteria, claim.id
         for one in claim.criteria:
-            assert one.about and (one.at_least, one.at_most) != (None, None), claim.id
+            assert one.description and (one.at_least, one.at_most) != (None, None), claim.id
     found = judged(None, [])
     assert page.unmeasured(found) == ""  # of what is shipped nothing is missing
     verdicts = {one.claim.id: one.verdict for one in found}
@@ -361,10 +361,10 @@ def test_every_arm_of_a_claim_is_a_job_of_the_sweep_that_its_command_names() -> 
         for one in claim.criteria:
             if one.kind != "runs":
                 continue
-            bed = beds()[one.asked["bed"]]
+            bed = beds()[one.spec["bed"]]
             command = bed.command.rpartition("python -m kvbench ")[2].partition(";")[0]
             words = tuple(word for word in command.split() if "$" not in word)
-            arms = [arm for several in sampled.arms_of(one.asked).values() for arm in several]
+            arms = [arm for several in sampled.arms_of(one.spec).values() for arm in several]
             for arm in arms:
                 wanted = sampled.USUAL | dict(word.split("=", 1) for word in (*bed.words, *arm.split()))
                 assert wanted["method"] in choices("method"), claim.id

@@ -13,7 +13,7 @@ from report_runs import stored
 
 from kvbench.report.claims.claim import Criterion, claims
 from kvbench.report.claims.page import judged
-from kvbench.report.claims.power import lacks, samples_wanted
+from kvbench.report.claims.power import lacks, required_samples
 from kvbench.report.claims.verdict import Finding, Interval, Missing, Verdict, judge
 from kvbench.report.data.frame import collect
 from kvbench.report.data.stats import Z, difference, estimate, proportion, repeated
@@ -87,16 +87,16 @@ def test_the_samples_that_are_asked_for_decide_if_mean_and_spread_stay(factor: i
         found = Finding(*made[:4], "", interval)
         criterion = of_file(float(bound))
         assert judge(criterion, found) is Verdict.UNDECIDED
-        wanted = samples_wanted(criterion, found)
+        wanted = required_samples(criterion, found)
         assert wanted is not None and wanted > found.n
-    wanted = samples_wanted(of_file(96.5), Finding(*proportion([shares])[:4], "", Interval.WILSON))
+    wanted = required_samples(of_file(96.5), Finding(*proportion([shares])[:4], "", Interval.WILSON))
     assert wanted == next(n for n in range(100, 2000) if _low(n) >= 96.5)
 
 
 def test_samples_that_are_dropped_or_choose_a_rival_are_asked_for_too() -> None:
     shares = proportion([np.repeat([100.0, 0.0], [39, 1])])[:3]
     of_40, of_100 = (Finding(*shares, n, "", Interval.WILSON, 40 / n) for n in (40, 100))
-    whole, part = (samples_wanted(of_file(93), found) for found in (of_40, of_100))
+    whole, part = (required_samples(of_file(93), found) for found in (of_40, of_100))
     assert whole is not None and part is not None and part == pytest.approx(2.5 * whole, abs=2)
     half = Finding(1.0, -1.0, 3.0, 40, "", Interval.BOOTSTRAP, taken=2.0)  # 160 of them would end at 0
     told = lacks(of_file(0), half, None)

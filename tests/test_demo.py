@@ -112,8 +112,8 @@ def test_bad_input_is_told_before_a_model_is_fetched(monkeypatch, capsys):
 def test_the_table_shows_nearness_scores_and_costs(capsys):
     costs = {"device_kv_bytes": 3 * 2**19, "moved_bytes_per_step": 2048.0, "own_ms": 4.26, "disturbed": False}
     costs |= {"texts": 4, "prompts": 6}
-    full = demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), demo.found_of(100.0, 4), None, **costs)
-    quest = demo.Row("quest", 256, 0.5, None, (78.0, 3.0), demo.found_of(25.0, 4), 1.5, **costs)
+    full = demo.DemoRow("full", None, 0.0, 0.0, (100.0, 0.0), demo.needle_share(100.0, 4), None, **costs)
+    quest = demo.DemoRow("quest", 256, 0.5, None, (78.0, 3.0), demo.needle_share(25.0, 4), 1.5, **costs)
     Console(width=140).print(demo.table([full, quest]))
     told = [line.strip("│┃") for line in capsys.readouterr().out.splitlines() if line[0] in "│┃"]
     head, *lines = [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in told]

@@ -113,7 +113,7 @@ def test_hits_misses_and_what_is_held_are_those_of_a_textbook_cache(
         in_place=in_place,
         cache=cache,
         moved=lambda size: moved.append(size // 8),  # bytes of a key and a value of one number each
-        found=lambda here, brought: found.append((here, brought)),
+        count_hits=lambda here, brought: found.append((here, brought)),
     )
     numbers = torch.arange(max(lengths) + steps).float().view(1, 1, -1, 1).expand(len(lengths), heads, -1, 1)
     store.write_prompt(numbers[:, :, : max(lengths)], -numbers[:, :, : max(lengths)], 0, [0] * len(lengths))

@@ -72,8 +72,8 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
     model: Any = OmegaConf.to_container(config.model)
     loaded = load(model, "cpu", "float32")
     (sample,) = Fidelity([200], steps=12, samples=1).samples(loaded.tokenizer, 0)
-    assert sample.given is not None
-    prompt, given = list(sample.given.prompt), list(sample.given.tokens)
+    assert sample.forced is not None
+    prompt, given = list(sample.forced.prompt), list(sample.forced.tokens)
     assert (len(prompt), len(given)) == (200, 13)
     with torch.inference_mode():
         logits = loaded.model(torch.tensor([[*prompt, *given]])).logits[0].float()
@@ -122,8 +122,8 @@ def test_a_stretch_never_goes_on_into_another_text(tmp_path: Path) -> None:
     assert len(samples) == len(task) == 6
     seen = set()
     for sample in samples:
-        assert sample.given is not None and len(sample.given.prompt) == 100 and len(sample.given.tokens) == 21
-        (letter,) = set(sample.given.prompt[1:]) | set(sample.given.tokens)
+        assert sample.forced is not None and len(sample.forced.prompt) == 100 and len(sample.forced.tokens) == 21
+        (letter,) = set(sample.forced.prompt[1:]) | set(sample.forced.tokens)
         seen.add(chr(letter))
     assert seen == {"a", "b", "c"}
 
@@ -139,7 +139,7 @@ def test_texts_of_a_file_of_lines_may_hold_what_else_ends_a_line(tmp_path: Path)
 
 def test_a_longer_run_begins_with_the_shorter_ones_samples() -> None:
     few, many = (list(Fidelity([300], 8, count).samples(byte_tokenizer(), 0)) for count in (2, 5))
-    assert [sample.given for sample in many[:2]] == [sample.given for sample in few]
+    assert [sample.forced for sample in many[:2]] == [sample.forced for sample in few]
 
 
 @pytest.mark.parametrize(

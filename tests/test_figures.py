@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Runs:
     found = collect([folder])
-    assert len(found.arms) == 13 and not found.left_out
+    assert len(found.arms) == 13 and not found.skipped
     return found
 
 

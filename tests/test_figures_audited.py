@@ -19,7 +19,7 @@ from kvbench.cli.report import main
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
-from kvbench.report.data.sizes import bytes_held
+from kvbench.report.data.sizes import bytes_stored
 from kvbench.report.data.style import style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
@@ -80,7 +80,7 @@ def test_bytes_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> Non
     }
     stored(tmp_path, "full", None, list(both.values()))
     stored(tmp_path, "quest", 64, [both["short"]])
-    assert [bytes_held(run) for run in collect([tmp_path])] == [1024, 1024]
+    assert [bytes_stored(run) for run in collect([tmp_path])] == [1024, 1024]
 
 
 def test_the_front_of_bytes_held_is_named_with_its_budget_and_kv(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvbench.attention import executor as attention
 from kvbench.attention.executor import reference
-from kvbench.attention.flashinfer import PLANS, FlashInfer, Plan, planned
+from kvbench.attention.flashinfer import PLANS, AttentionPlan, FlashInfer, planned
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import ConfigError
 from kvbench.memory.slots import Pool
@@ -186,7 +186,7 @@ def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
     shape = Shape(1, 6, 3, 64, (20, 20), torch.float16, torch.device("cpu"), 1.0, (0,))
     asked = torch.tensor([[7], [0], [191], [33], [66], [99]])
     for page in (1, 16):
-        plan = Plan(shape, 6, 2, 64 // page, page, 1.0)
+        plan = AttentionPlan(shape, 6, 2, 64 // page, page, 1.0)
         plan.write(asked // page)
         out = plan.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), pool, 1)
         assert torch.equal(out[..., 0, 0].view(6, 2), (asked // page * page).expand(6, 2).half())
@@ -195,7 +195,7 @@ def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
 def test_list_without_tokens_gives_zeros() -> None:
     shape = Shape(1, 2, 2, 64, (9,), torch.float16, torch.device("cpu"), 1.0, (0,))
     block = torch.ones(1, 2, 4096, 64, dtype=torch.float16)
-    plan = Plan(shape, 2, 1, 256, 16, 1.0)
+    plan = AttentionPlan(shape, 2, 1, 256, 16, 1.0)
     out = plan.attend(block[:, :, :1], Pool.of(block, block), torch.tensor([[0, 4096]]))
     assert out[0, :, 0, 0].tolist() == [0, 1]
 
@@ -240,7 +240,7 @@ def test_few_plans_are_kept_and_those_in_use_stay() -> None:
 def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     shape = Shape(1, 1, 1, 64, (9,), torch.float16, torch.device("cpu"), 1.0, (0,))
     block = torch.zeros(1, 1, 512, 64, dtype=torch.float16)
-    plan = Plan(shape, 1, 1, 512, 1, 1.0)
+    plan = AttentionPlan(shape, 1, 1, 512, 1, 1.0)
 
     def attend(length: int) -> None:
         plan.attend(block[:, :, :1], Pool.of(block, block), length)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Case, each_method, numbers, run_loop
 
-from kvbench.backends.hf.generate import Question, Stops
+from kvbench.backends.hf.generate import QuestionTokens, Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -42,11 +42,12 @@ def test_row_that_ends_at_once_takes_no_step(tiny: Loaded) -> None:
 
 
 @pytest.mark.parametrize(
-    "question", [Question(), Question([(5, 6)] * len(PROMPTS)), Question([(5, 6)] * len(PROMPTS), at_once=True)]
+    "question",
+    [QuestionTokens(), QuestionTokens([(5, 6)] * len(PROMPTS)), QuestionTokens([(5, 6)] * len(PROMPTS), at_once=True)],
 )
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_row_begins_with_a_banned_token_and_any_may_go_on_with_it(
-    tiny: Loaded, question: Question, shared: bool
+    tiny: Loaded, question: QuestionTokens, shared: bool
 ) -> None:
     options: dict[str, Any] = {"question": question}
     free, _ = run_loop(tiny, PROMPTS, method_named("full"), None, steps=4, **options)

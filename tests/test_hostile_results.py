@@ -176,7 +176,7 @@ def test_a_bad_file_costs_its_own_run_alone(
     with watched(monkeypatch):
         runs = collect([tmp_path])
         assert {run.arm["method"] for run in runs} >= {"snapkv"}
-        assert bad == "a pipe for the status" or [one.path for one in runs.left_out] == [file.parent]
+        assert bad == "a pipe for the status" or [one.path for one in runs.skipped] == [file.parent]
         assert score.main([str(tmp_path), "--json"]) == (0 if name == "status.json" else 2)
         told = capsys.readouterr()
         assert len(json.loads(told.out)) == 2 - len(told.err.splitlines())
@@ -184,7 +184,7 @@ def test_a_bad_file_costs_its_own_run_alone(
         if file.is_file() and not file.is_symlink():  # the same in an archive
             packed = archived(tmp_path, tmp_path / "packed.tar.xz")
             runs = collect([packed])
-            assert [one.path for one in runs.left_out] == [packed / file.parent.relative_to(tmp_path)]
+            assert [one.path for one in runs.skipped] == [packed / file.parent.relative_to(tmp_path)]
             assert [run.arm["method"] for run in runs] == ["snapkv"]
 
 
@@ -237,7 +237,7 @@ def test_a_bad_archive_costs_its_own_runs_alone(
     with watched(monkeypatch):
         runs = collect([tmp_path])
         assert [run.arm["method"] for run in runs] == ["snapkv"]
-        assert [(one.path, one.why[:10]) for one in runs.left_out] == [(archive, "bad.tar.xz")]
+        assert [(one.path, one.why[:10]) for one in runs.skipped] == [(archive, "bad.tar.xz")]
         assert score.main([str(tmp_path), "--json"]) == 2
         told = capsys.readouterr()
         assert len(json.loads(told.out)) == len(told.err.splitlines()) == 1
@@ -252,7 +252,7 @@ def test_what_only_is_called_as_an_archive_is_passed_by(make: Any, tmp_path: Pat
     hostile.stored(tmp_path, "snapkv", samples=[record(1.0)])
     make(tmp_path / "bad.tar.xz")
     runs = collect([tmp_path])
-    assert len(list(runs)) == 1 and not runs.left_out
+    assert len(list(runs)) == 1 and not runs.skipped
 
 
 def test_reports_and_status_build_nothing_that_a_run_names(
@@ -359,7 +359,7 @@ def test_scores_of_a_failed_sample_and_odd_settings_break_no_page(tmp_path: Path
     odd = hostile.stored(tmp_path / "results", "topk", 64, [whole])
     (odd / "run.yaml").write_text((odd / "run.yaml").read_text().replace("seed: 0", "seed: 0\n    batch: x", 1))
     found = collect([tmp_path / "results"])
-    assert [one.path for one in found.left_out] == [odd]
+    assert [one.path for one in found.skipped] == [odd]
     for out in ("one.html", "site"):
         assert report([str(tmp_path / "results"), "--out", str(tmp_path / out)]) == 0
 

@@ -341,7 +341,7 @@ def test_types_are_read_as_they_were_written() -> None:
 def test_every_listed_kernel_is_there_and_stands_after_those_that_it_calls() -> None:
     jobs, used = listed()
     for number, job in enumerate(jobs):
-        assert len(job.signature()) == job.found().py_func.__code__.co_argcount
+        assert len(job.signature()) == job.dispatcher().py_func.__code__.co_argcount
         assert all(called < number for called in job.calls)
     assert set(used) == {"float32", "bfloat16"}
     for of in used.values():

@@ -20,7 +20,7 @@ from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method, Needs
 from kvbench.runs import shared
-from kvbench.runs.identity import decodes_together
+from kvbench.runs.identity import decodes_jointly
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
@@ -117,12 +117,12 @@ def test_how_much_is_left_is_known_with_the_first_pass_and_nothing_is_left_at_th
 
     def noted(self: Reporter, count: int, seconds: float) -> None:
         rows(self, count, seconds)
-        first.append(self.together.left(1.0))
+        first.append(self.joint_decode.remaining(1.0))
 
     monkeypatch.setattr(shared, "SideBySide", lambda arms: (reports.append(arms.report), real(arms))[1])
     monkeypatch.setattr(Reporter, "rows", noted)
     quiet(configs(*words, arms=ARMS[:3]))
-    together = reports[0].together
+    together = reports[0].joint_decode
     assert first[0] is not None and first[0] > 0
     assert together.read == pytest.approx(1) and together.expected == together.decoded > 0
 
@@ -166,7 +166,7 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
     counted = list[tuple[Any, float]]()
     real = lane.Lane.join
 
-    def noted(self: lane.Lane, begin: Any, rows: int, going: lane.Going) -> None:
+    def noted(self: lane.Lane, begin: Any, rows: int, going: lane.Admission) -> None:
         prefilled: Any = going.prompt[0]
         counted.append((prefilled, going.prompt[1] - prefilled.nbytes))
         real(self, begin, rows, going)
@@ -354,7 +354,7 @@ def test_what_cannot_go_together_goes_alone_and_says_so(
 
 def test_timed_tasks_and_others_who_measure_never_share(configs: Any) -> None:
     def of(*words: str) -> bool:
-        return decodes_together(OmegaConf.to_container(configs(*words, arms=ARMS[:1])[0], resolve=True))  # type: ignore[arg-type]
+        return decodes_jointly(OmegaConf.to_container(configs(*words, arms=ARMS[:1])[0], resolve=True))  # type: ignore[arg-type]
 
     assert of() and not of("sweep.shared_decode=false") and not of("sweep.shared_prefill=false")
-    assert not decodes_together(OmegaConf.to_container(composed("task=latency"), resolve=True))  # type: ignore[arg-type]
+    assert not decodes_jointly(OmegaConf.to_container(composed("task=latency"), resolve=True))  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from kvbench.cli.score import main as score
 from kvbench.config import ConfigError, choices
 from kvbench.measure import hardware, latency, machine
 from kvbench.measure.arm import measure, prompt_of
-from kvbench.measure.synthetic import MADE, SyntheticAttention, SyntheticEngine
+from kvbench.measure.synthetic import SYNTHETIC_SPAN, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
@@ -209,7 +209,7 @@ def test_making_synthetic_keys_is_no_part_of_the_time_to_the_first_token(
     run(composed(*SMALL, "method=full", "task.keys=synthetic_attention", f"results_dir={tmp_path}"))
     (record,) = records(tmp_path)
     assert record["ttft_s"] < 4 * wait and record["tt2t_s"] < 4 * wait
-    assert MADE not in record["prefill_ms"] and record["prefill_ms"]["model"] > 0
+    assert SYNTHETIC_SPAN not in record["prefill_ms"] and record["prefill_ms"]["model"] > 0
 
 
 def test_the_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_word_and_a_flag_that_say_otherwise_are_refused(
 def test_without_lm_eval_a_line_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(command, "REQUIRED_PACKAGES", ("no_such_package",))
     assert main(["lm-eval", "--tasks", "gsm8k"]) == 2
     assert capsys.readouterr().err == "kvbench: lm-eval: needs no_such_package; pip install 'kvbench[lm-eval]'\n"
 

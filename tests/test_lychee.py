@@ -21,8 +21,8 @@ bind_methods()
 
 from methods.blocks.chunking import Chunks, delimiters  # noqa: E402
 from methods.lychee import LycheeCluster  # noqa: E402
-from methods.lychee.clustering import Layout, pooled  # noqa: E402
-from methods.lychee.index import ClusterIndex, Search  # noqa: E402
+from methods.lychee.clustering import ClusterLayout, pooled  # noqa: E402
+from methods.lychee.index import ChunkSearch, ClusterIndex  # noqa: E402
 
 HEADS, WIDTH = 2, 24
 
@@ -42,7 +42,7 @@ def lengths_of(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def index_of(points: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **layout: Any) -> ClusterIndex:
-    settled = Layout(**{"radii": "exact", "move_units": False, **layout})
+    settled = ClusterLayout(**{"radii": "exact", "move_units": False, **layout})
     return ClusterIndex(points, lengths_of(points.shape[1]), settled, dtype, seeded())
 
 
@@ -157,7 +157,7 @@ def test_few_and_equal_chunks_make_an_index(count: int, build: str) -> None:
         for _ in range(3):
             index.graft(representatives(1, seed=5)[:, 0], 9)
         assert sorted(index.members[0].tolist()) == list(range(count + 3))
-        everything = index.best_chunks(torch.ones(HEADS, 1, WIDTH), torch.ones(HEADS, 1), 10**6, Search(1))
+        everything = index.best_chunks(torch.ones(HEADS, 1, WIDTH), torch.ones(HEADS, 1), 10**6, ChunkSearch(1))
         assert everything.sort(dim=2).values.tolist() == [[list(range(count + 3))]] * HEADS
 
 
@@ -203,7 +203,9 @@ def test_a_graft_joins_the_nearest_cluster_and_moves_its_centroid_to_the_mean() 
 # -- search ------------------------------------------------------------------------------------------------------------
 
 
-def ranked(index: ClusterIndex, head: int, query: torch.Tensor, norm: float, room: int, search: Search) -> list[int]:
+def ranked(
+    index: ClusterIndex, head: int, query: torch.Tensor, norm: float, room: int, search: ChunkSearch
+) -> list[int]:
     """Chunks of the best clusters in the best units, from the top down, of one head and query."""
     members, starts = index.members[head].tolist(), index.starts[head].tolist()
 
@@ -240,7 +242,7 @@ def fitting(chunks: list[int], lengths: list[int], room: int) -> list[int]:
 def test_search_takes_the_best_clusters_of_the_best_units(room: int, units: int, radii: str, ub_weight: int) -> None:
     index, lengths = index_of(representatives(400), torch.float32, radii=radii), lengths_of(400).tolist()
     queries = torch.randn(HEADS, 3, WIDTH, generator=seeded(4))
-    norms, search = queries.norm(dim=2), Search(units, ub_weight)
+    norms, search = queries.norm(dim=2), ChunkSearch(units, ub_weight)
     chunks = Chunks(torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(lengths).cumsum(0)]))
     found = chunks.fitting(index.best_chunks(queries, norms, room, search), room)
     for head in range(HEADS):
@@ -262,7 +264,12 @@ def test_compiled_search_and_torch_find_the_same_tokens_in_the_same_order(dtype:
     queries = 3 * torch.randn(HEADS, 2, representatives(1).shape[2], generator=seeded())
     norms, fixed = queries.norm(dim=2), np.array([3, 1])
     together = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
-    for room, search in [(100, Search()), (30, Search(units=1)), (700, Search(ub_weight=0)), (5, Search())]:
+    for room, search in [
+        (100, ChunkSearch()),
+        (30, ChunkSearch(units=1)),
+        (700, ChunkSearch(ub_weight=0)),
+        (5, ChunkSearch()),
+    ]:
         for mean, asked in ((False, (queries, norms)), (True, together)):
             best = chunks.fitting(index.best_chunks(*asked, room, search), room)
             expected = pad(chunks.tokens(best, room).flatten(0, 1), (2, 0))
@@ -275,7 +282,7 @@ def test_compiled_search_and_torch_find_the_same_tokens_in_the_same_order(dtype:
 
 def test_bounds_rank_otherwise_than_centroids() -> None:
     index, query = index_of(representatives(400)), torch.randn(HEADS, 1, WIDTH, generator=seeded(4))
-    one, zero = (index.best_chunks(query, query.norm(dim=2), 100, Search(4, weight)) for weight in (1, 0))
+    one, zero = (index.best_chunks(query, query.norm(dim=2), 100, ChunkSearch(4, weight)) for weight in (1, 0))
     assert one[..., :8].tolist() != zero[..., :8].tolist()
 
 
@@ -358,7 +365,7 @@ def test_attended_are_sinks_buffer_and_the_best_chunks_that_fit(
 def order(index: ClusterIndex, query: torch.Tensor, head: int, room: int, selection: str) -> list[int]:
     """The chunks that one query head's search ranks, or its group's."""
     own = query[2 * (head // 2) : 2 * (head // 2) + 2, 0] if selection == "kv_head" else query[head : head + 1, 0]
-    return ranked(index, head // 2, own.mean(dim=0), float(own.norm(dim=1).mean()), room, Search(2))
+    return ranked(index, head // 2, own.mean(dim=0), float(own.norm(dim=1).mean()), room, ChunkSearch(2))
 
 
 def joined(lists: list[list[int]]) -> list[int]:
@@ -434,7 +441,7 @@ def test_two_level_build_finds_about_what_the_full_build_finds() -> None:
     recall = {}
     for way in BUILDS:
         index = index_of(points, build=way)
-        found = index.best_chunks(wanted, wanted.norm(dim=2), 120 * 12, Search())[..., :120]
+        found = index.best_chunks(wanted, wanted.norm(dim=2), 120 * 12, ChunkSearch())[..., :120]
         recall[way] = float((best[..., None] == found[:, :, None]).any(dim=3).float().mean())
     assert recall["full"] > 0.25, "a tenth by chance"
     assert abs(recall["two_level"] - recall["full"]) < 0.04

@@ -203,7 +203,7 @@ def test_random_weights_of_two_shapes_are_two_models(tmp_path) -> None:
         stored(tmp_path, "full", None, [1.0] * 8, **shape)
         stored(tmp_path, "quest", 64, [1.0] * 8, **shape)
     runs = collect([tmp_path])
-    assert len(runs.arms) == 4 and not runs.left_out
+    assert len(runs.arms) == 4 and not runs.skipped
     shapes = [(run.settings["model.config.num_hidden_layers"], run.full()) for run in runs]
     assert all(full.settings["model.config.num_hidden_layers"] == layers for layers, full in shapes)
 

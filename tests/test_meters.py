@@ -20,7 +20,7 @@ from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
-from kvbench.engine.audit import held_bytes
+from kvbench.engine.audit import method_bytes
 from kvbench.kernels.lists import count_lists
 from kvbench.method import Method, Prompt, Selection
 from kvbench.spans import Spans
@@ -159,22 +159,22 @@ def cycle() -> list[Any]:
 
 def test_views_of_one_storage_count_once() -> None:
     whole = torch.zeros(100, dtype=torch.float32)
-    assert held_bytes(Holding(a=whole)) == 400
+    assert method_bytes(Holding(a=whole)) == 400
     threads = ThreadPoolExecutor()
     threads.found = whole
-    assert held_bytes(Holding(a=threads)) == 0, "threads are everybody's"
-    assert held_bytes(Holding(a=whole[:10])) == 400, "a view keeps all of its storage alive"
-    assert held_bytes(Holding(a=whole, b=whole[50:], c=[whole.view(10, 10)])) == 400
-    assert held_bytes(Holding(a=whole, b=whole.clone())) == 800
+    assert method_bytes(Holding(a=threads)) == 0, "threads are everybody's"
+    assert method_bytes(Holding(a=whole[:10])) == 400, "a view keeps all of its storage alive"
+    assert method_bytes(Holding(a=whole, b=whole[50:], c=[whole.view(10, 10)])) == 400
+    assert method_bytes(Holding(a=whole, b=whole.clone())) == 800
 
 
 def test_arrays_count_as_tensors_do() -> None:
     array = np.zeros(100, dtype=np.float64)
-    assert held_bytes(Holding(a=array)) == 800
-    assert held_bytes(Holding(a=array[:10], b=array[5:].reshape(5, 19))) == 800
-    assert held_bytes(Holding(a=array, b=torch.from_numpy(array))) == 800, "the same memory, seen by both libraries"
+    assert method_bytes(Holding(a=array)) == 800
+    assert method_bytes(Holding(a=array[:10], b=array[5:].reshape(5, 19))) == 800
+    assert method_bytes(Holding(a=array, b=torch.from_numpy(array))) == 800, "the same memory, seen by both libraries"
     tensor = torch.zeros(100)
-    assert held_bytes(Holding(a=tensor.numpy(), b=tensor)) == 400
+    assert method_bytes(Holding(a=tensor.numpy(), b=tensor)) == 400
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_arrays_count_as_tensors_do() -> None:
     ],
 )
 def test_tensors_are_found_wherever_a_method_keeps_them(content: Any) -> None:
-    assert held_bytes(Holding(held=content(torch.zeros(25)))) == 100
+    assert method_bytes(Holding(held=content(torch.zeros(25)))) == 100
 
 
 class Clinging(Method):
@@ -219,7 +219,7 @@ def test_keys_in_the_store_are_no_index_until_the_store_has_dropped_them(tiny: L
 
 
 def test_what_holds_itself_is_counted_once() -> None:
-    assert held_bytes(Holding(items=cycle())) == 40
+    assert method_bytes(Holding(items=cycle())) == 40
 
 
 def test_parts_of_the_harness_are_not_the_methods() -> None:
@@ -352,12 +352,12 @@ class Library:
 
 
 def test_memory_of_a_library_counts_as_its_owner_tells() -> None:
-    assert held_bytes(Holding(held=[Library(), torch.zeros(25)])) == 164
+    assert method_bytes(Holding(held=[Library(), torch.zeros(25)])) == 164
 
 
 def test_a_method_inside_a_method_counts_without_the_harness_s_parts() -> None:
     inner = Holding(kept=torch.zeros(25), view=torch.zeros(100), context=torch.zeros(100))
-    assert held_bytes(Holding(inner=inner, more=torch.zeros(1))) == 104
+    assert method_bytes(Holding(inner=inner, more=torch.zeros(1))) == 104
 
 
 class Telling(Method):

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.measure.arm import AROUND, excerpt
+from kvbench.measure.arm import MARGIN, excerpt
 from kvbench.tasks import Sample
 from kvbench.tasks.passkey import DESCRIPTION, FILLER, INFORMATION, QUESTION, Passkey, prompt
 
@@ -270,5 +270,5 @@ def test_a_bad_option_names_its_key(options, key):
 def test_an_excerpt_shows_the_needle_and_the_question():
     text = prompt(FILLER * 50, 4711, FILLER * 50)
     shown = excerpt(Sample("a", text, ("4711",), 10))
-    assert INFORMATION.format(key=4711)[:60] in shown and shown.endswith(QUESTION) and len(shown) < 4 * AROUND
-    assert excerpt(Sample("a", text, ("47",), 10)) == text[-AROUND:], "a word, not a part of one"
+    assert INFORMATION.format(key=4711)[:60] in shown and shown.endswith(QUESTION) and len(shown) < 4 * MARGIN
+    assert excerpt(Sample("a", text, ("47",), 10)) == text[-MARGIN:], "a word, not a part of one"

@@ -73,7 +73,7 @@ def test_a_sample_that_cannot_be_leaves_its_run_out_by_name(case: str, tmp_path:
     stored(tmp_path, "quest", samples=[record("a", "", 1.0), record("odd", "", 1.0, **more)])
     runs = collect([tmp_path])
     assert [run.arm["method"] for run in runs] == ["snapkv"]
-    assert "sample odd" in runs.left_out[0].why and said in runs.left_out[0].why
+    assert "sample odd" in runs.skipped[0].why and said in runs.skipped[0].why
 
 
 @pytest.mark.parametrize("case", OF_RUNS)
@@ -83,12 +83,12 @@ def test_a_run_whose_settings_its_numbers_cannot_have_is_left_out(case: str, tmp
     stored(tmp_path, "snapkv")
     stored(tmp_path, "quest", **{"samples": [line], **more})
     runs = collect([tmp_path])
-    assert [run.arm["method"] for run in runs] == ["snapkv"] and said in runs.left_out[0].why
+    assert [run.arm["method"] for run in runs] == ["snapkv"] and said in runs.skipped[0].why
 
 
 def test_a_failed_sample_may_have_counted_anything(tmp_path: Path) -> None:
     stored(tmp_path, samples=[record("a", "", None, error="out of memory", **audit(attended_mean=0.0))])
-    assert not collect([tmp_path]).left_out
+    assert not collect([tmp_path]).skipped
 
 
 @pytest.mark.parametrize("main", [report, score.main, submit])
@@ -106,7 +106,7 @@ def test_a_folder_under_another_name_is_left_out(tmp_path: Path) -> None:
     folder = stored(tmp_path, "quest")
     shutil.copytree(folder, folder.with_name("0123456789ab"))
     runs = collect([tmp_path])
-    assert len(runs.arms) == 1 and [path.name for path, _ in runs.left_out] == ["0123456789ab"]
+    assert len(runs.arms) == 1 and [path.name for path, _ in runs.skipped] == ["0123456789ab"]
 
 
 def test_a_run_is_itself_by_whichever_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_one_sample_with_two_scores_is_named_and_may_be_scored_anew(tmp_path: Pa
     for mark, left_out in (({}, 1), ({"rescored": {"task": "x"}}, 0)):
         again = json.dumps({**first, "scores": {"accuracy": 1.0}, **mark}) + "\n"
         file.write_text("".join([*file.read_text().splitlines(keepends=True)[:2], again]))
-        found = collect([tmp_path]).left_out
+        found = collect([tmp_path]).skipped
         assert len(found) == left_out and all("second answer of a" in why for _, why in found)
 
 

@@ -45,7 +45,7 @@ def test_the_line_that_is_damaged_is_deleted_by_its_command(tmp_path: Path) -> N
     folder = stored(tmp_path / "it's", samples=[record("a", "", 1.0), record("b", "", 1.0)], finished=False)
     file = folder / "samples.jsonl"
     file.write_text('{"id": "x", "scores": 3}\n' + file.read_text())
-    assert run(named_in(collect([tmp_path], unfinished=True).left_out[0].why, r"\((sed .*)\), and its")) == 0
+    assert run(named_in(collect([tmp_path], unfinished=True).skipped[0].why, r"\((sed .*)\), and its")) == 0
     assert len(collect([tmp_path], unfinished=True).arms) == 1
 
 
@@ -53,7 +53,7 @@ def test_a_lost_summary_is_made_anew_by_its_command(tmp_path: Path) -> None:
     line = record("a", "", 1.0)
     folder = stored(tmp_path, samples=[line], **PASSKEY)
     (folder / "summary.json").unlink()
-    assert run(named_in(collect([tmp_path]).left_out[0].why, r"; (kvbench score .*) writes")) == 0
+    assert run(named_in(collect([tmp_path]).skipped[0].why, r"; (kvbench score .*) writes")) == 0
     assert len(collect([tmp_path]).arms) == 1
 
 
@@ -105,7 +105,7 @@ def test_samples_that_are_missing_are_made_by_the_command_that_names_them(
     (file,) = Path("out").rglob("samples.jsonl")
     whole = file.read_text()
     file.write_text(whole.splitlines(keepends=True)[1])
-    assert run(named_in(collect([Path("out")]).left_out[0].why, r"; (python -m kvbench .*) runs them again")) == 0
+    assert run(named_in(collect([Path("out")]).skipped[0].why, r"; (python -m kvbench .*) runs them again")) == 0
     assert list(Path("out").rglob("samples.jsonl")) == [file], "the same run"
     again = [json.loads(line)["output"] for line in file.read_text().splitlines()]
     assert sorted(again) == sorted(json.loads(line)["output"] for line in whole.splitlines())

@@ -11,7 +11,7 @@ from driver import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.generate import EngineCache, Question, Stops, decode_step, generate, prefill
+from kvbench.backends.hf.generate import EngineCache, QuestionTokens, Stops, decode_step, generate, prefill
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.budget import Budget
@@ -243,7 +243,7 @@ QUESTION = numbers(9, seed=6)
 @pytest.mark.parametrize("chunk", [None, 50])
 def test_question_is_read_as_decode_steps(tiny: Loaded, name: str, chunk: int | None) -> None:
     method = method_named(name)
-    options: dict[str, Any] = {"question": Question([QUESTION] * len(CONTEXTS)), "prefill_chunk": chunk}
+    options: dict[str, Any] = {"question": QuestionTokens([QUESTION] * len(CONTEXTS)), "prefill_chunk": chunk}
     lengths = list(map(len, CONTEXTS))
     with torch.inference_mode():
         engine = engine_for(tiny.model, lengths, method, Budget(SMALL), (), new_tokens=len(QUESTION) + 5)
@@ -268,7 +268,7 @@ def question_run(loaded: Loaded, method: Method, **options: Any) -> Any:
 
 
 def test_full_attention_reads_a_question_as_part_of_the_prompt(tiny: Loaded) -> None:
-    asked, _ = question_run(tiny, method_named("full"), question=Question([QUESTION] * len(CONTEXTS)))
+    asked, _ = question_run(tiny, method_named("full"), question=QuestionTokens([QUESTION] * len(CONTEXTS)))
     whole, _ = run_loop(tiny, [context + QUESTION for context in CONTEXTS], method_named("full"), None, steps=4)
     assert asked.tokens == whole.tokens
 
@@ -276,7 +276,7 @@ def test_full_attention_reads_a_question_as_part_of_the_prompt(tiny: Loaded) -> 
 def test_sparse_method_reads_the_question_sparsely(tiny: Loaded) -> None:
     """The test before could not fail if the question went through dense attention."""
     method = method_named("streaming_llm")
-    asked, engine = question_run(tiny, method, question=Question([QUESTION] * len(CONTEXTS)))
+    asked, engine = question_run(tiny, method, question=QuestionTokens([QUESTION] * len(CONTEXTS)))
     assert engine.audit.steps == len(QUESTION) + 4
     assert asked.audit["attended_max"] == SMALL
     whole, _ = run_loop(tiny, [context + QUESTION for context in CONTEXTS], method_named("full"), None, steps=4)

@@ -16,7 +16,7 @@ from test_shared import records
 from zoo import random_model
 
 import kvbench.measure.arm
-from kvbench.backends.hf.generate import Question, generate
+from kvbench.backends.hf.generate import QuestionTokens, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.budget import Budget
@@ -47,7 +47,7 @@ def asked(
     budget = Budget(None if type(method) is Method else SMALL)
     made: dict[str, Any] = {"new_tokens": NEW + len(question), "head_scores": scores_of(model)}
     engine = engine_for(model, list(map(len, contexts)), method, budget, (), getattr(loaded, "tokenizer", None), **made)
-    options |= {"question": Question([question] * len(contexts), at_once=True)} if question else {}
+    options |= {"question": QuestionTokens([question] * len(contexts), at_once=True)} if question else {}
     watch = lambda logits: noted.append(logits.clone())  # noqa: E731
     return (
         generate(model, contexts, engine, max_new_tokens=NEW, watch=watch, **options).tokens,

@@ -19,7 +19,7 @@ bind_methods()
 
 from methods.racc.index import KeyIndex, augmented  # noqa: E402
 from methods.racc.ratio import actual_ratio, alpha_for, compression_ratio, retained, share  # noqa: E402
-from methods.racc.settings import Options  # noqa: E402
+from methods.racc.settings import RACCOptions  # noqa: E402
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -40,7 +40,7 @@ def clustered(count: int, dim: int, seed: int = 0) -> Floats:
 
 
 def over(keys: Floats, **options: Any) -> KeyIndex:
-    return KeyIndex(Options(**options), lambda tokens: keys[tokens])
+    return KeyIndex(RACCOptions(**options), lambda tokens: keys[tokens])
 
 
 def best(scores: Any, tokens: Any, k: int) -> set[int]:

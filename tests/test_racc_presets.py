@@ -203,7 +203,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_options(name: str) -> None:
-    options = method_named(name).asked
+    options = method_named(name).requested_options
     assert (options.vote_kernel, options.vote_order, options.shifted, options.search_prompt) == PRESETS[name]
 
 

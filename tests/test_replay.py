@@ -13,7 +13,7 @@ from test_protocol import TEMPLATE, byte_level
 from zoo import random_model
 
 from kvbench import KVCache
-from kvbench.backends.hf.generate import Generation, Question, generate
+from kvbench.backends.hf.generate import Generation, QuestionTokens, generate
 from kvbench.backends.hf.layers import attention_modules
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, output_weight, use_kvbench_attention
@@ -170,7 +170,7 @@ def _counted(forward: Any, calls: list[Any]) -> Any:
 
 def test_of_a_question_that_comes_after_it_nothing_is_repeated(tiny: Loaded) -> None:
     seeing, question = Seeing(), numbers(7, seed=9)
-    looped(tiny, RAGGED[1:2], seeing, question=Question([question], at_once=True))
+    looped(tiny, RAGGED[1:2], seeing, question=QuestionTokens([question], at_once=True))
     check(tiny, RAGGED[1:2], seeing.prompts)
     assert seeing.prompts[0].replayed[-1].stop == len(RAGGED[1])
 

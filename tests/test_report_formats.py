@@ -16,17 +16,17 @@ from rich.console import Console
 
 from kvbench.report import html
 from kvbench.report.data import papers as published
-from kvbench.report.data.frame import LeftOut
+from kvbench.report.data.frame import SkippedRun
 from kvbench.report.tables import formats, latex
-from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, Cell, Table
-from kvbench.report.tables.published import BESIDE, beside
+from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, Cell, ReportTable
+from kvbench.report.tables.published import COMPARED_LINES, merge_published
 from kvbench.report.tables.runs import OVERVIEW
 from kvbench.runs.quantities import QUANTITIES, named
 
 AWKWARD = "a_b & 50 % #1 $x$ {y} ~z^ \\w <b>|c|</b> \"q\" 'r'"
 
 
-def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
+def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> ReportTable:
     """A table of scores with everything that goes with one."""
     numbers = {"score": 71.25, "score_low": 60.0, "score_high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
     numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
@@ -36,16 +36,16 @@ def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> Table:
     labels = [(f"{label}{row}", "64") for row in range(rows)]
     names = [f"task {column}" for column in range(columns)]
     cells = {(row, column): one for row in range(rows) for column in range(columns)}
-    return Table("t", "A title", ("method", "budget"), labels, names, cells, lines, ["A note."])
+    return ReportTable("t", "A title", ("method", "budget"), labels, names, cells, lines, ["A note."])
 
 
-def across(label: str = "quest") -> Table:
+def across(label: str = "quest") -> ReportTable:
     """A table whose values stand side by side."""
     table = scores(2, 1, label)
-    return Table("t", table.title, table.axes, table.rows, [""], table.cells, table.lines, table.notes)
+    return ReportTable("t", table.title, table.axes, table.rows, [""], table.cells, table.lines, table.notes)
 
 
-def paper() -> Table:
+def paper() -> ReportTable:
     """A published table of which ours has one cell of three."""
     ours = Cell(
         {
@@ -58,7 +58,7 @@ def paper() -> Table:
         }
     )
     cells = {(0, 0): ours, (0, 1): Cell({"published": 30.5}), (0, 2): Cell({"published": 7.0}, mapped=False)}
-    return Table("p", "P", ("",), [("IceCache 256",)], ["A", "B", "C"], cells, BESIDE, [])
+    return ReportTable("p", "P", ("",), [("IceCache 256",)], ["A", "B", "C"], cells, COMPARED_LINES, [])
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_an_overview_fits_and_says_what_it_had_no_room_for(width):
     lines = {**BRIEF_SCORE, **{name: named(name) for name in OVERVIEW[1:]}}
     cells = {(row, 0): Cell(numbers, {"tpot_ms_mean": "c"}) for row in range(len(rows))}
     axes = ("model", "task", "method", "budget")
-    table = Table("o", "4 runs", axes, rows, [""], cells, lines, ["A note. " * 40], shared=2)
+    table = ReportTable("o", "4 runs", axes, rows, [""], cells, lines, ["A note. " * 40], shared=2)
     console = Console(width=width, file=io.StringIO())
     with console.capture() as captured:
         left_out = formats.console([table], console)
@@ -161,7 +161,7 @@ PUBLISHED = list(published.ids())
 
 @pytest.mark.parametrize("id", [*PUBLISHED[::4], *slow(*(id for at, id in enumerate(PUBLISHED) if at % 4))])
 def test_every_published_table_prints_in_every_format(id):
-    table = beside(None, published.table(id))
+    table = merge_published(None, published.table(id))
     numbers = [cell.numbers["published"] for cell in table.cells.values() if cell.numbers]
     console = Console(width=140, file=io.StringIO())
     with console.capture() as captured:
@@ -215,7 +215,7 @@ def picture() -> Figure:
 
 
 def test_a_page_is_whole_and_fetches_nothing():
-    left = [LeftOut("results/a", "unfinished")]
+    left = [SkippedRun("results/a", "unfinished")]
     text = html.page("T", "about", [scores(), across()], {"one": ("A picture", picture())}, left, ["figure=x: no run"])
     page = Page(text)
     assert {image["src"].partition(",")[0] for image in page.all("img")} == {"data:image/svg+xml;base64"}
@@ -231,7 +231,7 @@ def test_a_page_is_whole_and_fetches_nothing():
 
 def test_names_are_text_and_never_tags():
     awkward = "<script>alert(1)</script>&\"'"
-    page = Page(html.page(awkward, awkward, [scores(label=awkward)], {}, [LeftOut(awkward, awkward)]))
+    page = Page(html.page(awkward, awkward, [scores(label=awkward)], {}, [SkippedRun(awkward, awkward)]))
     assert len(page.all("script")) == 1
     assert page.words.count(awkward) >= 3
 
@@ -250,7 +250,7 @@ def test_a_column_is_sorted_by_the_number_that_a_row_shows_first():
 @pytest.mark.parametrize("shown, value", [("10 %", "0.1"), ("64", "64.0"), ("-12.5 [-20.0, 1.0]", "-12.5")])
 def test_labels_sort_as_what_they_mean(shown, value):
     table = scores(1, 1)
-    page = Page(html.page("T", "", [Table(**{**vars(table), "rows": [("quest", shown)]})], {}, []))
+    page = Page(html.page("T", "", [ReportTable(**{**vars(table), "rows": [("quest", shown)]})], {}, []))
     assert [cell["data-value"] for cell in page.all("th") if cell.get("scope") == "row"] == ["quest", value]
 
 

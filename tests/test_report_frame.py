@@ -41,7 +41,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_real_run_s_line_holds_what_its_summary_says(real):
     runs = collect([real])
-    assert not runs.left_out and len(runs.arms) == 3
+    assert not runs.skipped and len(runs.arms) == 3
     for arm in runs.arms.itertuples():
         summary = json.loads((arm.path / "summary.json").read_text())
         assert (arm.score_samples, arm.n, arm.failed) == (summary["score"], summary["n"], summary["failed"])
@@ -88,7 +88,7 @@ def left_out(tmp_path: Path) -> dict[str, str]:
     """Why each run is left out, by its arm's folder; one sound run must have come through."""
     runs = collect([tmp_path])
     assert "snapkv" in set(runs.arms["method"]), "the sound run"
-    return {path.parent.name: why for path, why in runs.left_out}
+    return {path.parent.name: why for path, why in runs.skipped}
 
 
 def test_an_unfinished_run_is_left_out_and_can_be_asked_for(tmp_path):
@@ -165,14 +165,14 @@ def test_of_two_runs_of_an_arm_the_newest_stands(tmp_path):
         (path / "status.json").write_text(json.dumps({"updated": time}))
     runs = collect([tmp_path])
     assert list(runs.arms["path"]) == [newer]
-    assert [(path, why) for path, why in runs.left_out] == [(older, f"an older run of the same arm as {newer}")]
+    assert [(path, why) for path, why in runs.skipped] == [(older, f"an older run of the same arm as {newer}")]
 
 
 def test_of_two_data_sets_of_one_name_that_is_said(tmp_path):
     for at, answer in enumerate(("Paris", "Rome")):
         path = stored(tmp_path, samples=[record("a", "", 1.0, answers=[answer])], data=answer)
         (path / "status.json").write_text(json.dumps({"updated": f"2026-01-0{at + 1}"}))
-    ((_, why),) = collect([tmp_path]).left_out
+    ((_, why),) = collect([tmp_path]).skipped
     assert why.endswith("on other data of that name")
 
 
@@ -180,7 +180,7 @@ def test_full_attention_under_two_budgets_is_one_arm(tmp_path):
     stored(tmp_path, "full", 64)
     stored(tmp_path, "full", 128)
     runs = collect([tmp_path])
-    assert len(runs.arms) == 1 and len(runs.left_out) == 1
+    assert len(runs.arms) == 1 and len(runs.skipped) == 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_method_whose_budget_counts_in_one_accounting_alone_has_one(tmp_path):
 def test_frames_of_nothing_usable_are_empty(tmp_path):
     stored(tmp_path, finished=False)
     runs = collect([tmp_path])
-    assert len(runs.arms) == len(runs.settings) == 0 and len(runs.left_out) == 1
+    assert len(runs.arms) == len(runs.settings) == 0 and len(runs.skipped) == 1
 
 
 def test_a_run_whose_shards_are_under_way_has_their_samples(tmp_path):
@@ -258,7 +258,7 @@ def test_chosen_runs_keep_their_numbers_and_scores(tmp_path):
 def shown(results: Path) -> Runs:
     """All of the runs there, made into every kind of table; one of the two is sound."""
     runs = collect([results])
-    assert len(runs.arms) + len(runs.left_out) == 2 and "snapkv" in set(runs.arms["method"])
+    assert len(runs.arms) + len(runs.skipped) == 2 and "snapkv" in set(runs.arms["method"])
     tables.summary(runs)
     tables.by_group(runs)
     return runs
@@ -277,7 +277,7 @@ def test_whatever_is_torn_the_rest_is_read(tmp_path_factory, data):
     file.write_bytes(whole[:start] + data.draw(st.binary(max_size=4)) + whole[end:])
     runs = shown(results)
     if file.name in ("status.json", "summary.json"):
-        assert not runs.left_out, "neither is needed to read the samples"
+        assert not runs.skipped, "neither is needed to read the samples"
 
 
 odd = st.sampled_from([None, True, -1, 0, 3.5, "x", "", [], [1, [2]], {}, {"a": 1}, 10**30])

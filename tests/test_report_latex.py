@@ -16,9 +16,9 @@ from kvbench.cli.report import main
 from kvbench.report.data import papers as published
 from kvbench.report.data.frame import collect
 from kvbench.report.tables import runs as tables
-from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, Table
+from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, ReportTable
 from kvbench.report.tables.latex import SIZES, TIGHT, escaped, latex
-from kvbench.report.tables.published import beside, ran
+from kvbench.report.tables.published import merge_published, ran
 from kvbench.report.tables.widths import tabular_width
 from kvbench.runs.quantities import named
 
@@ -105,7 +105,7 @@ def parsed(source: str) -> list[list[str]]:
     return [[re.sub(rules, "", cell).strip() for cell in row] for row in rows[:-1]]
 
 
-def table(scores: Mapping[tuple[str, str], float], **more: float) -> Table:
+def table(scores: Mapping[tuple[str, str], float], **more: float) -> ReportTable:
     """Scores by method and budget, a column for each budget."""
     methods = list(dict.fromkeys(method for method, _ in scores))
     budgets = list(dict.fromkeys(budget for _, budget in scores))
@@ -115,10 +115,10 @@ def table(scores: Mapping[tuple[str, str], float], **more: float) -> Table:
         )
         for (method, budget), score in scores.items()
     }
-    return Table("t", "T", ("method",), [(name,) for name in methods], budgets, cells, dict(BRIEFEST_SCORE), [])
+    return ReportTable("t", "T", ("method",), [(name,) for name in methods], budgets, cells, dict(BRIEFEST_SCORE), [])
 
 
-def rows(one: Table) -> dict[str, list[str]]:
+def rows(one: ReportTable) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in parsed(latex([one]))}
 
 
@@ -160,7 +160,9 @@ def test_less_time_is_better_and_rivals_share_their_budget():
         (row, 0): Cell({"tpot_ms_mean": value, "tpot_ms_mean_low": 1.0, "tpot_ms_mean_high": 9.0, "samples": 8.0})
         for row, value in enumerate(values.values())
     }
-    one = Table("t", "T", ("method", "budget"), list(values), [""], cells, {"tpot_ms_mean": named("tpot_ms_mean")}, [])
+    one = ReportTable(
+        "t", "T", ("method", "budget"), list(values), [""], cells, {"tpot_ms_mean": named("tpot_ms_mean")}, []
+    )
     assert [row[2].replace(" [1.00, 9.00]", "") for row in parsed(latex([one]))[1:]] == [
         r"\underline{5.00}", r"\textbf{4.00}", r"\textbf{3.00}", r"\underline{6.00}",
     ]  # fmt: skip
@@ -168,7 +170,7 @@ def test_less_time_is_better_and_rivals_share_their_budget():
 
 def test_a_table_without_a_number_is_one_of_dashes():
     cells = {(0, 0): Cell({}, {}, "a/run")}
-    one = Table("t", "T", ("method",), [("quest",)], [""], cells, {"recall": named("recall")}, [])
+    one = ReportTable("t", "T", ("method",), [("quest",)], [""], cells, {"recall": named("recall")}, [])
     assert parsed(latex([one])) == [["method", "recall"], ["Quest", "-"]]
 
 
@@ -193,7 +195,9 @@ def test_a_score_has_its_interval_and_a_star_where_it_is_not_full_attention_s_by
 def test_letters_stand_above_a_number_and_names_are_as_published():
     cell = Cell({"score": 50.0, "tpot_ms_mean": 4.0}, {"score": "bf", "tpot_ms_mean": "c"})
     lines = {**BRIEF_SCORE, "tpot_ms_mean": named("tpot_ms_mean")}
-    one = Table("t", "T", ("method", "x.y"), [("snapkv_racc", "7"), ("mine", "7")], [""], {(0, 0): cell}, lines, [])
+    one = ReportTable(
+        "t", "T", ("method", "x.y"), [("snapkv_racc", "7"), ("mine", "7")], [""], {(0, 0): cell}, lines, []
+    )
     assert parsed(latex([one])) == [
         ["method", "y", "score", "ms / token"],
         ["SnapKV + RACC", "7", r"50.0\rlap{\,\scriptsize bf}", r"4.00\rlap{\textsuperscript{c}}"],
@@ -241,7 +245,7 @@ def test_every_kind_of_table_is_read_by_a_strict_reader(tmp_path):
             what
         )  # one below the other where room is scarce
     for id in published.ids():
-        assert parsed(latex([beside(None, published.table(id))]))
+        assert parsed(latex([merge_published(None, published.table(id))]))
 
 
 def test_a_reader_that_is_not_strict_would_prove_nothing():
@@ -311,7 +315,9 @@ def test_no_tabular_is_wider_than_the_text_of_an_article(shape: str) -> None:
         for column in range(len(columns))
     }
     lines = {**BRIEFEST_SCORE, "tpot_ms_mean": named("tpot_ms_mean")}
-    source = latex([Table("t", "T", axes, labels, columns, cells, lines, ["task.subsets=[niah_1,niah_2], 2,000"])])
+    source = latex(
+        [ReportTable("t", "T", axes, labels, columns, cells, lines, ["task.subsets=[niah_1,niah_2], 2,000"])]
+    )
     em, gap = next((size.em, size.gap) for size in (*SIZES, TIGHT) if f"\\centering{size.command}\n" in source)
     tabulars = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", source, re.DOTALL)
     assert max(tabular_width(tabular.splitlines(), em, gap) for tabular in tabulars) <= 345.0
@@ -340,7 +346,7 @@ def test_rows_stand_in_the_order_that_was_asked_for_under_a_caption_in_words(tmp
 
 def test_a_published_table_shows_the_rows_that_ran_and_counts_the_others():
     cells = {(0, 0): Cell({"published": 1.0}), (1, 0): Cell({"published": 2.0, "score": 3.0}), (2, 0): Cell()}
-    one = Table("p", "P", ("",), [("a",), ("b",), ("c",)], ["x"], cells, {}, ["Published: a paper."])
+    one = ReportTable("p", "P", ("",), [("a",), ("b",), ("c",)], ["x"], cells, {}, ["Published: a paper."])
     assert ran(one).rows == [("b",)] and ran(one).cells == {(0, 0): cells[1, 0]}
     assert ran(one).notes[0].startswith("2 rows ") and len(ran(one).notes) == 2
     nothing = replace(one, cells={**cells, (1, 0): Cell({"published": 2.0})})

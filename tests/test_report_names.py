@@ -26,7 +26,7 @@ from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
 from kvbench.report.figures.labels import as_written
-from kvbench.report.site.claimed import is_about
+from kvbench.report.site.claimed import concerns_method
 from kvbench.report.tables import formats
 from kvbench.report.tables import runs as tables
 from kvbench.report.tables.latex import escaped, latex
@@ -210,4 +210,4 @@ def test_every_figure_of_hostile_names_can_be_drawn_or_says_why_not(tmp_path: Pa
 @example("a(b")
 @example("[z")
 def test_a_name_is_no_pattern(name: str) -> None:
-    assert not any(is_about(claim, f"{name}(") for claim in claims())
+    assert not any(concerns_method(claim, f"{name}(") for claim in claims())

@@ -15,14 +15,14 @@ from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.select import select
-from kvbench.report.tables.cells import Cell, Table
-from kvbench.report.tables.published import beside
+from kvbench.report.tables.cells import Cell, ReportTable
+from kvbench.report.tables.published import merge_published
 from kvbench.report.tables.runs import by_group, overview, pivot, summary
 
 ALTERNATING = [1.0, 0.0] * 20
 
 
-def cell(table: Table, row: tuple[str, ...], column: str = "") -> Cell:
+def cell(table: ReportTable, row: tuple[str, ...], column: str = "") -> Cell:
     return table.cells[table.rows.index(row), table.columns.index(column)]
 
 
@@ -376,7 +376,7 @@ def paper(*lines: dict) -> PaperTable:
 
 def test_ours_stands_beside_the_published_with_its_difference(tmp_path):
     stored(tmp_path, "quest", samples={"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.0, 0.0]})
-    table = beside(
+    table = merge_published(
         collect([tmp_path]),
         paper(
             {"column": "A", "group": "a"},
@@ -395,17 +395,17 @@ def test_ours_stands_beside_the_published_with_its_difference(tmp_path):
 def test_another_model_stands_in_marked_and_without_difference_until_the_own_one_ran(tmp_path):
     printed = replace(paper({"model": "qwen3-8b"}), stand_in="tiny")
     stored(tmp_path / "small", "quest", samples={"": [1.0, 0.0]})
-    small = beside(collect([tmp_path]), printed).cells[0, 0]
+    small = merge_published(collect([tmp_path]), printed).cells[0, 0]
     assert (small.numbers["score"], small.marks["score"]) == (50, "s") and "difference" not in small.numbers
     stored(tmp_path / "large", "quest", samples={"": [1.0, 1.0]}, model="qwen3-8b")
-    large = beside(collect([tmp_path]), printed).cells[0, 0]
+    large = merge_published(collect([tmp_path]), printed).cells[0, 0]
     assert (large.numbers["score"], large.numbers["difference"], large.marks["score"]) == (100, 40, "")
 
 
 def test_an_average_needs_all_of_its_columns(tmp_path):
     stored(tmp_path, "quest", samples={"a": [1.0, 0.0]})
     both = paper({"column": "A", "group": "a"}, {"column": "B", "group": "b"}, {"column": "Avg", "metric": "macro"})
-    table = beside(collect([tmp_path]), both)
+    table = merge_published(collect([tmp_path]), both)
     assert ["score" in table.cells[0, place].numbers for place in range(3)] == [True, False, False]
 
 
@@ -423,14 +423,16 @@ def test_an_average_needs_all_of_its_columns(tmp_path):
 )
 def test_only_the_same_arm_stands_beside(tmp_path, line, fits):
     stored(tmp_path, "quest")
-    numbers = beside(collect([tmp_path]), paper(line)).cells[0, 0].numbers
+    numbers = merge_published(collect([tmp_path]), paper(line)).cells[0, 0].numbers
     assert ("score" in numbers) == fits and numbers["published"] == 60
 
 
 def test_no_budget_in_a_paper_is_the_preset_of_the_method(tmp_path):
     stored(tmp_path, "full", 64)
     stored(tmp_path, "quest", 1024)
-    table = beside(collect([tmp_path]), paper({"row": "Full", "method": "full", "budget": None}, {"budget": None}))
+    table = merge_published(
+        collect([tmp_path]), paper({"row": "Full", "method": "full", "budget": None}, {"budget": None})
+    )
     assert all("score" in cell.numbers for cell in table.cells.values())
 
 
@@ -440,7 +442,7 @@ def test_no_budget_in_a_paper_is_the_preset_of_the_method(tmp_path):
 )
 def test_a_run_of_another_variant_does_not_stand_beside(tmp_path, settings, fits):
     stored(tmp_path, "quest", options={"variant": "a", "lengths": [1024]})
-    assert ("score" in beside(collect([tmp_path]), paper({"settings": settings})).cells[0, 0].numbers) == fits
+    assert ("score" in merge_published(collect([tmp_path]), paper({"settings": settings})).cells[0, 0].numbers) == fits
 
 
 def test_two_runs_for_one_published_cell_are_refused(tmp_path):
@@ -448,16 +450,16 @@ def test_two_runs_for_one_published_cell_are_refused(tmp_path):
         stored(tmp_path, "quest", dtype=kind)
     runs = collect([tmp_path])
     said = "Quest 64, A: several runs, which differ in dtype=bfloat16 | float32; choose with --where dtype=bfloat16"
-    assert said in refused(beside, runs, paper({}))
-    assert "score" in beside(runs, paper({}), ["dtype=float32"]).cells[0, 0].numbers
+    assert said in refused(merge_published, runs, paper({}))
+    assert "score" in merge_published(runs, paper({}), ["dtype=float32"]).cells[0, 0].numbers
 
 
 def test_protocols_do_not_mix_beside_a_paper(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", protocol={"accounting": "unified"})
     both = paper({}, {"row": "SnapKV", "method": "snapkv"})
-    assert "one table mixes no protocols" in refused(beside, collect([tmp_path]), both)
-    assert beside(collect([tmp_path]), both, allow_mixed=True).cells[1, 0].marks["score"] == "m"
+    assert "one table mixes no protocols" in refused(merge_published, collect([tmp_path]), both)
+    assert merge_published(collect([tmp_path]), both, allow_mixed=True).cells[1, 0].marks["score"] == "m"
 
 
 PASSES = {"temperature": 0.7, "samples": 2}
@@ -474,17 +476,17 @@ def test_a_paper_s_columns_may_be_of_different_runs_and_pass_at_k_stands_beside_
     stored(tmp_path, "quest", samples=drawn, task="aime", protocol=PASSES)
     other = {"task": "aime", "settings": ("protocol.temperature=0.7", "protocol.samples=2")}
     both = paper({}, {"column": "AIME@2", "metric": "pass_at_2", **other}, {"column": "AIME", **other})
-    table = beside(collect([tmp_path]), both)
+    table = merge_published(collect([tmp_path]), both)
     assert [table.cells[0, place].numbers["score"] for place in range(3)] == [50, 75, 50]
     assert [table.cells[0, place].numbers["difference"] for place in range(3)] == [-10, 15, -10]
     stored(tmp_path / "begun", "quest", samples=drawn[:-1], task="aime", finished=False, protocol=PASSES)
-    begun = beside(collect([tmp_path / "begun"], unfinished=True), paper({"metric": "pass_at_2", **other}))
+    begun = merge_published(collect([tmp_path / "begun"], unfinished=True), paper({"metric": "pass_at_2", **other}))
     assert list(begun.cells[0, 0].numbers) == ["published"], "a problem lacks an answer"
 
 
 @pytest.mark.parametrize("id", published.ids())
 def test_every_published_table_stands_alone(id):
-    table = beside(None, published.table(id))
+    table = merge_published(None, published.table(id))
     frame = published.table(id).frame
     assert len(table.cells) == len(frame)
     assert sorted(cell.numbers["published"] for cell in table.cells.values() if cell.numbers) == sorted(
@@ -504,7 +506,7 @@ def test_a_row_of_ours_fills_a_real_paper_s_table(tmp_path):
     for ratio, samples in {"difflib": groups, "levenshtein": dict.fromkeys(groups, [1.0, 1.0])}.items():
         options, model = {"code_sim": ratio}, "llama3.1-8b-instruct"
         stored(tmp_path, "icecache", 256, samples, task="longbench", model=model, options=options)
-    table = beside(collect([tmp_path]), known)  # whose code is scored by difflib
+    table = merge_published(collect([tmp_path]), known)  # whose code is scored by difflib
     filled = {place for place, cell in table.cells.items() if "score" in cell.numbers}
     assert len(filled) == 17 and len({row for row, _ in filled}) == 1
     assert all(table.cells[place].numbers["score"] == 50 for place in filled)
@@ -524,7 +526,7 @@ def ruler_row(tmp_path, groups: list[str], **options):
     samples = {f"{group}/4096": [1.0, 0.0] for group in groups}
     whole = {**usual, "samples": 49, **options}
     stored(tmp_path, "lychee", 1024, samples, task="ruler", model="llama3.1-8b-instruct", options=whole)
-    table = beside(collect([tmp_path]), known)
+    table = merge_published(collect([tmp_path]), known)
     row = table.rows.index(("LycheeCluster, 4k",))
     cells = {column: table.cells[row, place] for place, column in enumerate(table.columns)}
     return cells, [note for note in table.notes if note.startswith("g: ")]
@@ -566,7 +568,7 @@ def test_a_run_from_before_an_option_had_no_file_for_it(tmp_path):
     stored(tmp_path, "quest", 64, {"cwe/4096": [1.0]}, **options)  # of which a data frame says NaN
     both = [{"method": method, "budget": budget, "row": method} for method, budget in (("full", None), ("quest", 64))]
     lines = [{**line, **options, "group": "cwe/4096"} for line in both]
-    table = beside(collect([tmp_path]), paper(*lines))
+    table = merge_published(collect([tmp_path]), paper(*lines))
     assert ["g" in table.cells[row, 0].marks["score"] for row in range(2)] == [False, True]
 
 
@@ -577,11 +579,14 @@ def test_only_the_file_that_is_missing_marks_its_cells(tmp_path):
 
 def test_a_run_from_before_an_option_was_there_does_not_stand_beside(tmp_path):
     stored(tmp_path, "quest")
-    assert "score" not in beside(collect([tmp_path]), paper({"settings": ("task.variant=a",)})).cells[0, 0].numbers
+    assert (
+        "score"
+        not in merge_published(collect([tmp_path]), paper({"settings": ("task.variant=a",)})).cells[0, 0].numbers
+    )
 
 
 def test_a_note_of_the_paper_s_cell_is_told():
-    table = beside(None, paper({"note": "the mean of its columns is 40.5"}))
+    table = merge_published(None, paper({"note": "the mean of its columns is 40.5"}))
     assert "Quest 64, A: the mean of its columns is 40.5." in table.notes
 
 

@@ -114,8 +114,8 @@ def test_a_page_counts_as_often_as_it_has_tokens() -> None:
 def test_the_numbers_of_the_rule() -> None:
     method: Any = method_named("rocketkv", window=4, kernel=3)
     driven = drive(wave_stream(), method, 8)
-    assert (method.left, method.page, method.channels) == ([23], (2,), (6,))
-    assert method.kept[0][0].tolist() == [
+    assert (method.retained, method.page, method.channels) == ([23], (2,), (6,))
+    assert method.prompt_ids[0][0].tolist() == [
         [*range(6), *range(16, 25), *range(32, 40)],
         [*range(8), *range(15, 23), *range(33, 40)],
     ]
@@ -131,7 +131,7 @@ def test_the_numbers_of_the_rule() -> None:
     [(4096, 256, 1209, (3, 81)), (32768, 1024, 5792, (3, 68)), (131072, 512, 3019, (3, 65))],
 )
 def test_the_published_sizes(length: int, budget: int, left: int, sizes: tuple[int, int]) -> None:
-    from methods.rocketkv import page_and_channels, tokens_left
+    from methods.rocketkv import page_and_channels, retained_tokens
 
-    assert tokens_left(length, budget) == left
+    assert retained_tokens(length, budget) == left
     assert page_and_channels(left, budget, 128) == sizes

@@ -37,7 +37,7 @@ def coded(name: str, model: str) -> Coded | None:
         case "row":
             return Coded(bits, "unsigned", parameters="range", parameter="float16")
         case "channels" | "tokens":
-            return Coded(bits, "unsigned", parameters="range", each=kind, parameter=model)
+            return Coded(bits, "unsigned", parameters="range", granularity=kind, parameter=model)
         case "unit" | "table":
             return Coded(bits, TABLE[bits], unit=kind == "unit", parameters="scale", parameter="float16")
     return None
@@ -69,14 +69,14 @@ class Rows:
             if coded.numbers == "e4m3":
                 codes[codes & 127 == 127] = 0  # NaN
             many = {"none": 0, "scale": 1, "range": 2}[coded.parameters]
-            many *= {"row": 1, "channels": head_dim // GROUP, "tokens": head_dim}[coded.each]
+            many *= {"row": 1, "channels": head_dim // GROUP, "tokens": head_dim}[coded.granularity]
             beside = self._bytes((count, many), coded.parameter)
             held = np.concatenate([codes, beside], axis=1)
-            if coded.each == "tokens":
+            if coded.granularity == "tokens":
                 held, groups = codes, beside[::GROUP]
                 beside = groups.repeat(GROUP, axis=0)
             numbers = [decoded(*row, coded, head_dim) for row in zip(codes, beside, strict=True)]
-            self.kind = coded.held
+            self.kind = coded.kernel_argument
         self.sizes = held.shape[1], codes.shape[1]
         self.numbers = np.stack(numbers).reshape(LISTS, TOKENS, head_dim)
         self.rows, self.groups = Guarded(held), Guarded(np.ascontiguousarray(groups))

@@ -16,8 +16,8 @@ from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.config import build
 from kvbench.measure.protocol import render
 from kvbench.tasks import Sample
-from kvbench.tasks.ruler.task import ALL_SUBSETS, ONE_IS_ENOUGH, SUBSETS, Niah, Ruler, cleaned
-from kvbench.tasks.ruler.writers import LISTS, SINGLE_WORDS, Cell, FrequentWords, Variables
+from kvbench.tasks.ruler.task import ALL_SUBSETS, ANY_ANSWER_COUNTS, SUBSETS, Niah, Ruler, cleaned
+from kvbench.tasks.ruler.writers import LISTS, SINGLE_WORDS, FrequentWords, RulerCell, Variables
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEMPLATE = "{% for message in messages %}<|user|>\n{{ message.content }}\n{% endfor %}<|assistant|>\n"
@@ -48,7 +48,7 @@ def tokens(sample: Sample, tokenizer=words_as_tokens) -> int:
 
 
 def test_the_thirteen_are_the_published_ones():
-    assert len(ALL_SUBSETS) == 13 and set(SUBSETS) < set(ALL_SUBSETS) and Niah.known == SUBSETS
+    assert len(ALL_SUBSETS) == 13 and set(SUBSETS) < set(ALL_SUBSETS) and Niah.valid_subsets == SUBSETS
     new = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
     for subset in ALL_SUBSETS:
         assert made(subset, samples=1)[0].max_new_tokens == new.get(subset, 128)
@@ -76,7 +76,7 @@ def test_prompt_and_answer_fit_the_length(subset, fit, length):
 @each_subset
 @pytest.mark.parametrize("tokenizer", [words_as_tokens, byte_tokenizer()])
 def test_a_tight_sample_fills_its_length(subset, tokenizer):
-    share = 0.9 if subset in ONE_IS_ENOUGH else 0.97
+    share = 0.9 if subset in ANY_ANSWER_COUNTS else 0.97
     for seed in range(3):
         for sample in made(subset, 9000, 2, seed, tokenizer, fit="tight"):
             assert share * 9000 <= tokens(sample, tokenizer) <= 9000
@@ -304,7 +304,7 @@ def test_three_coded_words_are_more_frequent_than_all_but_the_dots():
 def test_every_size_has_a_certain_answer():
     """The last word asked for is more frequent than the next; below the least size it is not."""
     writer = FrequentWords()
-    draft = writer.draft(Cell("fwe", 4096, 0, lambda text: len(words_as_tokens(text)["input_ids"])), 0)
+    draft = writer.draft(RulerCell("fwe", 4096, 0, lambda text: len(words_as_tokens(text)["input_ids"])), 0)
 
     def by_frequency(size):
         text = draft.write(size).text.partition("coded words. ")[2].partition("\nQuestion")[0]
@@ -321,7 +321,7 @@ def test_every_size_has_a_certain_answer():
 def test_official_sizes_are_those_of_rulers_loop_over_shares_of_the_prompt(length):
     """RULER takes the 50 new tokens off, starts at a sixth of the rest, and goes up and down by its 32nd part."""
     room = length - 50
-    cell = Cell("fwe", length, 0, lambda text: len(words_as_tokens(text)["input_ids"]))
+    cell = RulerCell("fwe", length, 0, lambda text: len(words_as_tokens(text)["input_ids"]))
 
     def fits(index: int, size: int) -> bool:
         return cell.count(FrequentWords().draft(cell, index).write(size).text) <= room
@@ -496,7 +496,7 @@ def scored(group, answers, output):
     return Ruler(ALL_SUBSETS, [4096]).score(sample, output)
 
 
-@pytest.mark.parametrize("subset", ONE_IS_ENOUGH)
+@pytest.mark.parametrize("subset", ANY_ANSWER_COUNTS)
 def test_one_of_the_accepted_answers_is_all_of_the_score(subset):
     """lm-eval divides by the number of accepted answers, and ShadowKV finds an empty output in every answer."""
     answers = ("New York City", "New York", "NYC")
@@ -505,7 +505,7 @@ def test_one_of_the_accepted_answers_is_all_of_the_score(subset):
     assert scored(subset, answers, "")["score"] == 0
 
 
-@pytest.mark.parametrize("subset", [name for name in ALL_SUBSETS if name not in ONE_IS_ENOUGH])
+@pytest.mark.parametrize("subset", [name for name in ALL_SUBSETS if name not in ANY_ANSWER_COUNTS])
 def test_of_several_answers_each_counts(subset):
     assert scored(subset, ("ab", "cd", "ef", "gh"), "CD, ef") == {"score": 0.5, "string_match_all": 0.5}
     assert scored(subset, ("ab", "cd"), "")["score"] == 0

@@ -286,8 +286,8 @@ def test_a_run_says_how_its_models_weights_were_made(
     run(configured("task.limit=1"))
     assert "weights of" not in capsys.readouterr().out
     fetched = (shipped("model", "qwen2.5-coder-0.5b-instruct") or {})["fetch"]
-    assert "twice" in hub.made_of(fetched["revision"]) and hub.made_of("another") == ""
-    monkeypatch.setattr(hub, "made_of", lambda revision: "made small twice" * revision.startswith("dummy-"))
+    assert "twice" in hub.weights_origin(fetched["revision"]) and hub.weights_origin("another") == ""
+    monkeypatch.setattr(hub, "weights_origin", lambda revision: "made small twice" * revision.startswith("dummy-"))
     run(configured("task.limit=2"))
     assert "weights of dummy-tiny: made small twice" in capsys.readouterr().out
 
@@ -456,7 +456,7 @@ def test_a_line_of_no_sample_of_the_task_is_named_by_run_and_report_and_counted_
         file.write('{"id": "another", "error": null, "scores": {"accuracy": 1.0}}\n')
     with pytest.raises(ResultsError, match="1 lines are of no sample"):
         run(everything)
-    (left_out,) = collect([tmp_path]).left_out
+    (left_out,) = collect([tmp_path]).skipped
     assert left_out.why.startswith("samples.jsonl has 2 samples, and 1 when the run finished")
 
 

@@ -16,7 +16,7 @@ from driver import numbers, run_loop
 from twin import device, on_device
 
 import kvbench.measure.arm
-from kvbench.backends.hf.generate import Choice, Question, Stops
+from kvbench.backends.hf.generate import Choice, QuestionTokens, Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -83,8 +83,10 @@ def test_a_generation_begins_and_goes_on_as_the_model_says(tiny: Loaded) -> None
     assert len({tokens[1] for tokens in generation.tokens}) > 5, "the steps draw, too"
 
 
-@pytest.mark.parametrize("question", [Question(), Question([(5, 6)] * 2), Question([(5, 6)] * 2, at_once=True)])
-def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Loaded, question: Question) -> None:
+@pytest.mark.parametrize(
+    "question", [QuestionTokens(), QuestionTokens([(5, 6)] * 2), QuestionTokens([(5, 6)] * 2, at_once=True)]
+)
+def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Loaded, question: QuestionTokens) -> None:
     def tokens(prompts: Any, seeds: list[str], **options: Any) -> list[list[int]]:
         draw = Sampler(1.0, seeds, 0.95)
         own = replace(question, rows=question.rows[: len(prompts)])

@@ -387,7 +387,7 @@ def test_a_unit_s_bound_is_held_against_the_chunks_that_are_in_it() -> None:
     rng = torch.Generator().manual_seed(1)
     keys, queries = torch.randn(2, 600, 8, generator=rng), torch.randn(2, 40, 8, generator=rng)
     found = measure_captured.bounds(keys, queries, 64)
-    layout = measure_captured.Layout(radii="paper", move_units=True)
+    layout = measure_captured.ClusterLayout(radii="paper", move_units=True)
     chunks = measure_captured.Chunks(torch.arange(0, 601, 12))
     points = measure_captured.pooled(keys, chunks.bounds, "mean")
     index = measure_captured.ClusterIndex(points, chunks.lengths, layout, keys.dtype, torch.Generator().manual_seed(0))

@@ -95,7 +95,7 @@ def test_each_seed_is_paired_with_full_attention_of_its_own(tmp_path) -> None:
     run = one(collect([tmp_path]), "quest")
     against = run.against_full()
     assert (against.n, against.mean) == (8, pytest.approx(-100 / 8))
-    assert one(run.beside, "full").against_full() is None
+    assert one(run.all_runs, "full").against_full() is None
 
 
 def test_seeds_keep_full_attention_that_was_not_chosen(tmp_path, capsys) -> None:

@@ -24,8 +24,8 @@ from kvbench.report.data.frame import collect
 from kvbench.report.data.style import style_of
 from kvbench.report.site.board import board
 from kvbench.report.site.claim_pages import claim_pages
-from kvbench.report.site.claimed import AGAINST, OWN, by_side, shown
-from kvbench.report.site.drawing import OF_EACH_KIND, legible
+from kvbench.report.site.claimed import AGAINST, ITS_PAPER, by_side, shown
+from kvbench.report.site.drawing import REPRESENTATIVES, legible
 from kvbench.report.site.front import front
 from kvbench.report.site.pictures import SHOWN
 from kvbench.report.site.results import results as list_of_results
@@ -371,7 +371,7 @@ def test_of_many_methods_a_picture_has_one_of_each_kind_and_a_user_s_own(tmp_pat
     for method in ["mine", *choices("method")]:
         stored(tmp_path, method, 64)
     runs = legible(collect([tmp_path]))
-    assert {run.arm["method"] for run in runs} == {"mine", *OF_EACH_KIND}
+    assert {run.arm["method"] for run in runs} == {"mine", *REPRESENTATIVES}
 
 
 def test_runs_without_outputs_say_so(results: Path, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_claim_that_holds_against_a_method_does_not_look_like_one_for_it(tmp_p
     stored(tmp_path, "quest")
     site = Site(collect([tmp_path]), "")
     sides = by_side(site, "quest")
-    assert {one.claim.id for one in sides[OWN]} == {"quest-1", "quest-2"}
+    assert {one.claim.id for one in sides[ITS_PAPER]} == {"quest-1", "quest-2"}
     (held,) = (one for one in sides[AGAINST] if one.claim.id == "base-1")
     assert shown(held._replace(verdict=Verdict.HOLDS), turned=True).startswith('<b class="behind"')
 

@@ -148,9 +148,9 @@ def test_a_sweep_that_gets_sigterm_stops_its_jobs(sweep: Any) -> None:
 def test_what_a_launcher_needs_is_said_before_anything_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(one: launchers.Submitted) -> None:
+    def submit(one: launchers.SubmititLauncher) -> None:
         one.most()
-        next(iter(one.run([launchers.Job([])], tmp_path)))
+        next(iter(one.run([launchers.SweepJob([])], tmp_path)))
 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="hydra/launcher=slurm: there is no sbatch here"):
@@ -181,7 +181,7 @@ def test_a_cluster_without_gpus_is_told_which_key_asks_for_them(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     launcher = launchers.Slurm(gpus_per_node=1, job_name="kvbench", time=1)
     with pytest.raises(ConfigError, match="hydra.launcher: ") as refused:
-        next(iter(launcher.run([launchers.Job([])], tmp_path)))
+        next(iter(launcher.run([launchers.SweepJob([])], tmp_path)))
     assert said in str(refused.value) and ("gpus_per_node=1" in str(refused.value)) == named
 
 

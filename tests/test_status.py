@@ -78,7 +78,7 @@ def test_what_a_killed_shard_had_is_kept_and_another_number_of_shards_goes_on(tm
     killed.add({"id": "a"})
     killed.add({"id": "c", "error": "NaN logits"})
     killed._mine.close()  # as the kernel does for a killed process
-    killed._held.close()
+    killed._run_lock.close()
     assert not run_shard(tmp_path, Shard(1, 3))
     with opened(tmp_path, Shard(2, 3)) as third:
         assert third.done.keys() == {"a", "b", "e"} and third.records["c"]["error"]
@@ -126,7 +126,7 @@ def test_samples_that_are_a_link_are_named_and_shards_merged_into_no_other_file(
     killed = opened(tmp_path / "results", Shard(0, 2))
     killed.add({"id": "a"})
     killed._mine.close()
-    killed._held.close()
+    killed._run_lock.close()
     samples, victim = killed.path / "samples.jsonl", tmp_path / "victim"
     samples.symlink_to(victim)
     with pytest.raises(ResultsError, match=r"samples\.jsonl.*link"):
@@ -235,7 +235,7 @@ def test_shards_are_told_together(tmp_path: Path) -> None:
             folder.add({"id": key})
         one = state_of(first.path)
         assert (one.state, one.done, one.total, one.running, one.shards) == ("running", 3, 5, 2, 3)
-        os.utime(second._own / "status.json", (0, 0))
+        os.utime(second._job_dir / "status.json", (0, 0))
         assert state_of(first.path).running == 1
 
 
@@ -317,20 +317,20 @@ def test_where_nobody_reads_the_lines_the_block_is_stopped() -> None:
 def test_arms_that_decode_together_have_a_time_left_before_a_sample_is_done(clock: SimpleNamespace) -> None:
     out = io.StringIO()
     with bars.progress(Console(file=out, width=160), total=10, done=0) as report:
-        together = report.together
+        together = report.joint_decode
         for _ in range(5):  # prompts, each 20 s to read, of two arms with 100 tokens
             clock.now += 20
             together.read += 0.1
             together.expected += 2 * 100
-        assert report.left() == "", "no token is decoded"
+        assert report.remaining() == "", "no token is decoded"
         for _ in range(10):
             clock.now += 3
             report.rows(10, 3.0)
         report.line()
         # 5 prompts to read at 20 s; 100 of 2,000 tokens are decoded in 30 s
-        assert report.left() == f"{timedelta(seconds=5 * 20 + 30 * 19)} left"
+        assert report.remaining() == f"{timedelta(seconds=5 * 20 + 30 * 19)} left"
         together.expected -= 2 * 90  # one ended early
-        assert report.left() == f"{timedelta(seconds=round(5 * 20 + 30 * (1640 / 100 - 1)))} left"
+        assert report.remaining() == f"{timedelta(seconds=round(5 * 20 + 30 * (1640 / 100 - 1)))} left"
     assert "10 rows decode together, 100 of 1,000 tokens" in out.getvalue() and "50%" in out.getvalue()
 
 

@@ -22,7 +22,7 @@ from kvbench.config import FACTS, HARNESS_KEYS, method_config, shipped
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import missing
 from kvbench.report.site.rows import Site
-from kvbench.report.submissions.checked import Submitted, checked
+from kvbench.report.submissions.checked import Submission, checked
 from kvbench.report.submissions.manifest import NAME, signed, with_manifest
 from kvbench.runs.archive import packed, unpacked
 from kvbench.runs.identity import run_id
@@ -76,7 +76,7 @@ def given(tmp_path: Path, name: str = "theirs", who: str = "Ann, https://ann.exa
     return tmp_path / f"{name}.tar.xz"
 
 
-def held(own: Path, *archives: Path) -> list[Submitted]:
+def held(own: Path, *archives: Path) -> list[Submission]:
     return checked(archives, collect([own]))[0]
 
 

@@ -23,8 +23,8 @@ from kvbench.runs.terminal import Console, fitting
 NAMES = {"ascii": "modele <=7", "latin-1": "modèle <=7", "cp1252": "modèle <=7", "koi8-r": "modele ≤7"}
 NARROW = list(NAMES)
 ROWS = [
-    demo.Row("full", None, 0.0, 0.0, (100.0, 0.0), (100.0, 51.0, 100.0), None, 2**20, 0.0, 38.1, 5.1, 4, 4),
-    demo.Row("quest", 256, 0.446, 0.07, (67.0, 9.0), (25.0, 4.6, 69.9), 1.5, 2**20, 2048.0, 44.8, 6.3, 4, 4),
+    demo.DemoRow("full", None, 0.0, 0.0, (100.0, 0.0), (100.0, 51.0, 100.0), None, 2**20, 0.0, 38.1, 5.1, 4, 4),
+    demo.DemoRow("quest", 256, 0.446, 0.07, (67.0, 9.0), (25.0, 4.6, 69.9), 1.5, 2**20, 2048.0, 44.8, 6.3, 4, 4),
 ]
 
 

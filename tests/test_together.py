@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import WINDOW, random_model
 
-from kvbench.backends.hf.generate import Choice, Decoding, Question, Stops, begin, generate
+from kvbench.backends.hf.generate import Choice, Decoding, QuestionTokens, Stops, begin, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
@@ -58,7 +58,7 @@ class Rows:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded, self.rows = loaded, DecodePass(loaded.model)
         self.logits: list[list[torch.Tensor]] = []
-        self.made: dict[int, list[list[int]]] = {}
+        self.generated: dict[int, list[list[int]]] = {}
         self.errors: dict[int, Exception | None] = {}
         self.audits: dict[int, dict[str, Any]] = {}
         self._names: dict[Decoding, int] = {}
@@ -75,7 +75,7 @@ class Rows:
     def step(self) -> None:
         for decoding, error in self.rows.step():
             name = self._names[decoding]
-            self.made[name], self.errors[name] = decoding.made, error
+            self.generated[name], self.errors[name] = decoding.generated, error
             if error is None:
                 self.audits[name] = concluded(decoding).audit
 
@@ -112,7 +112,7 @@ def test_a_row_among_others_has_the_logits_that_it_has_alone(case: Case, any_mod
     for name, (method, prompt) in enumerate([(Method(), 0), (case.build(), 0), (case.build(), 1)], 1):
         logits, made = alone(any_model, method, prompts[prompt])
         assert (rows.of(name) - logits).abs().max() <= 1e-4
-        assert rows.made[name] == made.tokens, "no tie in these"
+        assert rows.generated[name] == made.tokens, "no tie in these"
         apart = {"index_bytes"}  # a heap's growth depends on the order of other work
         assert {key: rows.audits[name][key] for key in made.audit.keys() - apart} == pytest.approx(
             {key: made.audit[key] for key in made.audit.keys() - apart}
@@ -196,12 +196,12 @@ def test_a_row_that_fails_touches_no_other(how: str, tiny: Loaded) -> None:
 
 def test_each_row_ends_by_its_own_rules(tiny: Loaded) -> None:
     """Stops, given tokens, drawn tokens and a question: as alone."""
-    ids, question = numbers(150), Question([(65, 66, 67)])
+    ids, question = numbers(150), QuestionTokens([(65, 66, 67)])
     prompt = prefilled(tiny, ids)
     greedy = alone(tiny, Method(), ids)[1].tokens[0]
     kinds: list[Callable[[], dict[str, Any]]] = [
         lambda: {"stops": Stops([greedy[3]])},
-        lambda: {"choice": Choice(given=[[1, 2, 3, 4]])},
+        lambda: {"choice": Choice(forced_tokens=[[1, 2, 3, 4]])},
         lambda: {"choice": Choice(Sampler(2.0, ["a"], top_p=0.9))},
         lambda: {"max_new_tokens": 2},
         lambda: {"question": question, "max_new_tokens": 4},
@@ -213,9 +213,9 @@ def test_each_row_ends_by_its_own_rules(tiny: Loaded) -> None:
     rows.finish()
     for name, kind in enumerate(kinds):
         logits, made = alone(tiny, method_named("quest"), ids, **kind())
-        assert rows.made[name] == made.tokens and rows.errors[name] is None
+        assert rows.generated[name] == made.tokens and rows.errors[name] is None
         assert (rows.of(name) - logits).abs().max() <= 1e-4
-    assert len({len(made[0]) for made in rows.made.values()}) > 2
+    assert len({len(made[0]) for made in rows.generated.values()}) > 2
 
 
 def test_a_snapshot_that_is_divided_is_the_same_for_who_comes_late(tiny: Loaded) -> None:

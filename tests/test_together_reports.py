@@ -103,7 +103,7 @@ def test_a_sweep_that_decoded_alone_has_its_table_as_ever(capsys):
 
 def test_two_runs_of_an_arm_that_differ_in_how_they_decoded_both_stand(mixed):
     runs = collect([mixed])
-    assert not runs.left_out and len(runs.arms) == 4
+    assert not runs.skipped and len(runs.arms) == 4
     (made,) = summary(runs)
     rows = [dict(zip(made.axes, labels, strict=True)) for labels in made.rows]
     assert {row["decode"] for row in rows if row["method"] == "quest"} == {"alone", "together"}
@@ -138,7 +138,7 @@ def test_a_table_of_runs_together_alone_says_once_why_it_has_no_times(tmp_path, 
 
 
 def test_a_paired_difference_of_runs_that_decoded_otherwise_is_marked(mixed):
-    runs = {(run.arm["method"], run.is_together): run for run in collect([mixed])}
+    runs = {(run.arm["method"], run.shares_decode): run for run in collect([mixed])}
     assert "q" in runs["quest", True].marks() and runs["quest", True].against_full().mean == -37.5
     assert "q" not in runs["quest", False].marks() + runs["snapkv", False].marks()
 
@@ -146,7 +146,7 @@ def test_a_paired_difference_of_runs_that_decoded_otherwise_is_marked(mixed):
 def test_full_attention_that_decoded_alike_comes_first(mixed):
     """Each against its own: the other has other scores, so that a mix would show."""
     stored(mixed, "full", None, together([1.0, 0.0, 0.0, 0.5]), **TOGETHER)
-    runs = {(run.arm["method"], run.is_together): run for run in collect([mixed])}
+    runs = {(run.arm["method"], run.shares_decode): run for run in collect([mixed])}
     assert runs["quest", True].against_full().mean == 0 and "q" not in runs["quest", True].marks()
     assert runs["quest", True].full() is runs["full", True] and runs["snapkv", False].full() is runs["full", False]
     assert runs["quest", False].against_full().mean == -37.5

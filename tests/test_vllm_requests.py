@@ -21,7 +21,7 @@ from kvbench.backends.vllm import plan as plans
 from kvbench.backends.vllm.paged import Memory, attend_blocks
 from kvbench.backends.vllm.plan import KEY, RUNNER, Plan, plan_of, vllm_options
 from kvbench.backends.vllm.requests import RequestEngine, Requests, Scheduled
-from kvbench.backends.vllm.side import Side, rows_kept
+from kvbench.backends.vllm.side import Side, rows_per_seat
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore
@@ -260,7 +260,7 @@ class Checked(Requests):
 def side_of(plan: Plan, shape: Shape, settings: dict[str, Any], seats: int) -> Side:
     """A memory beside the blocks, for prompts of any length."""
     longest = RequestEngine({}, replace(shape, lengths=(10_000,)), plan.build(), plan.sizes(), **settings)
-    rows = rows_kept(longest.method, longest.shape)
+    rows = rows_per_seat(longest.method, longest.shape)
     assert rows is not None
     return Side(seats, rows, shape.head_dim, shape.dtype, len(shape.sparse_layers))
 
@@ -269,7 +269,7 @@ def test_a_seat_has_rows_for_the_prompt_of_which_most_is_kept() -> None:
     plan = Plan("keydiff_blocks", 256, dense_layers=(0,), options={"block": 1024})
     shape = replace(stream(1, layers=2).shape((0,)), lengths=(4000,))
     longest = RequestEngine({}, shape, plan.build(), plan.sizes())
-    assert rows_kept(longest.method, longest.shape) == (256 + 1024) * shape.kv_heads  # a block is not full yet
+    assert rows_per_seat(longest.method, longest.shape) == (256 + 1024) * shape.kv_heads  # a block is not full yet
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from kvbench.cli import main as cli
-from kvbench.cli.compose import arm_config, asked_for, combinations, loader_of, run_of
+from kvbench.cli.compose import arm_config, combinations, compose_request, loader_of, run_of
 
 
 def over(defaults: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -19,7 +19,7 @@ def over(defaults: Sequence[str], words: Sequence[str]) -> list[str]:
 def configs(*words: str) -> list[DictConfig]:
     """What a command line composes: one config, or those of a sweep's runs."""
     flags = cli.flags_in(words)
-    asked = asked_for(loader_of(flags.config_dir), flags.config_name, flags.words, flags.multirun)
+    asked = compose_request(loader_of(flags.config_dir), flags.config_name, flags.words, flags.multirun)
     if asked.arms is None:
         return [run_of(asked.config)]
     return [arm_config(asked, arm) for arm in combinations(asked.arms)]

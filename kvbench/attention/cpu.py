@@ -29,8 +29,8 @@ from kvbench.method import Extra, Selection, Shape
 # A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
-NONE_KEPT = np.empty((0, 0, 0), np.float32)  # of logits
-NO_BIAS = NONE_KEPT
+NO_LOGITS = np.empty((0, 0, 0), np.float32)  # of logits
+NO_BIAS = NO_LOGITS
 NO_RESULTS = np.empty((0, 0, 0, 0), np.float32)
 
 
@@ -43,13 +43,13 @@ class Part(NamedTuple):
     Attributes:
         kernel: one of `kvbench.kernels.attend`, or one that takes as much.
         pieces: that it cuts each list into; not asked of a part that is all.
-        given: its arguments between the queries and the results.
+        arguments: of the kernel, between the queries and the results.
         rotations: of its keys and of its values, see `Codec.rotation`.
     """
 
     kernel: Callable[..., int]
     pieces: int
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     rotations: Rotations = (None, None)
 
 
@@ -94,7 +94,7 @@ def addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
 @cache
 def stored_as(codecs: Codecs) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
-    kinds = [STORED[codec.dtype] if codec.row is None else codec.row.held for codec in codecs]
+    kinds = [STORED[codec.dtype] if codec.row is None else codec.row.kernel_argument for codec in codecs]
     codes = [0 if codec.row is None else codec.head_dim * codec.row.bits // 8 for codec in codecs]
     sizes = zip((codec.width * codec.stored.itemsize for codec in codecs), codes, strict=True)
     return *kinds, *sizes, 2 * codecs.key.head_dim * codecs.key.dtype.itemsize
@@ -115,17 +115,17 @@ def _stretch(span: Span) -> Part:
     """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each, in one way held."""
     first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    given = used, first + begin, begin, addresses(*span.pool, span.parameters), stored_as(span.codecs)
-    return Part(kernels.attend_resident, 0, given, _rotations(span.codecs))
+    arguments = used, first + begin, begin, addresses(*span.pool, span.parameters), stored_as(span.codecs)
+    return Part(kernels.attend_resident, 0, arguments, _rotations(span.codecs))
 
 
 def _attend_resident(
     query: torch.Tensor, scaling: float, parts: Sequence[Part], columns: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all that are used."""
-    lists = len(parts[0].given[0])
+    lists = len(parts[0].arguments[0])
     if len(parts) > 1:
-        most = (int(part.given[0].max()) for part in parts)
+        most = (int(part.arguments[0].max()) for part in parts)
         pieces = (kernels.pieces_of(count, kernels.DENSE_PIECE) for count in most)
         parts = [part._replace(pieces=count) for part, count in zip(parts, pieces, strict=True)]
     return run(query, scaling, lists, parts, columns)[:2]
@@ -192,21 +192,24 @@ def _attend_parts(
     """
     index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs.key.dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
-    each, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
-    # own and more must live until the work is done
-    own = None if selection.keys is None else selection.keys.to(dtype).contiguous()
+    pieces, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
+    # rebuilt and more must live until the work is done
+    rebuilt = None if selection.keys is None else selection.keys.to(dtype).contiguous()
     more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    keys, parts = (0, 0, True) if own is None else (own.data_ptr(), own.shape[2], replaces_all), []
+    keys, parts = (0, 0, True) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2], replaces_all), []
     for tier in tiers:
         stored, rotations = tier.stored, tier.rotations
-        if own is not None:
-            stored, rotations = stored_as(Codecs(Native(own.shape[3], dtype), tier.codecs.value)), (None, rotations[1])
-        given = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
-        parts.append(Part(kernels.attend_lists, each, given, rotations))
+        if rebuilt is not None:
+            stored, rotations = (
+                stored_as(Codecs(Native(rebuilt.shape[3], dtype), tier.codecs.value)),
+                (None, rotations[1]),
+            )
+        arguments = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
+        parts.append(Part(kernels.attend_lists, pieces, arguments, rotations))
     extras = more[0].shape[2] if more else 0
     if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
         entries = *addresses(*more), extras, count
-        parts[-1] = Part(kernels.attend_lists, each + 1, (*given[:5], entries, stored))
+        parts[-1] = Part(kernels.attend_lists, pieces + 1, (*arguments[:5], entries, stored))
     elif extras:
         parts.append(extra_part(index, bias, heads, *more))
     return run(query, scaling, batch * lists, parts, count + extras if probabilities else 0)
@@ -263,8 +266,8 @@ def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
     """The device tier as `kernels.attend_lists` takes it, of which a span is attended."""
     heads, ids = device.used.numel(), device.ids
     tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
-    each = span.first, device.used, span.begin, span.end
-    first, used, begin, end = (numbers.reshape(-1).numpy() for numbers in each)
+    tensors = span.first, device.used, span.begin, span.end
+    first, used, begin, end = (numbers.reshape(-1).numpy() for numbers in tensors)
     return *addresses(*span.pool, span.parameters), first, tokens, used, begin, end
 
 
@@ -286,24 +289,27 @@ def run(
     """
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
     rows, before, lost = batch * heads // lists, 0, 0
-    logits = np.empty((lists, rows, columns), np.float32) if columns else NONE_KEPT
+    logits = np.empty((lists, rows, columns), np.float32) if columns else NO_LOGITS
     logits.fill(-np.inf)
     threads = torch.get_num_threads(), WORTH_A_THREAD
     if len(parts) == 1:
         (part,) = parts
-        own = _met(query, part.rotations)
-        asked, out = (own.data_ptr(), lists, rows, head_dim, STORED[own.dtype], scaling), torch.empty_like(own)
-        lost = part.kernel(threads, 0, asked, *part.given, logits, NO_RESULTS, out.data_ptr())
+        part_query = _met(query, part.rotations)
+        request, out = (
+            (part_query.data_ptr(), lists, rows, head_dim, STORED[part_query.dtype], scaling),
+            torch.empty_like(part_query),
+        )
+        lost = part.kernel(threads, 0, request, *part.arguments, logits, NO_RESULTS, out.data_ptr())
         if part.rotations[1] is not None:
             out = turned(out, part.rotations[1].T)
-        if own is not query:
+        if part_query is not query:
             out = out.to(query.dtype)
     else:
         results = np.empty((lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32)
         for part in parts:
-            own = _met(query, part.rotations)
-            asked = own.data_ptr(), lists, rows, head_dim, STORED[own.dtype], scaling
-            lost += part.kernel(threads, before, asked, *part.given, logits, results, 0)
+            part_query = _met(query, part.rotations)
+            request = part_query.data_ptr(), lists, rows, head_dim, STORED[part_query.dtype], scaling
+            lost += part.kernel(threads, before, request, *part.arguments, logits, results, 0)
             if part.rotations[1] is not None:
                 sums = torch.from_numpy(results)[:, before : before + part.pieces, :, :head_dim]
                 sums.copy_(turned(sums, part.rotations[1].T))

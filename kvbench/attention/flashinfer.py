@@ -45,7 +45,7 @@ class FlashInfer:
 
     def __init__(self, shape: Shape, dense: str = "sdpa") -> None:
         self._shape, self._dense = shape, dense
-        self._plans: dict[tuple[torch.device, int, int, int, int, float], Plan] = {}
+        self._plans: dict[tuple[torch.device, int, int, int, int, float], AttentionPlan] = {}
         self._used: set[str] = set()
 
     def __call__(
@@ -95,10 +95,12 @@ class FlashInfer:
         lengths = count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
         return plan.attend(query, here.pool, lengths)
 
-    def _plan(self, device: torch.device, requests: int, group: int, pages: int, page: int, scaling: float) -> Plan:
+    def _plan(
+        self, device: torch.device, requests: int, group: int, pages: int, page: int, scaling: float
+    ) -> AttentionPlan:
         """The plan for these sizes, made where there is none yet; the longest unused one goes when there are many."""
         sizes = (requests, group, pages, page, scaling)
-        plan = self._plans.pop((device, *sizes), None) or Plan(replace(self._shape, device=device), *sizes)
+        plan = self._plans.pop((device, *sizes), None) or AttentionPlan(replace(self._shape, device=device), *sizes)
         self._plans[device, *sizes] = plan
         if len(self._plans) > PLANS * (1 + len(set(self._shape.elsewhere.values()))):
             del self._plans[next(iter(self._plans))]
@@ -141,7 +143,7 @@ class FlashInfer:
         return out
 
 
-class Plan:
+class AttentionPlan:
     """Fixed lists of `pages` pages for each of `requests` requests, of which any first part can be attended.
 
     The wrapper's plan() reads indptr on the host and schedules by the number of pages alone (scheduler.cuh,
@@ -259,7 +261,7 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     shape = Shape(1, 1, 1, head_dim, (1,), dtype, device, 1.0, ())
     key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
     try:
-        Plan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], Pool.of(key, key), 1).cpu()
+        AttentionPlan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], Pool.of(key, key), 1).cpu()
     except Exception as error:  # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
         return f"does not run here ({first_line(error)})"
     return None

@@ -70,8 +70,8 @@ def _head(
             continue
         at = index_of[token]
         order.append(at)
-        own = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
-        logits[at] = (own @ query) * scaling
+        entry_key = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
+        logits[at] = (entry_key @ query) * scaling
         if selection.log_weight is not None:
             logits[at] += float(selection.log_weight[row, head, rank])
     if selection.extra is not None:

@@ -16,8 +16,10 @@ def softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Weights of logits [B, Hkv, G, ..., n] beside sinks [Hq], which get the rest of 1; None: there are none."""
     if sinks is None:
         return logits.softmax(dim=-1)
-    own = sinks.to(logits.dtype).view(1, *logits.shape[1:3], *[1] * (logits.ndim - 3)).expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, own], dim=-1).softmax(dim=-1)[..., :-1]
+    sink_logits = (
+        sinks.to(logits.dtype).view(1, *logits.shape[1:3], *[1] * (logits.ndim - 3)).expand(*logits.shape[:-1], 1)
+    )
+    return torch.cat([logits, sink_logits], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def with_sinks(

@@ -113,7 +113,7 @@ def prefill(
         [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
     """
     if sinks is not None:
-        return _prefill_beside(sinks, query, store, column, offsets, scaling)
+        return _prefill_with_sinks(sinks, query, store, column, offsets, scaling)
     width = query.shape[2]
     end = column + width
     key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
@@ -131,7 +131,7 @@ def prefill(
     return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)
 
 
-def _prefill_beside(
+def _prefill_with_sinks(
     sinks: torch.Tensor,
     query: torch.Tensor,
     store: LayerStore,
@@ -176,9 +176,9 @@ def turn(
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
     mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
     if present is not None:
-        own = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
-        seen = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
-        mask = torch.cat([seen, own], dim=3)
+        causal = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
+        past_mask = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
+        mask = torch.cat([past_mask, causal], dim=3)
     if weights is not None:
         added = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
         mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
@@ -187,8 +187,8 @@ def turn(
     grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-    own = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
-    logits = grouped @ key[:, :, None].float().transpose(3, 4) * scaling + own
+    causal = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
+    logits = grouped @ key[:, :, None].float().transpose(3, 4) * scaling + causal
     return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
 
 
@@ -227,7 +227,7 @@ def _causal_weights(
     scaling: float,
     sinks: torch.Tensor | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, seen] in fp32, for the
+    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, visible] in fp32, for the
     keys up to the last that one of them sees.
     """
     batch, _, width, head_dim = query.shape
@@ -238,11 +238,11 @@ def _causal_weights(
     for start in range(0, width, block):
         part = grouped[:, :, :, start : start + block].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
-        seen = max(column + start + part.shape[3] - min(offsets), 1)
+        visible = max(column + start + part.shape[3] - min(offsets), 1)
         by_all = max(column + start - max(offsets), 0)  # these keys come before every query of the block
-        later = torch.arange(by_all, seen, device=query.device)
+        later = torch.arange(by_all, visible, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
         # The query heads of a KV head as rows of one product: torch would copy the keys for each of them.
-        logits = (part.flatten(2, 3) @ key[..., :seen]).unflatten(2, part.shape[2:4])
+        logits = (part.flatten(2, 3) @ key[..., :visible]).unflatten(2, part.shape[2:4])
         logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
         yield columns, softmax(logits, sinks)

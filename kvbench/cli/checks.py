@@ -55,7 +55,7 @@ from kvbench.tasks import task_of
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
 
-ONE_OF = {
+ALLOWED = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
     "model.weights": ("pretrained", "dummy"),
@@ -142,17 +142,17 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
 
 def _check_keys(run: Any) -> None:
     """Every key is known, none that all runs need is missing, and values have the type of their defaults."""
-    given = dict(leaves(run))
-    needed = {key for key, _ in leaves(root_keys())}
-    for key in sorted((needed | set(REQUIRED)) - given.keys()):
+    values = dict(leaves(run))
+    required = {key for key, _ in leaves(root_keys())}
+    for key in sorted((required | set(REQUIRED)) - values.keys()):
         if isinstance(run.get(key), Mapping):
             raise ConfigError(f"{key}={show(run[key])}: expected one value, and no mapping")
         raise ConfigError(f"{key}: missing; every run needs it")
-    known = needed.union(*(_known(group, run[group]) for group in groups() if group in run))
-    for key in sorted(given.keys() - known):
-        raise ConfigError(f"{key}={show(given[key])}: no such key; {nearest_key(key, known | set(groups()))}")
+    valid_keys = required.union(*(_valid_keys(group, run[group]) for group in groups() if group in run))
+    for key in sorted(values.keys() - valid_keys):
+        raise ConfigError(f"{key}={show(values[key])}: no such key; {nearest_key(key, valid_keys | set(groups()))}")
     for key, default in leaves(root_keys()):
-        value = given[key]
+        value = values[key]
         if type(default) in (int, float, bool) and isinstance(value, list):
             several = ",".join(map(show, value))
             raise ConfigError(f"{key}={show(value)}: expected one value; several are a sweep, {key}={several} with -m")
@@ -175,34 +175,34 @@ def leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _known(group: str, chosen: Mapping[str, Any]) -> set[str]:
+def _valid_keys(group: str, chosen: Mapping[str, Any]) -> set[str]:
     """The keys of a choice: those of the file that kvbench ships, and whatever a user's own file has."""
     original = shipped(group, str(chosen["name"]))
-    own = original is None or original.get("_target_") != chosen.get("_target_")
-    return {f"{group}.{key}" for key in (chosen if original is None or own else original)}
+    is_users = original is None or original.get("_target_") != chosen.get("_target_")
+    return {f"{group}.{key}" for key in (chosen if original is None or is_users else original)}
 
 
 def _check_values(run: Any) -> None:
-    given = dict(leaves(run))
+    values = dict(leaves(run))
     for key in ("model.name", "method.name", "task.name"):
-        if not isinstance(given[key], str) or not given[key].strip():
-            raise ConfigError(f"{key}={show(given[key])}: expected a name, which results are kept under")
+        if not isinstance(values[key], str) or not values[key].strip():
+            raise ConfigError(f"{key}={show(values[key])}: expected a name, which results are kept under")
     layers = run["model"].get("dense_layers")
     if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
         raise ConfigError(f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]")
-    for key, allowed in ONE_OF.items():
-        if given.get(key, allowed[0]) not in allowed:
-            raise ConfigError(f"{key}={show(given[key])}: expected {' | '.join(allowed)}")
+    for key, allowed in ALLOWED.items():
+        if values.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"{key}={show(values[key])}: expected {' | '.join(allowed)}")
     for key, (lowest, null) in LOWEST.items():
-        value = given.get(key, lowest)
+        value = values.get(key, lowest)
         if not (value is None and null) and (type(value) is not int or value < lowest):
             expected = f"a whole number, {lowest} or more" + (", or null" if null else "")
             raise ConfigError(f"{key}={show(value)}: expected {expected}")
         if value is not None and value > MOST.get(key, value):
             raise ConfigError(f"{key}={value}: expected at most {MOST[key]}")
     for key in SWITCHES:
-        if type(given[key]) is not bool:
-            raise ConfigError(f"{key}={show(given[key])}: expected true | false")
+        if type(values[key]) is not bool:
+            raise ConfigError(f"{key}={show(values[key])}: expected true | false")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
         raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
     _check_device_map(run)

@@ -31,7 +31,7 @@ from kvbench.cli.words import (
     options,
     parsed,
     reason,
-    refuse_hydras_own,
+    refuse_hydra_keys,
     refuse_numbers,
     refuse_several_choices,
     refuse_sweep,
@@ -52,7 +52,7 @@ class OwnFolder(SearchPathPlugin):
             search_path.append("--config-dir", f"file://{self.folder}")
 
 
-class Asked(NamedTuple):
+class RunRequest(NamedTuple):
     """What a command line asks for.
 
     Attributes:
@@ -87,7 +87,7 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
         return GlobalHydra.instance().config_loader()
 
 
-def asked_for(loader: ConfigLoader, name: str, words: Sequence[str], multirun: bool) -> Asked:
+def compose_request(loader: ConfigLoader, name: str, words: Sequence[str], multirun: bool) -> RunRequest:
     """What these words ask for, composed but not checked.
 
     Raises:
@@ -95,16 +95,16 @@ def asked_for(loader: ConfigLoader, name: str, words: Sequence[str], multirun: b
     """
     overrides = parsed(loader, words)
     refuse_twice(words, "; several are a sweep, {key}={values} with -m")
-    refuse_hydras_own(overrides)
+    refuse_hydra_keys(overrides)
     refuse_numbers(overrides)
     refuse_several_choices(loader, overrides)
     config = compose(loader, name, [options(override)[0] for override in overrides])
     if multirun or config.hydra.mode == RunMode.MULTIRUN:
-        return Asked(loader, name, config, list(_arms(loader, config, words)))
+        return RunRequest(loader, name, config, list(_arms(loader, config, words)))
     refuse_sweep(loader, overrides)
     if config.sweep.shards != 1:
         raise ConfigError(f"sweep.shards={config.sweep.shards}: shares samples out over jobs, and needs -m")
-    return Asked(loader, name, config, None)
+    return RunRequest(loader, name, config, None)
 
 
 def _arms(loader: ConfigLoader, config: DictConfig, words: Sequence[str]) -> Iterator[list[Override]]:
@@ -112,8 +112,8 @@ def _arms(loader: ConfigLoader, config: DictConfig, words: Sequence[str]) -> Ite
     sweeper = config.hydra.sweeper
     if "arms" not in sweeper:
         raise ConfigError(f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: expected arms")
-    for own in sweep_words(sweeper.params, sweeper.arms):
-        by_key = {override.get_key_element(): override for override in parsed(loader, [*own, *words])}
+    for arm_words in sweep_words(sweeper.params, sweeper.arms):
+        by_key = {override.get_key_element(): override for override in parsed(loader, [*arm_words, *words])}
         arm = [override for override in by_key.values() if not override.is_hydra_override()]
         refuse_several_choices(loader, arm)
         if not config.hydra.searchpath:  # whose choices the loader does not know
@@ -126,10 +126,10 @@ def combinations(arms: Sequence[Sequence[Override]]) -> list[list[str]]:
     return [list(words) for arm in arms for words in itertools.product(*map(options, arm))]
 
 
-def arm_config(asked: Asked, words: Sequence[str]) -> DictConfig:
+def arm_config(request: RunRequest, words: Sequence[str]) -> DictConfig:
     """The config of one run of a sweep, by its words."""
-    config = compose(asked.loader, asked.name, [*asked.config.hydra.overrides.hydra, *words])
-    OmegaConf.copy_cache(from_config=asked.config, to_config=config)  # ${now:...} is the same in all
+    config = compose(request.loader, request.name, [*request.config.hydra.overrides.hydra, *words])
+    OmegaConf.copy_cache(from_config=request.config, to_config=config)  # ${now:...} is the same in all
     return run_of(config)
 
 
@@ -140,11 +140,11 @@ def run_of(composed: DictConfig) -> DictConfig:
     return smoke.applied(run)
 
 
-def as_yaml(asked: Asked, part: str, package: str | None = None, resolve: bool = False) -> str:
+def as_yaml(request: RunRequest, part: str, package: str | None = None, resolve: bool = False) -> str:
     """A composed config as YAML; above a sweep's, as comments, what it sweeps over.
 
     Args:
-        asked: what the command line asks for.
+        request: what the command line asks for.
         part: "job", what runs; "hydra", with the keys of the launcher; "all", both.
         package: the key below which it is shown; None: all of it.
         resolve: show the values of interpolations.
@@ -152,21 +152,23 @@ def as_yaml(asked: Asked, part: str, package: str | None = None, resolve: bool =
     Raises:
         ConfigError: there is no such key.
     """
-    keys = [str(key) for key in asked.config if part == "all" or (part == "hydra") == (key == "hydra")]
-    shown = OmegaConf.masked_copy(asked.config, keys)
+    keys = [str(key) for key in request.config if part == "all" or (part == "hydra") == (key == "hydra")]
+    shown = OmegaConf.masked_copy(request.config, keys)
     if resolve:
         try:
             OmegaConf.resolve(shown)
         except OmegaConfBaseException as error:
             raise ConfigError(f"--resolve: {reason(error)}") from error
-    found = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
-    if found is None:
+    section = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
+    if section is None:
         raise ConfigError(f"--package={package}: no such key of the config")
-    lines = ["# A sweep of this config, each line with all its combinations:"] if asked.arms else []
-    for arm in asked.arms or []:
-        lines.append(" ".join(["#  ", *(str(one.input_line) for one in arm if one.key_or_group != ON_TOP)]))
+    lines = ["# A sweep of this config, each line with all its combinations:"] if request.arms else []
+    for arm in request.arms or []:
+        lines.append(
+            " ".join(["#  ", *(str(override.input_line) for override in arm if override.key_or_group != ON_TOP)])
+        )
     lines += [f"# @package {package}"] if package else []
-    return "\n".join([*lines, (OmegaConf.to_yaml(found) if OmegaConf.is_config(found) else str(found)).rstrip()])
+    return "\n".join([*lines, (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else str(section)).rstrip()])
 
 
 def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig:
@@ -211,20 +213,20 @@ def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:
 
 def _unknown_key(loader: ConfigLoader, name: str, words: Sequence[str]) -> str | None:
     """What to say where an override names a key that is not there; None where the trouble is another."""
-    settings = [one for one in parsed(loader, words) if not loader.get_group_options(one.key_or_group)]
-    chosen = [word for word in words if word not in {one.input_line for one in settings}]
+    settings = [override for override in parsed(loader, words) if not loader.get_group_options(override.key_or_group)]
+    chosen = [word for word in words if word not in {override.input_line for override in settings}]
     try:
         config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN)
     except HydraException:
         return None
     run = OmegaConf.to_container(run_of(config))
     assert isinstance(run, dict)
-    known = {key for key, _ in leaves(run)} | set(run)
-    known |= {f"hydra.{part}.{key}" for part in ("launcher", "sweeper") for key in config.hydra[part]}
+    valid_keys = {key for key, _ in leaves(run)} | set(run)
+    valid_keys |= {f"hydra.{part}.{key}" for part in ("launcher", "sweeper") for key in config.hydra[part]}
     missing = object()
     for override in settings:
         if not override.is_add() and OmegaConf.select(config, override.key_or_group, default=missing) is missing:
-            return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, known)}"
+            return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, valid_keys)}"
     return None
 
 

@@ -30,7 +30,7 @@ from kvbench.config import ConfigError
 from kvbench.models.hub import source_of
 from kvbench.report.data.stats import COVERAGE, proportion
 from kvbench.runs.folder import ResultsError, writing
-from kvbench.runs.quantities import OWN, QUANTITIES, recorded
+from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
 from kvbench.runs.terminal import Console
 
@@ -56,7 +56,7 @@ COSTS = {
 KL = QUANTITIES["kl_mean"]
 
 
-class Row(NamedTuple):
+class DemoRow(NamedTuple):
     """What the demo found for a method.
 
     Attributes:
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture = folder / "tradeoff.png"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "table.json").write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
+            (folder / "table.json").write_text(json.dumps([arm._asdict() for arm in rows], indent=1) + "\n")
             draw(rows, model_name(configs), picture)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
@@ -153,15 +153,15 @@ def config(words: Sequence[str], task: str, method: str) -> DictConfig:
     return composed(f"task={task}", f"method={method}", f"budget={size}", *sizes, *words)
 
 
-def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[Row]:
+def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[DemoRow]:
     """Run all arms on both tasks."""
     from kvbench.runs.shared import run_shared
 
-    found = {}
+    summaries = {}
     for task, arms in configs.items():
         console.print(f"{task} at {LENGTH} tokens, {len(arms)} arms, {model_name(configs)}")
-        found[task] = run_shared(arms, console)
-    return [row(*arm) for arm in zip(METHODS, found[FIDELITY], found[NEEDLES], strict=True)]
+        summaries[task] = run_shared(arms, console)
+    return [row(*arm) for arm in zip(METHODS, summaries[FIDELITY], summaries[NEEDLES], strict=True)]
 
 
 def model_name(configs: dict[str, list[DictConfig]]) -> str:
@@ -169,60 +169,60 @@ def model_name(configs: dict[str, list[DictConfig]]) -> str:
     return source_of(configs[FIDELITY][0]["model"]).name
 
 
-def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> Row:
+def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> DemoRow:
     """The line of a method, from the summaries of its two runs."""
-    found, macro = recorded(fidelity), needles.get("macro") or needles  # a single group has no mean of groups
+    numbers, macro = recorded(fidelity), needles.get("macro") or needles  # a single group has no mean of groups
     budget = None if method == "full" else BUDGET
-    return Row(
+    return DemoRow(
         method,
         budget,
-        kl_mean=found[KL.name],
-        kl_stderr=found.get("kl_stderr"),
+        kl_mean=numbers[KL.name],
+        kl_stderr=numbers.get("kl_stderr"),
         agreement=(fidelity["score"], fidelity["stderr"]),
-        needles=found_of(macro["score"], needles["n"]),
-        attended_share=found["attended_share"] if budget else None,
-        device_kv_bytes=found["device_kv_bytes"],
-        moved_bytes_per_step=found["moved_bytes_per_step"],
-        own_ms=found["own_ms"],
-        disturbed=found.get("disturbed", False),
+        needles=needle_share(macro["score"], needles["n"]),
+        attended_share=numbers["attended_share"] if budget else None,
+        device_kv_bytes=numbers["device_kv_bytes"],
+        moved_bytes_per_step=numbers["moved_bytes_per_step"],
+        own_ms=numbers["own_ms"],
+        disturbed=numbers.get("disturbed", False),
         texts=fidelity["n"],
         prompts=needles["n"],
     )
 
 
-def found_of(score: float, n: int) -> tuple[float, float, float]:
+def needle_share(score: float, n: int) -> tuple[float, float, float]:
     """The share of n needles that was found, 0-100, with Wilson's interval: 4 of 4 are no certainty."""
     hits = round(score * n / 100)
     mean, low, high, *_ = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
     return mean, low, high  # type: ignore[return-value]  # Wilson's interval is always there
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[DemoRow]) -> Table:
     """All arms, a line each."""
     drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
-    full, disturbed = rows[0], any(one.disturbed for one in rows)
+    full, disturbed = rows[0], any(arm.disturbed for arm in rows)
     drawn.caption, drawn.caption_justify = (
         f"±: standard error over {full.texts} texts, full attention's own 0 and 100 by construction; "
         f"[]: {COVERAGE} % interval over {full.prompts} needles, Wilson's\n"
         f"moved: from host to device, on a CPU counted alone\n"
-        f"{OWN}, which serves all arms at once{'; taken beside other work' * disturbed}",
+        f"{METHOD_TIME}, which serves all arms at once{'; taken beside other work' * disturbed}",
         "left",
     )
     drawn.add_column("method")
     add_numbers(
         drawn, ["C", "KL, nats ±", "same token % ±", "needles % []", *(cost.heading for cost in COSTS.values())]
     )
-    for one in rows:
-        is_full = one.budget is None
-        near = KL.number(one.kl_mean) + ("" if is_full or one.kl_stderr is None else f" ± {KL.number(one.kl_stderr)}")
-        agreement = with_error(one.agreement[0], None if is_full else one.agreement[1], digits=0)
-        scores = [agreement, "{:.0f} [{:.0f}, {:.0f}]".format(*one.needles)]
-        costs = [cost.number(getattr(one, name)) for name, cost in COSTS.items()]
-        drawn.add_row(one.method, "-" if one.budget is None else str(one.budget), near, *scores, *costs)
+    for arm in rows:
+        is_full = arm.budget is None
+        near = KL.number(arm.kl_mean) + ("" if is_full or arm.kl_stderr is None else f" ± {KL.number(arm.kl_stderr)}")
+        agreement = with_error(arm.agreement[0], None if is_full else arm.agreement[1], digits=0)
+        scores = [agreement, "{:.0f} [{:.0f}, {:.0f}]".format(*arm.needles)]
+        costs = [cost.number(getattr(arm, name)) for name, cost in COSTS.items()]
+        drawn.add_row(arm.method, "-" if arm.budget is None else str(arm.budget), near, *scores, *costs)
     return drawn
 
 
-def draw(rows: Sequence[Row], model: str, path: Path) -> None:
+def draw(rows: Sequence[DemoRow], model: str, path: Path) -> None:
     """The trade-off as a picture: KL against device memory, and against a method's own time of a token."""
     import pandas
 
@@ -231,10 +231,10 @@ def draw(rows: Sequence[Row], model: str, path: Path) -> None:
     from kvbench.report.figures.tradeoff import draw_tradeoff
 
     # All have the budget that the title says: no mark needs its own.
-    points = pandas.DataFrame(rows, dtype=object).assign(label=[one.method for one in rows], budget=None)
+    points = pandas.DataFrame(rows, dtype=object).assign(label=[arm.method for arm in rows], budget=None)
     title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
     with printed("page"):
         figure, axes = grid(1, 2, title, 2.6)
         draw_tradeoff(axes[0], points, styles_of(points["method"]), QUANTITIES["own_ms"], KL.name)
         axes[0, 0].set_ylabel(KL.axis)
-        legend(figure, axes, OWN).savefig(path, dpi=200)
+        legend(figure, axes, METHOD_TIME).savefig(path, dpi=200)

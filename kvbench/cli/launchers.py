@@ -24,7 +24,7 @@ from kvbench.cli.plan import counted
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show
 from kvbench.runs.folder import WHOLE, ResultsError, Shard, writing
-from kvbench.runs.identity import decodes_together
+from kvbench.runs.identity import decodes_jointly
 from kvbench.runs.table import Ended
 from kvbench.runs.terminal import Console, fit_streams
 
@@ -39,7 +39,7 @@ def ended_by(error: BaseException) -> Ended:
     return Ended({}, f"{type(error).__name__}: {first_line(error)}")
 
 
-class Job:
+class SweepJob:
     """The arms of a job, composed; called, it runs them and says how each ended. One that nothing is shared with
     runs as it would by itself.
 
@@ -62,7 +62,7 @@ class Job:
         try:
             for config in [] if self.checked else self.configs:
                 check(config)
-            if len(self.configs) == 1 and not decodes_together(self.configs[0]):
+            if len(self.configs) == 1 and not decodes_jointly(self.configs[0]):
                 from kvbench.runs.run import run
 
                 return [Ended(run(self.configs[0], self.shard) or {})]
@@ -76,7 +76,7 @@ class Job:
             return [ended_by(error)] * len(self.configs)
 
 
-class Apart:
+class JobProcess:
     """A job in a process of its own.
 
     Args:
@@ -85,7 +85,7 @@ class Apart:
             queues a preempted one again, but counts one that leaves by itself as done.
     """
 
-    def __init__(self, job: Job, linger: float = 0.0) -> None:
+    def __init__(self, job: SweepJob, linger: float = 0.0) -> None:
         self.job, self.linger = job, linger
 
     def __call__(self) -> list[Ended]:
@@ -117,22 +117,22 @@ class InTurn:
         """Jobs that groups of arms are split into, where there are fewer."""
         return 1
 
-    def run(self, jobs: Sequence[Job], folder: Path) -> Iterator[tuple[int, list[Ended]]]:
+    def run(self, jobs: Sequence[SweepJob], folder: Path) -> Iterator[tuple[int, list[Ended]]]:
         """Run jobs, whose logs may lie in the folder; gives the number of each that ended, and how its arms did."""
         for number, job in enumerate(jobs):
             yield number, job()
 
 
-class Submitted(InTurn):
+class SubmititLauncher(InTurn):
     """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs.
 
     Attributes:
-        linger: see `Apart`.
+        linger: see `JobProcess`.
     """
 
     linger = 0.0
 
-    def run(self, jobs: Sequence[Job], folder: Path) -> Iterator[tuple[int, list[Ended]]]:
+    def run(self, jobs: Sequence[SweepJob], folder: Path) -> Iterator[tuple[int, list[Ended]]]:
         """Submit jobs as room gets free, and collect each as it ends, in whatever way."""
         try:
             import submitit
@@ -145,17 +145,17 @@ class Submitted(InTurn):
         waiting, running = list(enumerate(jobs)), dict[int, Any]()
         try:
             while waiting or running:
-                for number, one in [(number, one) for number, one in running.items() if one.done()]:
+                for number, handle in [(number, handle) for number, handle in running.items() if handle.done()]:
                     del running[number]
-                    name = f"{one.job_id} ({jobs[number].title})" if jobs[number].title else one.job_id
+                    name = f"{handle.job_id} ({jobs[number].title})" if jobs[number].title else handle.job_id
                     console.print(f"job {name} ended, {len(running) + len(waiting)} to go", highlight=False)
-                    yield number, _collected(one, len(jobs[number].configs))
+                    yield number, _collected(handle, len(jobs[number].configs))
                 now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
                 if now:
                     # A shell's background jobs ignore Ctrl-C; what they start would, too, and could not be stopped.
                     with stopped_by(signal.SIGINT), writing(logs), executor.batch():
-                        submitted = [executor.submit(Apart(job, self.linger)) for _, job in now]
-                    running |= {number: one for (number, _), one in zip(now, submitted, strict=True)}
+                        submitted = [executor.submit(JobProcess(job, self.linger)) for _, job in now]
+                    running |= {number: handle for (number, _), handle in zip(now, submitted, strict=True)}
                 time.sleep(POLL_SECONDS if running else 0)
         except submitit.core.utils.FailedJobError as error:  # sbatch refuses what hydra.launcher asks for
             raise ConfigError(f"hydra.launcher: {first_line(error)}{self.remedy(str(error))}") from error
@@ -180,7 +180,7 @@ class Submitted(InTurn):
         raise NotImplementedError
 
 
-class Local(Submitted):
+class Local(SubmititLauncher):
     """As many jobs at once as fit, in processes of this machine.
 
     Args:
@@ -222,13 +222,13 @@ class Local(Submitted):
 
     def stop(self, running: Sequence[Any], console: Console) -> None:
         """They are stopped as by Ctrl-C."""
-        for one in running:
-            one.cancel()
-        for one in running:
-            one.wait()
+        for job in running:
+            job.cancel()
+        for job in running:
+            job.wait()
 
 
-class Slurm(Submitted):
+class Slurm(SubmititLauncher):
     """A SLURM job array.
 
     Args:
@@ -254,11 +254,11 @@ class Slurm(Submitted):
                 f"hydra/launcher=slurm: there is no {missing[0]} here; start it where jobs can be submitted"
             )
         executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
-        asked = {key: value for key, value in self.parameters.items() if value not in (None, {}, [])}
-        if asked.get("gpus_per_node") == 0:  # not to be named where there are no GPUs
-            del asked["gpus_per_node"]
+        options = {key: value for key, value in self.parameters.items() if value not in (None, {}, [])}
+        if options.get("gpus_per_node") == 0:  # not to be named where there are no GPUs
+            del options["gpus_per_node"]
         try:
-            executor.update_parameters(**asked)
+            executor.update_parameters(**options)
         except ValueError as error:
             raise ConfigError(f"hydra.launcher: {first_line(error)}") from error
         return executor
@@ -276,7 +276,7 @@ class Slurm(Submitted):
 
     def stop(self, running: Sequence[Any], console: Console) -> None:
         """They are SLURM's and go on."""
-        ids = sorted({one.job_id.partition("_")[0] for one in running})
+        ids = sorted({job.job_id.partition("_")[0] for job in running})
         console.print(f"the jobs go on; scancel {' '.join(ids)} stops them", highlight=False)
 
 

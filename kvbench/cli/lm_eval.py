@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvbench.cli.checks import check_setup
-from kvbench.cli.compose import asked_for, loader_of, run_of
+from kvbench.cli.compose import compose_request, loader_of, run_of
 from kvbench.cli.greedy import refuse_settings
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
@@ -27,7 +27,7 @@ from kvbench.models import hub
 from kvbench.runs.identity import run_id
 from kvbench.runs.versions import versions_of
 
-NEEDED = ("lm_eval", "accelerate")
+REQUIRED_PACKAGES = ("lm_eval", "accelerate")
 MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
 
 # Keys of a run that say what generates; all others are of tasks and results, which are lm-eval's here.
@@ -35,7 +35,7 @@ KEYS = {
     *("model", "method", "budget", "kv", "protocol", "seed"),
     *("device", "dtype", "attention", "threads", "memory_check"),
 }
-LM_EVALS_OWN = {
+LM_EVAL_KEYS = {
     "task": "--tasks",
     "protocol.chat": "--apply_chat_template",
     "protocol.question": "nothing: the last token of a context is always read through the method",
@@ -70,17 +70,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config-dir", metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml")
     parser.add_argument("--use_cache", "-c", metavar="FILE", help="keep answers, each model's and method's apart")
     words = list(takewhile(lambda word: not word.startswith("-"), arguments))
-    own, theirs = parser.parse_known_args(arguments[len(words) :])
+    args, theirs = parser.parse_known_args(arguments[len(words) :])
     refuse_missing()
     settings = dict(_setting(word) for word in words)
-    flags = {"method": own.method, "budget": own.budget, "pretrained": own.model_path, "config_dir": own.config_dir}
-    given = {key: value for key, value in flags.items() if value is not None}
-    refuse_twice([*words, *(f"{'model.path' if key == 'pretrained' else key}={given[key]}" for key in given)])
-    settings |= given
+    flags = {"method": args.method, "budget": args.budget, "pretrained": args.model_path, "config_dir": args.config_dir}
+    chosen = {key: value for key, value in flags.items() if value is not None}
+    refuse_twice([*words, *(f"{'model.path' if key == 'pretrained' else key}={chosen[key]}" for key in chosen)])
+    settings |= chosen
     refuse_named_otherwise(theirs)
     config = setup_config(settings)
-    if own.use_cache:
-        theirs += ["--use_cache", cache_of(own.use_cache, config)]
+    if args.use_cache:
+        theirs += ["--use_cache", cache_of(args.use_cache, config)]
     wait_briefly()
     device = settings.pop("device", "auto")  # which lm-eval hands to its models by itself
     return _hand_to_lm_eval(settings, device, theirs)
@@ -116,7 +116,7 @@ def refuse_missing() -> None:
     Raises:
         ConfigError: says how to install it.
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
+    missing = [package for package in REQUIRED_PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"lm-eval: needs {' and '.join(missing)}; pip install 'kvbench[lm-eval]'")
 
@@ -143,13 +143,17 @@ def setup_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "pretrained" in settings:
         settings["model.path"] = settings.pop("pretrained")
     for key, value in settings.items():
-        whose = next((theirs for own, theirs in LM_EVALS_OWN.items() if key == own or key.startswith(f"{own}.")), None)
+        whose = next(
+            (theirs for name, theirs in LM_EVAL_KEYS.items() if key == name or key.startswith(f"{name}.")), None
+        )
         if whose or key.partition(".")[0] not in KEYS:
             right = f"here that is {whose}" if whose else f"expected keys of {', '.join(sorted(KEYS))}"
             raise ConfigError(f"lm-eval {key}={show(value)}: {right}")
     bind_methods()
-    asked = asked_for(loader_of(config_dir), "config", [_word(*item) for item in settings.items()], multirun=False)
-    return check_setup(run_of(asked.config))[0]
+    request = compose_request(
+        loader_of(config_dir), "config", [_word(*item) for item in settings.items()], multirun=False
+    )
+    return check_setup(run_of(request.config))[0]
 
 
 def _word(key: str, value: Any) -> str:

@@ -31,10 +31,10 @@ from kvbench.backends.hf.generate import Choice, Decoding, Stops
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.together import concluded
 from kvbench.cli.greedy import refuse_settings, refuse_shipped
-from kvbench.cli.lm_eval import LM_EVALS_OWN, setup_config
+from kvbench.cli.lm_eval import LM_EVAL_KEYS, setup_config
 from kvbench.config import HARNESS_KEYS, ConfigError, build
 from kvbench.measure.arm import Setup, ends_at
-from kvbench.measure.lane import Going, Lane
+from kvbench.measure.lane import Admission, Lane
 from kvbench.measure.room import prompt_bytes, recorded_bytes, row_bytes
 from kvbench.memory.kinds import kv_in
 from kvbench.models.footprint import Prompts
@@ -56,7 +56,7 @@ HF_OPTIONS = (
 
 log = logging.getLogger(__name__)
 
-Asked = Sequence[Mapping[int, list[int]]]  # of each context, its continuations by their index
+Continuations = Sequence[Mapping[int, list[int]]]  # of each context, its continuations by their index
 Answer = Callable[[int, float, bool], None]  # of a continuation: its index, its log-probability, whether it is greedy
 
 
@@ -66,13 +66,13 @@ class Continued(NamedTuple):
     Attributes:
         rows: what is prefilled of the contexts.
         indices: of the continuations; None: a row has none left.
-        given: the tokens of each row.
+        forced: the tokens of each row.
         longest: tokens that any generation of these contexts has.
     """
 
     rows: list[list[int]]
     indices: list[int | None]
-    given: list[list[int]]
+    forced: list[list[int]]
     longest: int
 
 
@@ -144,17 +144,17 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 "method": {"name": config["method"]["name"], **options},
                 "budget": setup.budget.size,
                 "kv": str(kv_in(config)),
-                "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVALS_OWN},
+                "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVAL_KEYS},
                 "dense_layers": list(setup.dense_layers),
                 "seed": config["seed"],
-                "audit": {asked: _combined(audits) for asked, audits in self._audits.items()},
+                "audit": {kind: _combined(audits) for kind, audits in self._audits.items()},
             },
         }
 
-    def _note(self, asked: str, audit: Mapping[str, Any], steps: int, broken: str | None) -> None:
+    def _note(self, kind: str, audit: Mapping[str, Any], steps: int, broken: str | None) -> None:
         """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is named."""
         if steps:
-            self._audits.setdefault(asked, []).append(audit)
+            self._audits.setdefault(kind, []).append(audit)
         if broken is not None and not self._broken:
             self._broken = True
             log.warning("over_rule: %s", broken)
@@ -177,9 +177,9 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         self, context: torch.Tensor, max_length: int, stop: Sequence[str], **options: Any
     ) -> torch.Tensor:
         """Greedy tokens after contexts [B, N], left-padded as `attention_mask` says, as [B, N + new]."""
-        kept = options["attention_mask"].bool()
+        mask = options["attention_mask"].bool()
         setup, tokenizer = self.setup, self.tokenizer
-        rows = [ids[there].tolist() for ids, there in zip(context.cpu(), kept.cpu(), strict=True)]
+        rows = [ids[there].tolist() for ids, there in zip(context.cpu(), mask.cpu(), strict=True)]
         new_tokens = max_length - context.shape[1]
         engine = setup.engine(rows, new_tokens)
         generation = generate.generate(
@@ -236,8 +236,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             lane = Lane(self.setup.loaded)
             for start in range(0, len(longest_first), size):
                 batch = longest_first[start : start + size]
-                asked = [{index: requests[index][2] for index in contexts[context]} for context in batch]
-                self._score(lane, batch, asked, answer)
+                continuations = [{index: requests[index][2] for index in contexts[context]} for context in batch]
+                self._score(lane, batch, continuations, answer)
             lane.finish()
         return [answers[index] for index in range(len(requests))]
 
@@ -254,7 +254,9 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             )
         return tuple(context[-room:])
 
-    def _score(self, lane: Lane, contexts: Sequence[Sequence[int]], asked: Asked, answer: Answer) -> None:
+    def _score(
+        self, lane: Lane, contexts: Sequence[Sequence[int]], continuations: Continuations, answer: Answer
+    ) -> None:
         """Have a batch of contexts scored, of each of which some continuations are asked for, by their index.
 
         The first ones of all contexts are a generation, the second ones another, and so on; they go on side by side,
@@ -262,17 +264,17 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         """
         setup = self.setup
         rows = [list(context[:-1] or context) for context in contexts]
-        given = [
-            {index: [*context[len(row) :], *continuation] for index, continuation in own.items()}
-            for context, row, own in zip(contexts, rows, asked, strict=True)
+        forced = [
+            {index: [*context[len(row) :], *continuation] for index, continuation in by_index.items()}
+            for context, row, by_index in zip(contexts, rows, continuations, strict=True)
         ]
-        longest = max(len(tokens) for own in given for tokens in own.values())
+        longest = max(len(tokens) for by_index in forced for tokens in by_index.values())
         chunk, needs, lengths = setup.protocol.prefill_chunk, [setup.method.needs], list(map(len, rows))
         lane.clear(2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows))
         more = {"max_new_tokens": longest, "chunk": chunk, "tokenizer": setup.loaded.tokenizer}
         prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
         prefilled.divide()
-        for turn in zip_longest(*(own.items() for own in given), fillvalue=(None, [0])):
+        for turn in zip_longest(*(by_index.items() for by_index in forced), fillvalue=(None, [0])):
             # A row whose continuations are all scored rests: it has nothing to read but its context.
             indices, now = zip(*turn, strict=True)
             self._join(lane, contexts, Continued(rows, list(indices), list(now), longest), prefilled, answer)
@@ -280,13 +282,15 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
     def _join(
         self, lane: Lane, contexts: Sequence[Sequence[int]], now: Continued, prefilled: Prefilled, answer: Answer
     ) -> None:
-        setup, likelihoods = replace(self.setup, method=build(self.setup.config["method"])), Likelihoods(now.given)
+        setup, likelihoods = replace(self.setup, method=build(self.setup.config["method"])), Likelihoods(now.forced)
         lengths = list(map(len, now.rows))
 
         def begin() -> Decoding:
-            ends: dict[str, Any] = {"max_new_tokens": max(map(len, now.given)), "watch": likelihoods}
+            ends: dict[str, Any] = {"max_new_tokens": max(map(len, now.forced)), "watch": likelihoods}
             engine = setup.engine(now.rows, now.longest)
-            return generate.begin(setup.loaded.model, engine, prefilled, choice=Choice(given=now.given), **ends)
+            return generate.begin(
+                setup.loaded.model, engine, prefilled, choice=Choice(forced_tokens=now.forced), **ends
+            )
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
             if decoding is None:
@@ -295,14 +299,14 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             for row, index in enumerate(now.indices):
                 if index is not None:
                     if len(contexts[row]) == 1:
-                        likelihoods.add(row, self._after_one(contexts[row][0]), now.given[row][0])
+                        likelihoods.add(row, self._logits_after(contexts[row][0]), now.forced[row][0])
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
         size = row_bytes(setup, lengths, now.longest)
-        lane.join(begin, len(lengths), Going(self, size, (prefilled, prefilled.nbytes), ended))
+        lane.join(begin, len(lengths), Admission(self, size, (prefilled, prefilled.nbytes), ended))
 
     @torch.inference_mode()
-    def _after_one(self, token: int) -> torch.Tensor:
+    def _logits_after(self, token: int) -> torch.Tensor:
         """Logits [vocabulary] of what comes after a text of one token."""
         ids = torch.tensor([[token]], device=self.device)
         logits: torch.Tensor = self.setup.loaded.model(input_ids=ids, use_cache=False).logits
@@ -313,21 +317,21 @@ class Likelihoods:
     """Adds up the log-probabilities of given tokens, row by row; `watch` of `generate`.
 
     Args:
-        given: the tokens of each row; all but the first are predicted by a step.
+        forced: the tokens of each row; all but the first are predicted by a step.
 
     Attributes:
         sums: natural logarithms of what was predicted so far, of each row.
         greedy: whether each of these tokens was the likeliest one.
     """
 
-    def __init__(self, given: Sequence[Sequence[int]]) -> None:
-        self._given, self._step = given, 0
-        self.sums, self.greedy = [0.0] * len(given), [True] * len(given)
+    def __init__(self, forced: Sequence[Sequence[int]]) -> None:
+        self._forced, self._step = forced, 0
+        self.sums, self.greedy = [0.0] * len(forced), [True] * len(forced)
 
     def __call__(self, logits: torch.Tensor) -> None:
         """Take the next step's logits [B, vocabulary]."""
         self._step += 1
-        for row, tokens in enumerate(self._given):
+        for row, tokens in enumerate(self._forced):
             if self._step < len(tokens):
                 self.add(row, logits[row], tokens[self._step])
 

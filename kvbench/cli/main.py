@@ -53,23 +53,23 @@ flags:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Failures other than bad input and Ctrl-C are raised."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return printing(lambda: _main(given))
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    return printing(lambda: _main(command_line))
 
 
-def _main(given: Sequence[str]) -> int:
+def _main(arguments: Sequence[str]) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
         print("kvbench: the working directory was removed; go to one that is there, as with cd ~", file=sys.stderr)
         return 2
     try:
-        if (code := other_command(given)) is not None:
+        if (code := other_command(arguments)) is not None:
             return code
     except ConfigError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return 2
-    words = given[1:] if given[:1] == ["run"] else given
+    words = arguments[1:] if arguments[:1] == ["run"] else arguments
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
@@ -96,13 +96,13 @@ def _main(given: Sequence[str]) -> int:
 
 def help_text() -> str:
     """Usage, then every choice of every group and every common key, each with one line."""
-    parts = [USAGE, _table("commands", [(name, about) for name, (_, about) in COMMANDS.items()])]
+    parts = [USAGE, _table("commands", [(name, description) for name, (_, description) in COMMANDS.items()])]
     for group in ["method", "task", "model", *(name for name in groups() if name not in ("method", "task", "model"))]:
-        rows = [(f"{group}={name}", about) for name, about in choices(group).items()]
+        rows = [(f"{group}={name}", description) for name, description in choices(group).items()]
         parts.append(_table(TITLES.get(group, f"{group}s"), rows))
-    rows = [(f"+experiment={name}", about) for name, about in choices("experiment").items()]
+    rows = [(f"+experiment={name}", description) for name, description in choices("experiment").items()]
     parts.append(_table("experiments", rows))
-    parts.append(_table("keys", [(f"{key}={default}", about) for key, default, about in documented_keys()]))
+    parts.append(_table("keys", [(f"{key}={default}", description) for key, default, description in documented_keys()]))
     parts.append(
         "Any task takes task.limit=N, its first N samples. --cfg job prints the options of a method or a task."
     )
@@ -110,11 +110,11 @@ def help_text() -> str:
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:
-    width = max((len(left) for left, _ in rows), default=0)
-    return "\n".join([f"{title}:", *(f"  {left:<{width}}  {right}" for left, right in rows), ""])
+    width = max((len(term) for term, _ in rows), default=0)
+    return "\n".join([f"{title}:", *(f"  {term:<{width}}  {right}" for term, right in rows), ""])
 
 
-class _Parser(ArgumentParser):
+class _RunParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse a flag in one line, where argparse would print its usage and exit."""
         raise ConfigError(f"{message} (see --help)")
@@ -127,7 +127,7 @@ def flags_in(words: Sequence[str]) -> Namespace:
         ConfigError: an unknown flag.
     """
     refuse_flag(words)
-    parser = _Parser(add_help=False)
+    parser = _RunParser(add_help=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
@@ -147,7 +147,7 @@ def flags_in(words: Sequence[str]) -> Namespace:
 
 
 def _run(flags: Namespace) -> int:
-    from kvbench.cli.compose import as_yaml, asked_for, loader_of, run_of
+    from kvbench.cli.compose import as_yaml, compose_request, loader_of, run_of
 
     loader = loader_of(flags.config_dir)
     if flags.shell_completion:
@@ -155,17 +155,17 @@ def _run(flags: Namespace) -> int:
 
         complete(loader, flags.config_name, flags.words)
         return 0
-    asked = asked_for(loader, flags.config_name, flags.words, flags.multirun and not flags.cfg)
+    request = compose_request(loader, flags.config_name, flags.words, flags.multirun and not flags.cfg)
     if flags.cfg:
-        print(as_yaml(asked, flags.cfg, flags.package, flags.resolve))
+        print(as_yaml(request, flags.cfg, flags.package, flags.resolve))
         return 0
-    if asked.arms is None:
-        return _run_one(run_of(asked.config))
+    if request.arms is None:
+        return _run_single(run_of(request.config))
     from kvbench.cli.sweep import run_sweep
     from kvbench.runs.table import SweepError
 
     try:
-        run_sweep(asked)
+        run_sweep(request)
     except SweepError as error:
         for line in str(error).splitlines():
             print(f"kvbench: {line}", file=sys.stderr)
@@ -173,7 +173,7 @@ def _run(flags: Namespace) -> int:
     return 0
 
 
-def _run_one(config: DictConfig) -> int:
+def _run_single(config: DictConfig) -> int:
     from kvbench.cli.checks import check
     from kvbench.models.hub import named
     from kvbench.runs.identity import arm_name

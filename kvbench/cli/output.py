@@ -67,7 +67,7 @@ def printing(main: Callable[[], int]) -> int:
     """
     _open_closed()
     fit_streams()
-    given = sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr
     out, errors = Stream(sys.stdout, stops=True), Stream(sys.stderr, stops=False)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, errors)
     code = 0
@@ -79,7 +79,7 @@ def printing(main: Callable[[], int]) -> int:
     except OutputLost:
         pass  # handled below: a thread may have met it, too
     finally:
-        sys.stdout, sys.stderr = given
+        sys.stdout, sys.stderr = streams
     if isinstance(out.lost, BrokenPipeError):
         return 128 + signal.SIGPIPE
     if out.lost is not None:

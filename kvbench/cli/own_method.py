@@ -20,7 +20,7 @@ from kvbench.config import ASSETS, PACKAGE, ConfigError, bind_methods, choices, 
 from kvbench.kernels.often import LINE_SECONDS
 
 TEMPLATES = ASSETS / "method"
-NEEDED = ("pytest", "hypothesis")  # to check, not to run
+REQUIRED_PACKAGES = ("pytest", "hypothesis")  # to check, not to run
 
 
 def new_method(arguments: Sequence[str]) -> int:
@@ -28,10 +28,10 @@ def new_method(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("kvbench new-method", description="Write the two files of a method of your own.")
     parser.add_argument("name", metavar="NAME", help="its name, as in method=NAME")
     parser.add_argument("--folder", type=Path, default=Path(), help="where they go; default: here")
-    given = parser.parse_args(arguments)
-    files = {given.folder / f"{given.name}.py": "py", given.folder / "method" / f"{given.name}.yaml": "yaml"}
-    _refuse_name(given.name, files)
-    words = {"@NAME@": given.name, "@CLASS@": "".join(part.capitalize() for part in given.name.split("_"))}
+    flags = parser.parse_args(arguments)
+    files = {flags.folder / f"{flags.name}.py": "py", flags.folder / "method" / f"{flags.name}.yaml": "yaml"}
+    _refuse_name(flags.name, files)
+    words = {"@NAME@": flags.name, "@CLASS@": "".join(part.capitalize() for part in flags.name.split("_"))}
     try:
         for file, kind in files.items():
             text = (TEMPLATES / f"method.{kind}.txt").read_text(encoding="utf-8")
@@ -40,13 +40,13 @@ def new_method(arguments: Sequence[str]) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--folder={given.folder}: cannot write there ({error.strerror})") from error
+        raise ConfigError(f"--folder={flags.folder}: cannot write there ({error.strerror})") from error
     print(*files, sep="\n")
-    own = f"--config-dir {shlex.quote(str(given.folder))}"
+    option = f"--config-dir {shlex.quote(str(flags.folder))}"
     commands = {
-        f"kvbench {own} method={given.name} budget=256": "runs it",
-        f"kvbench check-method {given.name} {own}": "says which of the claims about every method hold",
-        f"kvbench {own} -m method=full,snapkv,{given.name} budget=256": "compares it",
+        f"kvbench {option} method={flags.name} budget=256": "runs it",
+        f"kvbench check-method {flags.name} {option}": "says which of the claims about every method hold",
+        f"kvbench {option} -m method=full,snapkv,{flags.name} budget=256": "compares it",
     }
     width = max(map(len, commands))
     print("", *(f"{command:<{width}}  # {what}" for command, what in commands.items()), sep="\n")
@@ -72,17 +72,17 @@ def check_method(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="of conf/method, or of FOLDER/method")
     parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml")
-    given, more = parser.parse_known_args(arguments)
-    missing = [package for package in NEEDED if find_spec(package) is None]
+    flags, more = parser.parse_known_args(arguments)
+    missing = [package for package in REQUIRED_PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"check-method: needs {' and '.join(missing)}; pip install {' '.join(missing)}")
-    if given.config_dir is not None and not given.config_dir.is_dir():
-        raise ConfigError(f"--config-dir={given.config_dir}: no such folder")
-    choose_from(given.config_dir)
-    own = {file.stem for file in (given.config_dir or Path(os.devnull)).glob("method/*.yaml")}
-    if given.name not in own | choices("method").keys():
-        near = nearest(given.name, [*own, *choices("method")])
-        raise ConfigError(f"check-method {given.name}: no such method; {near}{searched('method')}")
+    if flags.config_dir is not None and not flags.config_dir.is_dir():
+        raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
+    choose_from(flags.config_dir)
+    user_methods = {file.stem for file in (flags.config_dir or Path(os.devnull)).glob("method/*.yaml")}
+    if flags.name not in user_methods | choices("method").keys():
+        near = nearest(flags.name, [*user_methods, *choices("method")])
+        raise ConfigError(f"check-method {flags.name}: no such method; {near}{searched('method')}")
     bind_methods()
     import pytest
 
@@ -90,12 +90,12 @@ def check_method(arguments: Sequence[str]) -> int:
     # Neither the settings nor the cache of a project that the command is given in, and of pytest's words none.
     settings = ["-c", os.devnull, "--rootdir", str(claims()), "-p", "no:cacheprovider", "-W", "ignore"]
     quiet = ["-qq", "--tb=no", "-rN", "-o", "console_output_style=classic"]
-    asked = Claims(given.name)
-    code = pytest.main([str(claims() / "test_conformance.py"), *settings, *quiet, *more], plugins=[asked])
+    plugin = Claims(flags.name)
+    code = pytest.main([str(claims() / "test_conformance.py"), *settings, *quiet, *more], plugins=[plugin])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise ConfigError(f"check-method {shlex.join(arguments)}: chooses no claim; -k takes words of their names")
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        print(asked.outcome())
+        print(plugin.outcome())
     return 1 if code == pytest.ExitCode.TESTS_FAILED else int(code != pytest.ExitCode.OK) * 2
 
 
@@ -120,10 +120,10 @@ class Claims:
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Leave out what is about other methods, or about none."""
         cases = {item: getattr(item, "callspec", None) and item.callspec.params.get("case") for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not self._about(cases[item])])
-        items[:] = [item for item in items if self._about(cases[item])]
+        config.hook.pytest_deselected(items=[item for item in items if not self._concerns(cases[item])])
+        items[:] = [item for item in items if self._concerns(cases[item])]
 
-    def _about(self, case: Any) -> bool:
+    def _concerns(self, case: Any) -> bool:
         return case is not None and case.name == self.method
 
     def pytest_collection_finish(self, session: Any) -> None:
@@ -154,8 +154,8 @@ class Claims:
         now, to_come = time.monotonic(), self._cases.total()
         if to_come and now - self._line_at >= LINE_SECONDS:
             self._line_at, done = now, self._all - to_come
-            left = timedelta(seconds=round((now - self._began) * to_come / done))
-            print(f"{done} of {self._all} cases, some {left} left", flush=True)
+            remaining = timedelta(seconds=round((now - self._began) * to_come / done))
+            print(f"{done} of {self._all} cases, some {remaining} left", flush=True)
 
     def outcome(self) -> str:
         """How many claims hold, and how to look at one that does not."""

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import APART, backend_name, budget_of, decodes_together, starts_alone
+from kvbench.runs.identity import MAY_DIFFER, backend_name, budget_of, decodes_jointly, starts_alone
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
@@ -45,7 +45,7 @@ class Group(NamedTuple):
         return self.shards * self.pieces
 
 
-class Part(NamedTuple):
+class PlannedJob(NamedTuple):
     """A job to be: arms by their indices, which samples of them, and what to call it."""
 
     arms: list[int]
@@ -65,8 +65,8 @@ def planned(arms: Sequence[DictConfig], words: Sequence[str], most: int) -> list
     groups = []
     for numbers in common:
         first = arms[numbers[0]]
-        own = [word for word in words[numbers[0]].split() if all(word in words[other].split() for other in numbers)]
-        name = " ".join(own) if len(common) > 1 else ""
+        unique = [word for word in words[numbers[0]].split() if all(word in words[other].split() for other in numbers)]
+        name = " ".join(unique) if len(common) > 1 else ""
         groups.append(Group(numbers, name, _why(first, len(numbers)), first.sweep.shards))
     return _split(groups, most)
 
@@ -79,14 +79,14 @@ def counted(number: int, what: str) -> str:
 def _why(config: DictConfig, arms: int) -> str:
     if arms > 1:
         shared = "each prefill" if backend_name(config) == "hf" else "one engine"
-        return f"{arms} arms share {shared}" + " and decode together" * decodes_together(config)
+        return f"{arms} arms share {shared}" + " and decode together" * decodes_jointly(config)
     if starts_alone(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))):
         return "1 arm, whose engine frees what its method drops"
     if config.task.get("own_prefill"):
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
         return "1 arm, as sweep.shared_prefill=false"
-    samples = ", its samples decode together" * decodes_together(config)
+    samples = ", its samples decode together" * decodes_jointly(config)
     return f"1 arm, which no other shares a prefill with{samples}"
 
 
@@ -102,9 +102,9 @@ def _split(groups: list[Group], most: int) -> list[Group]:
     return groups
 
 
-def parts(groups: Sequence[Group]) -> list[Part]:
+def parts(groups: Sequence[Group]) -> list[PlannedJob]:
     """The jobs of all groups. A slow method's budgets stand side by side, so pieces take every n-th arm."""
-    found = []
+    jobs = []
     for group in groups:
         for piece in range(group.pieces):
             arms = group.arms[piece :: group.pieces]
@@ -113,8 +113,8 @@ def parts(groups: Sequence[Group]) -> list[Part]:
                 words = [group.name] if group.name else []
                 words += [f"piece {piece + 1} of {group.pieces}"] if group.pieces > 1 else []
                 words += [f"shard {shard}"] if group.shards > 1 else []
-                found.append(Part(arms, shard, ", ".join(words)))
-    return found
+                jobs.append(PlannedJob(arms, shard, ", ".join(words)))
+    return jobs
 
 
 def described(groups: Sequence[Group]) -> Iterator[str]:
@@ -137,11 +137,11 @@ def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
     """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
     sweep's models are one model under `smoke`.
     """
-    same = _alike(jobs, lambda config, _: {**config, "budget": budget_of(config)})
+    same = _group_by_key(jobs, lambda config, _: {**config, "budget": budget_of(config)})
     return {first: jobs[first] for first, *_ in same}
 
 
-def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
+def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
     """Refuse distinct jobs that are one run all the same, of which the first would do what the others ask for.
 
     Args:
@@ -151,11 +151,11 @@ def refuse_one_run(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
         ConfigError: names them.
     """
 
-    def own(config: dict[str, Any], _: int) -> dict[str, Any]:
-        made = {"budget": budget_of(config), "decode": decodes_together(config)}
-        return {key: config[key] for key in config.keys() - OF_NO_RUN} | made
+    def run_settings(config: dict[str, Any], _: int) -> dict[str, Any]:
+        derived = {"budget": budget_of(config), "decode": decodes_jointly(config)}
+        return {key: config[key] for key in config.keys() - OF_NO_RUN} | derived
 
-    for first, *others in _alike(jobs, own):
+    for first, *others in _group_by_key(jobs, run_settings):
         if others:
             raise ConfigError(
                 f"{words[first]} | {words[others[0]]}: both are one run, which keeps the times that it measured first; "
@@ -170,12 +170,12 @@ def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
         if backend_name(config) != "hf":  # which share the engine, and prefill for themselves
             shared = not starts_alone(config)
-        return [{key: config[key] for key in config if not shared or key not in APART}, None if shared else index]
+        return [{key: config[key] for key in config if not shared or key not in MAY_DIFFER}, None if shared else index]
 
-    return _alike(jobs, common)
+    return _group_by_key(jobs, common)
 
 
-def _alike(jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]) -> list[list[int]]:
+def _group_by_key(jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]) -> list[list[int]]:
     """Indices of the jobs whose key, of the resolved config and its index, is the same; in the order of their first."""
     groups: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
@@ -187,4 +187,4 @@ def _alike(jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]
 def differing(words: Sequence[Sequence[str]]) -> list[str]:
     """Of the words of each arm, those that not all have; of one arm alone all."""
     common = set.intersection(*map(set, words)) if len(words) > 1 else set()
-    return [" ".join(word for word in own if word not in common) for own in words]
+    return [" ".join(word for word in arm_words if word not in common) for arm_words in words]

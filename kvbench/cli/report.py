@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from kvbench.report.data.run import LeftOut, Run, Runs
-    from kvbench.report.tables.cells import Table
+    from kvbench.report.data.run import Run, Runs, SkippedRun
+    from kvbench.report.tables.cells import ReportTable
     from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
@@ -60,28 +60,28 @@ EXAMPLES = """\
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = _parser().parse_args(arguments)
+    flags = _parser().parse_args(arguments)
     try:
-        _check(given)
-        if given.list:
+        _check(flags)
+        if flags.list:
             print(_list())
-        elif given.claims:
-            _print_claims(given)
-        elif given.figure and _drawn_from_file(given):
-            print(given.out)
+        elif flags.claims:
+            _print_claims(flags)
+        elif flags.figure and _drawn_from_file(flags):
+            print(flags.out)
         else:
-            runs = _runs(given)
-            make = _draw if given.figure else _write_site if given.format == "site" else _print
-            narrow = make(given, runs)
+            runs = _runs(flags)
+            make = _draw if flags.figure else _write_site if flags.format == "site" else _print
+            narrow = make(flags, runs)
             sys.stdout.flush()
-            _say_left_out(runs, narrow)
+            _print_skipped(runs, narrow)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench report: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def tables_of(arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]) -> list[Table]:
+def tables_of(arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]) -> list[ReportTable]:
     """The tables that a command line makes.
 
     Args:
@@ -91,9 +91,9 @@ def tables_of(arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]) 
     Raises:
         ConfigError, ResultsError: as the command reports them.
     """
-    given = _parser().parse_args(arguments)
-    _check(given)
-    return _tables(given, read(given.folders))
+    flags = _parser().parse_args(arguments)
+    _check(flags)
+    return _tables(flags, read(flags.folders))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,42 +126,42 @@ def _words(text: str) -> list[str]:
     return text.split(",")
 
 
-def _check(given: Namespace) -> None:
+def _check(flags: Namespace) -> None:
     """Refuse flags that do not go together, and a published table that is not there, before any run is read.
 
     Raises:
         ConfigError: names them.
     """
-    if given.figure and not given.out:
-        raise ConfigError(f"--figure {given.figure}: give a file with --out, such as {given.figure}.png")
-    if given.figure and (given.paper or given.rows):
-        raise ConfigError(f"--figure {given.figure}: one figure or tables; leave out --paper and --rows")
-    if given.paper and (given.rows or given.columns or given.values or given.sort):
-        raise ConfigError(f"--paper {given.paper[0]}: has its own rows, columns and values; leave out yours")
-    if given.columns or given.values or given.sort:
-        given.rows = given.rows or ["method"]
-    if given.claims and (given.paper or given.rows or given.figure):
+    if flags.figure and not flags.out:
+        raise ConfigError(f"--figure {flags.figure}: give a file with --out, such as {flags.figure}.png")
+    if flags.figure and (flags.paper or flags.rows):
+        raise ConfigError(f"--figure {flags.figure}: one figure or tables; leave out --paper and --rows")
+    if flags.paper and (flags.rows or flags.columns or flags.values or flags.sort):
+        raise ConfigError(f"--paper {flags.paper[0]}: has its own rows, columns and values; leave out yours")
+    if flags.columns or flags.values or flags.sort:
+        flags.rows = flags.rows or ["method"]
+    if flags.claims and (flags.paper or flags.rows or flags.figure):
         raise ConfigError("--claims: has its own runs and values; leave out --paper, --rows, --columns and --figure")
-    if given.out and not given.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {given.out}: no such folder, {given.out.parent}; make it, or name another")
-    if given.out and not given.figure and not given.format:
+    if flags.out and not flags.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: no such folder, {flags.out.parent}; make it, or name another")
+    if flags.out and not flags.figure and not flags.format:
         endings = {ending: name for name, ending in FORMATS.items()}
-        if given.out.suffix not in endings:
-            known = ", ".join(filter(None, endings))
-            raise ConfigError(f"--out {given.out}: ends in none of {known}; name a --format")
-        given.format = endings[given.out.suffix]
-    given.format = given.format or "console"
-    if given.claims and given.format in ("latex", "site"):
-        raise ConfigError(f"--format {given.format}: not of --claims; expected console, markdown, csv or html")
-    if given.format == "site":
-        _check_site(given)
-    if given.paper:
+        if flags.out.suffix not in endings:
+            expected = ", ".join(filter(None, endings))
+            raise ConfigError(f"--out {flags.out}: ends in none of {expected}; name a --format")
+        flags.format = endings[flags.out.suffix]
+    flags.format = flags.format or "console"
+    if flags.claims and flags.format in ("latex", "site"):
+        raise ConfigError(f"--format {flags.format}: not of --claims; expected console, markdown, csv or html")
+    if flags.format == "site":
+        _check_site(flags)
+    if flags.paper:
         from kvbench.report.data import papers as published
 
-        given.paper = [published.table(id) for id in given.paper]
+        flags.paper = [published.table(id) for id in flags.paper]
 
 
-def _check_site(given: Namespace) -> None:
+def _check_site(flags: Namespace) -> None:
     """Refuse what does not go with a site, and a folder that is not one.
 
     Raises:
@@ -169,13 +169,13 @@ def _check_site(given: Namespace) -> None:
     """
     from kvbench.report.site import check
 
-    if not given.out:
+    if not flags.out:
         raise ConfigError("--format site: give a folder with --out, such as site/")
-    if given.paper or given.rows:
+    if flags.paper or flags.rows:
         raise ConfigError(
-            f"--out {given.out}: a site shows all runs, and every published table; leave out --paper and --rows"
+            f"--out {flags.out}: a site shows all runs, and every published table; leave out --paper and --rows"
         )
-    check(given.out)
+    check(flags.out)
 
 
 def _list() -> str:
@@ -205,7 +205,7 @@ def _list() -> str:
     lines = []
     for heading, entries in lists.items():
         width = max(map(len, entries))
-        lines += [f"{heading}:", *(f"  {name:<{width}}  {about}" for name, about in entries.items()), ""]
+        lines += [f"{heading}:", *(f"  {name:<{width}}  {description}" for name, description in entries.items()), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -213,7 +213,7 @@ def _better(quantity: Quantity) -> str:
     return f"; {quantity.better} is better" if quantity.better else ""
 
 
-def _runs(given: Namespace) -> Runs | None:
+def _runs(flags: Namespace) -> Runs | None:
     """The runs of the folders; None where there are none and published tables are asked for, which need none.
 
     Raises:
@@ -221,29 +221,29 @@ def _runs(given: Namespace) -> Runs | None:
     """
     from kvbench.report.data.frame import collect
 
-    named = bool(given.folders)
+    named = bool(flags.folders)
     try:
-        given.folders = given.folders or own_folders(FOLDER, "report")[0]
-        runs = collect(given.folders, given.unfinished)
+        flags.folders = flags.folders or user_folders(FOLDER, "report")[0]
+        runs = collect(flags.folders, flags.unfinished)
     except ResultsError as error:
-        if not given.paper or named:
+        if not flags.paper or named:
             raise
         print(f"kvbench report: {printable(str(error))}; the published numbers stand alone", file=sys.stderr)
         return None
-    if not len(runs.arms) and not given.paper:
-        folders = " and ".join(map(str, given.folders))
-        raise ResultsError(f"{folders}: no run that can be shown; left out: {_named(runs.left_out)}")
+    if not len(runs.arms) and not flags.paper:
+        folders = " and ".join(map(str, flags.folders))
+        raise ResultsError(f"{folders}: no run that can be shown; left out: {_named(runs.skipped)}")
     return runs if len(runs.arms) else None
 
 
-def _chosen(given: Namespace, runs: Runs) -> Runs:
+def _chosen(flags: Namespace, runs: Runs) -> Runs:
     """The runs of --where."""
     from kvbench.report.data.select import select
 
-    return runs.only(select(runs, given.where))
+    return runs.only(select(runs, flags.where))
 
 
-def own_folders(folder: Path, command: str) -> tuple[list[Path], int]:
+def user_folders(folder: Path, command: str) -> tuple[list[Path], int]:
     """The folders of a user's own runs in a folder, and how many archives there kvbench ships; that folder itself where
     none is shipped.
 
@@ -259,126 +259,126 @@ def own_folders(folder: Path, command: str) -> tuple[list[Path], int]:
     except OSError:  # which whoever reads runs there says
         inside = []
     shipped = [path for path in inside if path.resolve() in SHIPPED]
-    own = [path for path in inside if path not in shipped and next(runs_below(path), None)]
-    if shipped and not own:
+    unshipped = [path for path in inside if path not in shipped and next(runs_below(path), None)]
+    if shipped and not unshipped:
         names = " ".join(map(str, shipped))
         raise ResultsError(
             f"{folder}: no run of yours yet; those that kvbench ships are taken by name: kvbench {command} {names}"
         )
-    return (own if shipped else [folder]), len(shipped)
+    return (unshipped if shipped else [folder]), len(shipped)
 
 
-def _say_left_out(runs: Runs | None, narrow: Sequence[str]) -> None:
+def _print_skipped(runs: Runs | None, narrow: Sequence[str]) -> None:
     """Print a line on standard error: the runs and columns that are not in the report."""
-    words = [_named(runs.left_out)] if runs and runs.left_out else []
+    words = [_named(runs.skipped)] if runs and runs.skipped else []
     words += [f"{', '.join(narrow)}: too wide for here; --format html has room"] if narrow else []
     if words:
         print(printable(f"left out: {'; '.join(words)}"), file=sys.stderr)
 
 
-def _named(left_out: Sequence[LeftOut]) -> str:
+def _named(skipped: Sequence[SkippedRun]) -> str:
     """The first run that is left out with its reason, and how many more there are."""
-    path, why = left_out[0]
-    more = f"; {len(left_out) - 1} more runs, which --format html names" if len(left_out) > 1 else ""
+    path, why = skipped[0]
+    more = f"; {len(skipped) - 1} more runs, which --format html names" if len(skipped) > 1 else ""
     return f"{path}: {why}{more}"
 
 
-def _tables(given: Namespace, runs: Runs | None) -> list[Table]:
+def _tables(flags: Namespace, runs: Runs | None) -> list[ReportTable]:
     from kvbench.report.tables import runs as tables
     from kvbench.report.tables.cells import BRIEFEST_SCORE, WHOLE_SCORE
-    from kvbench.report.tables.published import beside, ran
+    from kvbench.report.tables.published import merge_published, ran
 
-    if given.paper:
-        made = [beside(runs, paper, given.where, given.allow_mixed) for paper in given.paper]
-        return made if given.format in ("csv", "html") else list(map(ran, made))
+    if flags.paper:
+        comparisons = [merge_published(runs, paper, flags.where, flags.allow_mixed) for paper in flags.paper]
+        return comparisons if flags.format in ("csv", "html") else list(map(ran, comparisons))
     assert runs is not None
-    if given.rows:
-        values = given.values or ["score"]
-        score = BRIEFEST_SCORE if given.format == "latex" else WHOLE_SCORE
+    if flags.rows:
+        values = flags.values or ["score"]
+        score = BRIEFEST_SCORE if flags.format == "latex" else WHOLE_SCORE
         return [
-            tables.pivot(runs, given.rows, given.columns, values, given.where, given.allow_mixed, score, given.sort)
+            tables.pivot(runs, flags.rows, flags.columns, values, flags.where, flags.allow_mixed, score, flags.sort)
         ]
-    if given.format == "html":
-        return [*tables.summary(runs, given.where), *tables.by_group(runs, given.where)]
-    return tables.summary(runs, given.where) if given.format == "csv" else tables.overview(runs, given.where)
+    if flags.format == "html":
+        return [*tables.summary(runs, flags.where), *tables.by_group(runs, flags.where)]
+    return tables.summary(runs, flags.where) if flags.format == "csv" else tables.overview(runs, flags.where)
 
 
-def _print(given: Namespace, runs: Runs | None) -> list[str]:
+def _print(flags: Namespace, runs: Runs | None) -> list[str]:
     """Print or write the tables; the headings for which a console had no room."""
     from kvbench.report.tables import formats
     from kvbench.report.tables.latex import latex
 
-    made = _tables(given, runs)
+    tables = _tables(flags, runs)
     narrow: list[str] = []
-    if given.format == "console":
+    if flags.format == "console":
         from kvbench.runs.terminal import Console
 
-        plain = given.out or not sys.stdout.isatty()
+        plain = flags.out or not sys.stdout.isatty()
         # A file is UTF-8, whatever the terminal is.
-        target = io.StringIO() if given.out else sys.stdout
+        target = io.StringIO() if flags.out else sys.stdout
         console = Console(width=formats.PAGE_WIDTH, file=target) if plain else Console()
         with console.capture() as captured:
-            narrow = formats.console(made, console)
+            narrow = formats.console(tables, console)
         text = captured.get()
-    elif given.format == "html":
-        text = _page(given, runs, made)
+    elif flags.format == "html":
+        text = _page(flags, runs, tables)
     else:
-        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[given.format](made)
-    _give(given, text)
+        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[flags.format](tables)
+    _give(flags, text)
     return narrow
 
 
-def _give(given: Namespace, text: str) -> None:
+def _give(flags: Namespace, text: str) -> None:
     """Print a text, or write it to --out.
 
     Raises:
         ConfigError: it cannot be written there.
     """
-    if not given.out:
+    if not flags.out:
         print(text, end="")
         return
     try:
-        given.out.write_text(text, encoding="utf-8")
+        flags.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
-    print(given.out)
+        raise ConfigError(f"--out {flags.out}: cannot write there ({error.strerror})") from error
+    print(flags.out)
 
 
-def _print_claims(given: Namespace) -> None:
+def _print_claims(flags: Namespace) -> None:
     """Print or write the claims with their verdicts; some need no runs, and are decided without any."""
     from kvbench.report.claims import page
     from kvbench.report.data.frame import collect
 
-    named, runs = bool(given.folders), None
+    named, runs = bool(flags.folders), None
     try:
-        given.folders = given.folders or own_folders(FOLDER, "report")[0]
-        found = collect(given.folders, given.unfinished)
-        runs = _chosen(given, found) if len(found.arms) else None
+        flags.folders = flags.folders or user_folders(FOLDER, "report")[0]
+        collected = collect(flags.folders, flags.unfinished)
+        runs = _chosen(flags, collected) if len(collected.arms) else None
     except ResultsError:
         if named:
             raise
-    _give(given, page.FORMATS[given.format](page.judged(runs, given.folders)))
+    _give(flags, page.FORMATS[flags.format](page.judged(runs, flags.folders)))
 
 
-def _page(given: Namespace, runs: Runs | None, made: Sequence[Table]) -> str:
+def _page(flags: Namespace, runs: Runs | None, tables: Sequence[ReportTable]) -> str:
     """The HTML page: the tables, and where no rows are chosen every figure that can be drawn from these runs."""
     from kvbench.report import html
 
-    if given.paper or given.rows or runs is None:
-        return html.page("kvbench report", "", made, {}, runs.left_out if runs else [])
+    if flags.paper or flags.rows or runs is None:
+        return html.page("kvbench report", "", tables, {}, runs.skipped if runs else [])
     from kvbench.report.figures.all import FIGURES, draw
 
-    chosen = _chosen(given, runs)
+    chosen = _chosen(flags, runs)
     figures, undrawn = {}, []
     for name, title in FIGURES.items():
         try:
             figures[name] = (title, draw(name, chosen))
         except ConfigError as error:
             undrawn.append(str(error))
-    folders = " and ".join(map(str, given.folders))
-    about = f"{len(chosen.arms)} runs below {folders}."
+    folders = " and ".join(map(str, flags.folders))
+    subtitle = f"{len(chosen.arms)} runs below {folders}."
     outputs = {run.arm["path"].name: _outputs(run) for run in chosen}
-    return html.page("kvbench report", about, made, figures, runs.left_out, undrawn, outputs)
+    return html.page("kvbench report", subtitle, tables, figures, runs.skipped, undrawn, outputs)
 
 
 def _outputs(run: Run) -> str:
@@ -389,38 +389,38 @@ def _outputs(run: Run) -> str:
     return outputs_of(name, run.arm["path"].name, run.arm["metric"], run.samples())
 
 
-def _write_site(given: Namespace, runs: Runs | None) -> list[str]:
+def _write_site(flags: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report import site
 
     assert runs is not None
-    site.write(_chosen(given, runs), " and ".join(map(str, given.folders)), given.out)
-    print(given.out / "index.html")
+    site.write(_chosen(flags, runs), " and ".join(map(str, flags.folders)), flags.out)
+    print(flags.out / "index.html")
     return []
 
 
-def _draw(given: Namespace, runs: Runs | None) -> list[str]:
+def _draw(flags: Namespace, runs: Runs | None) -> list[str]:
     from kvbench.report.figures.all import draw
 
     assert runs is not None
-    _write_figure(given, draw(given.figure, _chosen(given, runs), given.size))
-    print(given.out)
+    _write_figure(flags, draw(flags.figure, _chosen(flags, runs), flags.size))
+    print(flags.out)
     return []
 
 
-def _drawn_from_file(given: Namespace) -> bool:
+def _drawn_from_file(flags: Namespace) -> bool:
     """Draw the figure if it is one of a script's JSON; whether it is."""
     from kvbench.report.figures.all import OF_FILES, draw_file
 
-    if given.figure not in OF_FILES:
+    if flags.figure not in OF_FILES:
         return False
-    _write_figure(given, draw_file(given.figure, given.folders, given.size))
+    _write_figure(flags, draw_file(flags.figure, flags.folders, flags.size))
     return True
 
 
-def _write_figure(given: Namespace, figure: Figure) -> None:
+def _write_figure(flags: Namespace, figure: Figure) -> None:
     from kvbench.report.figures.all import write
 
     try:
-        write(figure, given.out)
+        write(figure, flags.out)
     except OSError as error:
-        raise ConfigError(f"--out {given.out}: cannot write there ({error.strerror})") from error
+        raise ConfigError(f"--out {flags.out}: cannot write there ({error.strerror})") from error

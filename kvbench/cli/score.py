@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
-from kvbench.cli.report import own_folders
+from kvbench.cli.report import user_folders
 from kvbench.cli.words import refuse_twice
 from kvbench.config import (
     HARNESS_KEYS,
@@ -36,7 +36,7 @@ from kvbench.config import (
     show,
 )
 from kvbench.runs.archive import rounded
-from kvbench.runs.folder import append_records, check_format, held, lost_samples, stored_state, write_whole, writing
+from kvbench.runs.folder import append_records, check_format, lost_samples, run_lock, stored_state, write_whole, writing
 from kvbench.runs.plausible import refuse_impossible
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.stored import (
@@ -100,15 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    given = _parser().parse_intermixed_args(arguments)
-    if given.predictions:
-        return _predicted(given)
-    changes = [word for word in given.words if word.startswith("task.") and "=" in word]
+    flags = _parser().parse_intermixed_args(arguments)
+    if flags.predictions:
+        return _predicted(flags)
+    changes = [word for word in flags.words if word.startswith("task.") and "=" in word]
     try:
         refuse_twice(changes)
         options = options_of(changes)
-        folders = list(runs_in(_named([Path(word) for word in given.words if word not in changes])))
-        for folder in folders if given.write else ():
+        folders = list(runs_in(_named([Path(word) for word in flags.words if word not in changes])))
+        for folder in folders if flags.write else ():
             refuse_archive(folder)
     except (ConfigError, ResultsError) as error:
         return _refused(error)
@@ -116,27 +116,27 @@ def _main(arguments: Sequence[str] | None) -> int:
     entries, unchanged, code, compact = [], [], 0, []
     for folder in folders:
         try:
-            make = rewrite if given.write else rescore
-            found = make(folder, options, given.config_dir)
+            make = rewrite if flags.write else rescore
+            rescored = make(folder, options, flags.config_dir)
         except NoAnswers:
             compact.append(folder)
             continue
         except (ConfigError, ResultsError) as error:
             code = _refused(error, folder)
             continue
-        if given.json:
-            entries.append(as_json(found, given.write))
-        elif found.changed:
-            console.print(table(found))
-            console.print(printable(outcome(found, given.write)), soft_wrap=True)
+        if flags.json:
+            entries.append(as_json(rescored, flags.write))
+        elif rescored.changed:
+            console.print(table(rescored))
+            console.print(printable(outcome(rescored, flags.write)), soft_wrap=True)
         else:
-            unchanged.append(found)
+            unchanged.append(rescored)
     if unchanged:
         line = (
-            f"no score of {len(unchanged)} runs changed" if len(unchanged) > 1 else outcome(unchanged[0], given.write)
+            f"no score of {len(unchanged)} runs changed" if len(unchanged) > 1 else outcome(unchanged[0], flags.write)
         )
         console.print(printable(line), soft_wrap=True)
-    if given.json:
+    if flags.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
     if compact:
         more = f", and so are {len(compact) - 1} others" if len(compact) > 1 else ""
@@ -152,40 +152,40 @@ def _named(paths: Sequence[Path]) -> list[Path]:
     """
     named: list[Path] = []
     for path in paths:
-        own, shipped = own_folders(path, "score")
-        named += own
+        folders, shipped = user_folders(path, "score")
+        named += folders
         if shipped:
             print(f"kvbench score: {path}: without {shipped} archives that kvbench ships; name one", file=sys.stderr)
     return named
 
 
-def _predicted(given: argparse.Namespace) -> int:
+def _predicted(flags: argparse.Namespace) -> int:
     """Score folders of other projects' predictions; returns the exit code."""
-    if given.write:
+    if flags.write:
         return _refused(ConfigError("--write: not with --predictions, whose folders are left as they are"))
     # Names may hold brackets; a file takes the whole width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     entries, code = [], 0
-    for word in given.words:
+    for word in flags.words:
         try:
-            found = predictions.read(given.predictions, Path(word))
+            predicted = predictions.read(flags.predictions, Path(word))
         except ConfigError as error:
             code = _refused(error)
             continue
-        if given.json:
-            entries.append(predictions_as_json(found))
+        if flags.json:
+            entries.append(predictions_as_json(predicted))
         else:
-            console.print(predictions_table(found))
-            for line in remarks(found):
+            console.print(predictions_table(predicted))
+            for line in remarks(predicted):
                 console.print(line, soft_wrap=True)
-    if given.json:
+    if flags.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
-    parser = argparse.ArgumentParser("kvbench score", USAGE, about)
+    description = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
+    parser = argparse.ArgumentParser("kvbench score", USAGE, description)
     parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
     formats = list(predictions.BENCHMARKS)
     parser.add_argument("--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl")
@@ -230,8 +230,8 @@ def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
     """
     with using(folder):
         check_format(folder)
-        config, made_with = stored_task(folder)
-        refuse_unknown(folder, config, made_with, config_dir)
+        config, choices_folder = stored_task(folder)
+        refuse_unknown(folder, config, choices_folder, config_dir)
         return _rescored(folder, _task_of(folder, config, options or {}), _version(config))
 
 
@@ -267,24 +267,24 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
         ConfigError, ResultsError: as `rescore`; other options than the run's; another process holds the folder; it
             cannot be written.
     """
-    with held(folder):
+    with run_lock(folder):
         with using(folder):
             check_format(folder)
             stored, _ = stored_task(folder)
         if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
-            given = f"task.{other}={show((options or {})[other])}"
-            raise ConfigError(f"--write: not with {given}, {folder} was made with other options; leave one out")
-        found = rescore(folder, options, config_dir)
+            option = f"task.{other}={show((options or {})[other])}"
+            raise ConfigError(f"--write: not with {option}, {folder} was made with other options; leave one out")
+        rescored = rescore(folder, options, config_dir)
         finished = (folder / "summary.json").exists() or stored_state(folder) == "finished"
         with writing(folder):
-            if found.changed:
+            if rescored.changed:
                 # A summary is there only while it covers every line.
                 (folder / "summary.json").unlink(missing_ok=True)
-                append_records(folder / "samples.jsonl", found.changed, found.end)
+                append_records(folder / "samples.jsonl", rescored.changed, rescored.end)
             if finished:
-                text = json.dumps(found.after, indent=2, allow_nan=False) + "\n"
+                text = json.dumps(rescored.after, indent=2, allow_nan=False) + "\n"
                 write_whole(folder / "summary.json", text, durable=True)
-    return found
+    return rescored
 
 
 def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Task:
@@ -319,8 +319,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
         raise NoAnswers(f"{folder}: {key} is stored without its answers")
     if output is None:
         raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
-    asked, group = record.get("sample") or key, record.get("group") or ""
-    sample = Sample(asked, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
+    sample_id, group = record.get("sample") or key, record.get("group") or ""
+    sample = Sample(sample_id, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:
         scores = task.score(sample, output)
     except DAMAGED as error:
@@ -336,14 +336,14 @@ def _version(config: Mapping[str, Any]) -> int | str:
     return version_of({**config, **(shipped("task", str(config.get("name"))) or {})})
 
 
-def as_json(found: Rescored, written: bool) -> dict[str, Any]:
+def as_json(rescored: Rescored, written: bool) -> dict[str, Any]:
     """What `--json` prints of a run; `before` is null where the main score was not stored."""
     return {
-        "run": str(found.folder),
-        "metric": found.metric,
-        "before": _only_scores(found.before) or None,
-        "after": _only_scores(found.after),
-        "changed": len(found.changed),
+        "run": str(rescored.folder),
+        "metric": rescored.metric,
+        "before": _only_scores(rescored.before) or None,
+        "after": _only_scores(rescored.after),
+        "changed": len(rescored.changed),
         "written": written,
     }
 
@@ -352,12 +352,12 @@ def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {key: summary[key] for key in SCORES if key in summary}
 
 
-def table(found: Rescored) -> Table:
+def table(rescored: Rescored) -> Table:
     """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the other scores."""
-    drawn = Table(title=printable(" / ".join(found.folder.resolve().parts[-4:])), title_justify="left")
-    for heading in (found.metric, "samples", "failed", "before", "now"):
-        drawn.add_column(heading, justify="left" if heading == found.metric else "right")
-    before, after = found.before, found.after
+    drawn = Table(title=printable(" / ".join(rescored.folder.resolve().parts[-4:])), title_justify="left")
+    for heading in (rescored.metric, "samples", "failed", "before", "now"):
+        drawn.add_column(heading, justify="left" if heading == rescored.metric else "right")
+    before, after = rescored.before, rescored.after
     for name, group in after.get("groups", {}).items():
         row = _pair(before.get("groups", {}).get(name), group)
         drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
@@ -366,74 +366,74 @@ def table(found: Rescored) -> Table:
     drawn.add_section()
     drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
     for name, score in after["scores"].items():
-        if name != found.metric:
+        if name != rescored.metric:
             old = before.get("scores", {}).get(name)
             drawn.add_row(printable(name), "", "", *_pair({"score": old}, {"score": score}))
     return drawn
 
 
-def outcome(found: Rescored, written: bool) -> str:
+def outcome(rescored: Rescored, written: bool) -> str:
     """What became of a run, in a line."""
-    count = len(found.changed)
+    count = len(rescored.changed)
     if not count:
-        return f"{found.folder}: no score changed, {found.metric} {_with_error(found.after)}"
-    changed = f"{count} of {found.after['n']} scores changed"
+        return f"{rescored.folder}: no score changed, {rescored.metric} {_with_error(rescored.after)}"
+    changed = f"{count} of {rescored.after['n']} scores changed"
     if not written:
-        return f"{found.folder}: {changed}; nothing is written"
-    finished = "" if (found.folder / "summary.json").exists() else "; unfinished, so without a summary"
-    return f"{found.folder}: {changed} and written{finished}"
+        return f"{rescored.folder}: {changed}; nothing is written"
+    finished = "" if (rescored.folder / "summary.json").exists() else "; unfinished, so without a summary"
+    return f"{rescored.folder}: {changed} and written{finished}"
 
 
-def predictions_table(found: predictions.Predictions) -> Table:
+def predictions_table(predicted: predictions.Predictions) -> Table:
     """Scores of predictions, each 0-100: every subset by every metric it has, and the plain mean over subsets."""
-    bins = [name for name in predictions.BINS if any(name in subset.by_length for subset in found.subsets)]
-    drawn = Table(title=str(found.folder), title_justify="left")
+    bins = [name for name in predictions.BINS if any(name in subset.by_length for subset in predicted.subsets)]
+    drawn = Table(title=str(predicted.folder), title_justify="left")
     for heading in ("subset", "metric"):
         drawn.add_column(heading, overflow="fold")
     for heading in ("samples", "empty", "score", *bins):
         drawn.add_column(heading, justify="right")
-    for subset in found.subsets:
-        own = _summary(subset)
+    for subset in predicted.subsets:
+        summary = _summary(subset)
         lengths = [_with_error({"score": subset.by_length.get(name)}) for name in bins]
         main, *others = subset.metrics
-        drawn.add_row(subset.name, main, str(own["n"]), str(subset.empty), _with_error(own), *lengths)
+        drawn.add_row(subset.name, main, str(summary["n"]), str(subset.empty), _with_error(summary), *lengths)
         for name in others:
-            drawn.add_row("", name, "", "", _with_error({"score": own["scores"][name]}))
-    for name in found.others:
+            drawn.add_row("", name, "", "", _with_error({"score": summary["scores"][name]}))
+    for name in predicted.others:
         drawn.add_row(f"{name}, not scored", "-", "-", "-", "-")
     drawn.add_section()
-    for name, mean in found.means().items():
+    for name, mean in predicted.means().items():
         metric = "" if name == "score" else f"with {name}"
-        drawn.add_row(f"mean of {len(found.subsets)} subsets", metric, "", "", _with_error({"score": mean}))
+        drawn.add_row(f"mean of {len(predicted.subsets)} subsets", metric, "", "", _with_error({"score": mean}))
     return drawn
 
 
-def remarks(found: predictions.Predictions) -> list[str]:
+def remarks(predicted: predictions.Predictions) -> list[str]:
     """What a reader of the table must know: files that are no subset, and subsets that are missing from the mean."""
     lines = []
-    if found.others:
-        files = ", ".join(f"{name}.jsonl" for name in found.others)
-        lines.append(f"{found.folder}: not scored: {files}; none of {found.benchmark.title}")
-    if found.missing:
-        lines.append(f"{found.folder}: of {found.benchmark.title} without {', '.join(found.missing)}")
+    if predicted.others:
+        files = ", ".join(f"{name}.jsonl" for name in predicted.others)
+        lines.append(f"{predicted.folder}: not scored: {files}; none of {predicted.benchmark.title}")
+    if predicted.missing:
+        lines.append(f"{predicted.folder}: of {predicted.benchmark.title} without {', '.join(predicted.missing)}")
     return lines
 
 
-def predictions_as_json(found: predictions.Predictions) -> dict[str, Any]:
+def predictions_as_json(predicted: predictions.Predictions) -> dict[str, Any]:
     """What `--json` prints of a folder of predictions."""
     return {
-        "predictions": str(found.folder),
+        "predictions": str(predicted.folder),
         "subsets": {
             subset.name: {**_only_scores(_summary(subset)), "empty": subset.empty, "by_length": subset.by_length}
-            for subset in found.subsets
+            for subset in predicted.subsets
         },
-        "means": found.means(),
-        "missing": found.missing,
-        "not_scored": found.others,
+        "means": predicted.means(),
+        "missing": predicted.missing,
+        "not_scored": predicted.others,
     }
 
 
-def _summary(subset: predictions.Subset) -> dict[str, Any]:
+def _summary(subset: predictions.ScoredSubset) -> dict[str, Any]:
     return summarise([{"scores": scores} for scores in subset.scores], "score")
 
 
@@ -441,9 +441,9 @@ def _pair(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> tuple[s
     return _with_error(before or {}), _with_error(after)
 
 
-def _with_error(found: Mapping[str, Any]) -> str:
+def _with_error(summary: Mapping[str, Any]) -> str:
     """A score and its standard error, or a dash."""
-    score, error = found.get("score"), found.get("stderr")
+    score, error = summary.get("score"), summary.get("stderr")
     if score is None:
         return "-"
     return f"{score:.2f}" + (f" ± {error:.2f}" if error is not None else "")

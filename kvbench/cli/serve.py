@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbench.cli.checks import check_setup
-from kvbench.cli.compose import asked_for, loader_of, run_of
+from kvbench.cli.compose import compose_request, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag, refuse_twice
 from kvbench.config import PACKAGE, ConfigError, bind_methods, first_line, how_to_have_vllm
@@ -39,7 +39,7 @@ KEYS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _ServeParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse a flag in one line, where argparse would print its usage and exit."""
         raise ConfigError(f"{message}; vLLM's own arguments stand after --")
@@ -51,23 +51,23 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: what cannot be served, before an engine starts.
     """
-    own, more = _parted(arguments)
-    parser = _Parser(
+    ours, more = _parted(arguments)
+    parser = _ServeParser(
         "kvbench serve", USAGE, "vLLM's OpenAI-compatible server with a KV-cache method.", allow_abbrev=False
     )
     parser.add_argument("words", nargs="*", metavar="key=value", help=f"as for a run: {', '.join(KEYS)}")
     parser.add_argument("--host", default=HOST, help=f"where it listens (default: {HOST}, this machine alone)")
     parser.add_argument("--port", type=int, default=PORT, help=f"(default: {PORT})")
-    refuse_flag(own)
-    given = parser.parse_intermixed_args(own)
+    refuse_flag(ours)
+    flags = parser.parse_intermixed_args(ours)
     if (python := interpreter()) is not None:
         sys.stdout.flush()
         os.execv(python, [str(python), "-m", "kvbench", "serve", *arguments])
     wait_briefly()
-    refuse_port(given.host, given.port)
-    run, source = checked(given.words)
+    refuse_port(flags.host, flags.port)
+    run, source = checked(flags.words)
     try:
-        _serve(run, source, ["--host", given.host, "--port", str(given.port)], more)
+        _serve(run, source, ["--host", flags.host, "--port", str(flags.port)], more)
     except KeyboardInterrupt:
         print("kvbench serve: stopped", file=sys.stderr)
         return 130
@@ -112,12 +112,12 @@ def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
     bind_methods()
     words = ["backend=vllm", *words]
     refuse_twice(words)
-    asked = asked_for(loader_of(), "config", words, multirun=False)
+    request = compose_request(loader_of(), "config", words, multirun=False)
     for word in words:
         key = word.partition("=")[0]
-        if not any(key == one or key.startswith(f"{one}.") for one in KEYS):
+        if not any(key == valid or key.startswith(f"{valid}.") for valid in KEYS):
             raise ConfigError(f"{word}: a server has no such key; expected one of {', '.join(KEYS)}")
-    return check_setup(run_of(asked.config))[:2]
+    return check_setup(run_of(request.config))[:2]
 
 
 def refuse_port(host: str, port: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvbench.cli.report import own_folders
+from kvbench.cli.report import user_folders
 from kvbench.runs.state import WATCH_SECONDS, State, doubtful, state_of
 from kvbench.runs.stored import ResultsError, printable, runs_in
 from kvbench.runs.table import add_numbers, wide_console
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="a line for finished runs, too")
     parser.add_argument("--json", action="store_true", help="print all runs as JSON")
-    given = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
     try:
-        folders = given.folders or own_folders(FOLDER, "status")[0]
+        folders = flags.folders or user_folders(FOLDER, "status")[0]
         runs = list(runs_in(folders))
     except ResultsError as error:
         return _refused(error)
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _refused(error)
     if not states:
         return 2
-    if given.json:
-        print(json.dumps([{**one._asdict(), "path": str(one.path)} for one in states], indent=2))
+    if flags.json:
+        print(json.dumps([{**run._asdict(), "path": str(run.path)} for run in states], indent=2))
         return 0
-    shown = [one for one in states if given.all or one.state != "finished" or one.failed]
+    shown = [run for run in states if flags.all or run.state != "finished" or run.failed]
     console = wide_console()
     if shown:
         console.print(table(shown))
-    counts = Counter(printable(one.state) for one in states)
+    counts = Counter(printable(run.state) for run in states)
     console.print(f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common()))
     return 0
 
@@ -78,15 +78,15 @@ def table(states: Sequence[State]) -> Table:
     drawn.add_column("run", overflow="fold")
     drawn.add_column("state")
     add_numbers(drawn, ["done", "failed", "samples/min", "left", "last sign"])
-    for one in states:
+    for run in states:
         drawn.add_row(
-            printable("/".join(one.path.parts[-4:])),
-            printable(one.state) + (f", {one.running} of {one.shards} shards" if one.shards > 1 else ""),
-            f"{one.done}/{'?' if one.total is None else one.total}",
-            str(one.failed),
-            "" if one.rate is None else f"{one.rate:.1f}",
-            _duration(one.left_s),
-            _duration(one.silent_s),
+            printable("/".join(run.path.parts[-4:])),
+            printable(run.state) + (f", {run.running} of {run.shards} shards" if run.shards > 1 else ""),
+            f"{run.done}/{'?' if run.total is None else run.total}",
+            str(run.failed),
+            "" if run.rate is None else f"{run.rate:.1f}",
+            _duration(run.left_s),
+            _duration(run.silent_s),
         )
     return drawn
 

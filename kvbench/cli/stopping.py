@@ -19,9 +19,9 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
     def stop(number: int, _: object) -> NoReturn:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    before = {one: signal.signal(one, stop) for one in signals}
+    before = {signum: signal.signal(signum, stop) for signum in signals}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

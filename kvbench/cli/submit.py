@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.cli.report import own_folders
+from kvbench.cli.report import user_folders
 from kvbench.config import ConfigError
 from kvbench.runs.archive import SUFFIX, write_archive
 from kvbench.runs.stored import ResultsError, printable, using
@@ -20,7 +20,7 @@ from kvbench.runs.stored import ResultsError, printable, using
 if TYPE_CHECKING:
     from kvbench.report.data.run import Runs
 
-ABOUT = """\
+DESCRIPTION = """\
 Pack finished runs into one file for a board: settings, machine, summaries, and of each sample scores, audit and times,
 without prompts, answers and outputs. A manifest has the SHA-256 of every file.
 """
@@ -29,14 +29,14 @@ ANONYMOUS = "anonymous"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench submit", description=ABOUT)
+    parser = argparse.ArgumentParser("kvbench submit", description=DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders above some, or an archive")
     add("--out", type=Path, default=Path(f"submission{SUFFIX}"), metavar=f"NAME{SUFFIX}", help="default: %(default)s")
     add("--as", dest="who", default=ANONYMOUS, metavar="WHO", help='who made them, "NAME" or "NAME, https://..."')
-    given = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
     try:
-        return _submit(given.runs, given.out, given.who)
+        return _submit(flags.runs, flags.out, flags.who)
     except (ConfigError, ResultsError, OSError) as error:
         print(f"kvbench submit: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -56,10 +56,10 @@ def _submit(folders: Sequence[Path], out: Path, who: str) -> int:
         raise ConfigError(f"--out {out}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
     if out.exists():
         raise ConfigError(f"--out {out}: is there already; name another")
-    yours = [own for folder in folders for own in own_folders(folder, "submit")[0]]  # and not what kvbench ships
+    yours = [path for folder in folders for path in user_folders(folder, "submit")[0]]  # and not what kvbench ships
     runs = collect(yours, unfinished=True)
-    older = [one for one in runs.left_out if one.why.startswith("an older run")]
-    wrong = [f"{path.name}: {why}" for path, why in runs.left_out if (path, why) not in older]
+    older = [skip for skip in runs.skipped if skip.why.startswith("an older run")]
+    wrong = [f"{path.name}: {why}" for path, why in runs.skipped if (path, why) not in older]
     for run in runs:
         with using(run.arm["path"]):
             wrong += [f"{named(run)}: {reason}" for reason in faults(run)]
@@ -83,8 +83,8 @@ def _say(runs: Runs, out: Path, size: int, who: str, older: int) -> None:
 
     for run in runs:
         print(f"packed  {printable(named(run))}: {run.arm['n']} samples, score {run.arm['score']:.1f}")
-    left = f"; {older} older runs of the same arms left out" if older else ""
-    print(f"\n{len(runs.arms)} runs of {who}, {size / 2**10:.0f} KiB in {out}{left}")
+    note = f"; {older} older runs of the same arms left out" if older else ""
+    print(f"\n{len(runs.arms)} runs of {who}, {size / 2**10:.0f} KiB in {out}{note}")
     print("without prompts, answers and outputs; who reads it can make the runs again from their settings")
     print(f"\nkvbench board {shlex.quote(str(out))}              # says whether a board takes it, and why not")
     print(f"kvbench board {shlex.quote(str(out))} --out site/  # a site with its rows beside those that kvbench ships")

@@ -11,14 +11,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.cli.checks import check
-from kvbench.cli.compose import Asked, arm_config, combinations
-from kvbench.cli.launchers import InTurn, Job
-from kvbench.cli.plan import counted, described, differing, distinct, parts, planned, refuse_one_run
+from kvbench.cli.compose import RunRequest, arm_config, combinations
+from kvbench.cli.launchers import InTurn, SweepJob
+from kvbench.cli.plan import counted, described, differing, distinct, parts, planned, refuse_repeated_runs
 from kvbench.config import ConfigError, build, choices
 from kvbench.runs.table import Ended, print_ends
 
 
-def run_sweep(asked: Asked) -> None:
+def run_sweep(request: RunRequest) -> None:
     """Compose and check all arms, run them, then print how each ended.
 
     Raises:
@@ -26,25 +26,27 @@ def run_sweep(asked: Asked) -> None:
         ResultsError: the jobs' own files cannot be written.
         SweepError: some did not finish.
     """
-    launcher, folder = _launcher(asked.config), asked.config.hydra.sweep.dir
+    launcher, folder = _launcher(request.config), request.config.hydra.sweep.dir
     if not folder:
         raise ConfigError("hydra.sweep.dir=: expected a folder for the jobs' own files")
-    given = combinations(asked.arms or [])
+    arm_words = combinations(request.arms or [])
     configs = list[DictConfig]()
-    for words in given:
-        configs.append(arm_config(asked, words))
+    for words in arm_words:
+        configs.append(arm_config(request, words))
         check(configs[-1], launcher.here)
     arms = distinct(configs)
-    names, chosen = differing([given[index] for index in arms]), list(arms.values())
-    refuse_one_run(chosen, names)
+    names, chosen = differing([arm_words[index] for index in arms]), list(arms.values())
+    refuse_repeated_runs(chosen, names)
     print(f"a sweep of {counted(len(arms), 'arm')}", flush=True)
     groups = planned(chosen, names, launcher.most())
     jobs = parts(groups)
     if len(chosen) > 1 or len(jobs) > 1:
         print("\n".join(described(groups)), flush=True)
     ends: list[list[Ended]] = [[] for _ in chosen]
-    made = [Job([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs]
-    for number, ended in launcher.run(made, Path(folder)):
+    sweep_jobs = [
+        SweepJob([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs
+    ]
+    for number, ended in launcher.run(sweep_jobs, Path(folder)):
         for index, end in zip(jobs[number].arms, ended, strict=True):
             ends[index].append(end)
     print_ends(list(zip(names, map(_arm_end, ends), strict=True)))

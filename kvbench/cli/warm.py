@@ -32,16 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         from kvbench.backends.hf.loading import dtype_of
-        from kvbench.kernels.listed import needed_by
+        from kvbench.kernels.listed import required_by
         from kvbench.runs.kernels import compile_kernels
         from kvbench.runs.terminal import Console
 
         names = [*chosen["method"], *(f"kv={kind}" for kind in chosen["kv"])]
-        dtypes = {str(dtype_of(one, torch.device("cpu"))).removeprefix("torch.") for one in chosen["dtype"]}
-        needed = {number for dtype in dtypes for number in needed_by(dtype, names)}
+        dtypes = {str(dtype_of(name, torch.device("cpu"))).removeprefix("torch.") for name in chosen["dtype"]}
+        numbers = {number for dtype in dtypes for number in required_by(dtype, names)}
         began, console = time.monotonic(), Console()
-        made = compile_kernels(sorted(needed), console)
-        console.print(f"{made} of {len(needed)} kernels compiled, in {time.monotonic() - began:.0f} s")
+        count = compile_kernels(sorted(numbers), console)
+        console.print(f"{count} of {len(numbers)} kernels compiled, in {time.monotonic() - began:.0f} s")
     except ConfigError as error:
         print(f"kvbench warm: {error}", file=sys.stderr)
         return 2
@@ -64,7 +64,7 @@ def _chosen(words: Sequence[str]) -> dict[str, list[str]]:
         if key not in KEYS or not value:
             raise ConfigError(f"{word}: expected {', '.join(f'{key}=' for key in KEYS)} and names, as in method=quest")
         chosen[key] = value.split(",")
-        for one in chosen[key]:
-            if key != "dtype" and one not in choices(key):
-                raise ConfigError(f"{key}={one}: no such {key}; {nearest(one, choices(key))}")
+        for name in chosen[key]:
+            if key != "dtype" and name not in choices(key):
+                raise ConfigError(f"{key}={name}: no such {key}; {nearest(name, choices(key))}")
     return chosen

@@ -94,12 +94,12 @@ def refuse_twice(words: Iterable[str], hint: str = "") -> None:
     Raises:
         ConfigError: names both words.
     """
-    given: dict[str, str] = {}
+    first_values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if not equals or key.startswith("~"):
             continue
-        first = given.setdefault(key, value)
+        first = first_values.setdefault(key, value)
         if first != value:
             more = hint.format(key=key, values=f"{first},{value}")
             raise ConfigError(f"{key}={first} {key}={value}: one key with two values; expected one of them{more}")
@@ -142,7 +142,7 @@ def refuse_several_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
                 )
 
 
-def refuse_hydras_own(overrides: Iterable[Override]) -> None:
+def refuse_hydra_keys(overrides: Iterable[Override]) -> None:
     """Refuse keys of Hydra's own that change nothing here, and several values of one, such as two launchers.
 
     Raises:
@@ -151,8 +151,8 @@ def refuse_hydras_own(overrides: Iterable[Override]) -> None:
     for override in overrides:
         if override.is_hydra_override():
             if not override.key_or_group.startswith(HYDRAS):
-                known = ", ".join(key.rstrip(".") for key in HYDRAS)
-                raise ConfigError(f"{override.input_line}: this key of Hydra's changes nothing here; expected {known}")
+                valid = ", ".join(key.rstrip(".") for key in HYDRAS)
+                raise ConfigError(f"{override.input_line}: this key of Hydra's changes nothing here; expected {valid}")
             if override.is_sweep_override() or ("/" in override.key_or_group and isinstance(override.value(), list)):
                 raise ConfigError(f"{override.input_line}: expected one value, as a sweep has one launcher")
 

@@ -101,7 +101,7 @@ class Audit:
         """`size` bytes of keys and values went from the host to the device."""
         self.moved_bytes += size
 
-    def found(self, here: int, moved: int) -> None:
+    def count_hits(self, here: int, moved: int) -> None:
         """Of the host's tokens that KV heads attended, so many were on the device already, and so many were not."""
         self.cache_hits += here
         self.cache_misses += moved
@@ -214,7 +214,7 @@ class Audit:
             "budget": budget,
             "device_kv_bytes": self.device_kv_bytes,
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
-            "index_bytes": held_bytes(method, stored),
+            "index_bytes": method_bytes(method, stored),
             "host_bytes": self.host_bytes,
             "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
             "over_rule": self.broken(row) is not None,
@@ -261,9 +261,11 @@ def attended_bytes(
         entry_bytes: of a key and a value in a layer, where they are not D numbers each in the dtype of the model.
     """
     plain = 2.0 * shape.head_dim * shape.dtype.itemsize
-    each = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
+    entry_sizes = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
     length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
-    full = sum(each[layer] * (attended_mean if layer in shape.sparse_layers else length) for layer in shape.full_layers)
+    full = sum(
+        entry_sizes[layer] * (attended_mean if layer in shape.sparse_layers else length) for layer in shape.full_layers
+    )
     windowed = plain * sum(min(window, length) for window in shape.windows.values())
     return shape.batch * shape.kv_heads * (full + windowed)
 
@@ -274,13 +276,13 @@ def extra_entries(extra: Extra, kv_heads: int) -> torch.Tensor:
     return there.any(dim=2).sum(dim=2).cpu()
 
 
-def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
+def method_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
 
     A library's memory, which Python does not see, is what an object says in `foreign_bytes`. A view of what the
     store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
     """
-    seen = {tensor.untyped_storage().data_ptr() for tensor in stored}
+    visited = {tensor.untyped_storage().data_ptr() for tensor in stored}
     outside = {"shape", "budget", "view", "context", "needs"}
 
     def size(thing: Any) -> int:
@@ -295,9 +297,9 @@ def held_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
             key, nbytes = thing.ctypes.data, thing.nbytes
         else:
             key, nbytes = id(thing), getattr(thing, "foreign_bytes", 0)
-        if key in seen:
+        if key in visited:
             return 0
-        seen.add(key)
+        visited.add(key)
         if isinstance(thing, dict):
             return sum(map(size, thing.values()))
         if isinstance(thing, (list, tuple, set, frozenset, deque)):

@@ -44,7 +44,7 @@ def worker_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
 
 
-class Held(Protocol):
+class LayerMemory(Protocol):
     """Keys and values of a layer."""
 
     def resident_bytes(self) -> int:
@@ -95,8 +95,8 @@ class Settings:
     def context(self, shape: Shape, spans: Spans) -> Context:
         """What a method is given of it."""
         rotation = None if self.rotary is None else ModelRotation(self.rotary)
-        own = self.pieces, self.new_tokens, self.head_scores, rotation, self.output
-        return Context(self.seed, tuple(self.samples), worker_pool(), spans, *own)
+        resources = self.pieces, self.new_tokens, self.head_scores, rotation, self.output
+        return Context(self.seed, tuple(self.samples), worker_pool(), spans, *resources)
 
 
 class Engine:
@@ -132,7 +132,7 @@ class Engine:
         self.executor, self.template = executor(how.attention, shape, how.kv), how.template
         self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
         self.stores, self.waiting, self.replay_tokens = dict[int, LayerStore](), dict[int, Prompt | None](), 0
-        self.windowed: Mapping[int, Held] = {}
+        self.windowed: Mapping[int, LayerMemory] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
         self._turn: Turn | None = None  # that is being read
@@ -248,10 +248,10 @@ class Engine:
 
     def adopt(self, layer: int, shared: Sealed, prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
-        store, own, longest = self._store(layer, shared), None, prompt.keys.shape[2]
+        store, layer_prompt, longest = self._store(layer, shared), None, prompt.keys.shape[2]
         if layer in self._sparse:
-            own = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
-        self._begin_layer(layer, store, own)
+            layer_prompt = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
+        self._begin_layer(layer, store, layer_prompt)
         return store
 
     def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
@@ -327,7 +327,7 @@ class Engine:
         self.spans.fold()
         for store in self.stores.values():
             store.count_fetched()
-        device = sum(layer.resident_bytes() for layer in self._held())
+        device = sum(layer.resident_bytes() for layer in self._layer_memories())
         host = sum(store.host_bytes() for store in self.stores.values())
         self.audit.end_step(self.method, self.shape.lengths, self._active, device, self.allocated_bytes(), host)
 
@@ -338,9 +338,9 @@ class Engine:
 
     def allocated_bytes(self) -> int:
         """Bytes that keys and values of all layers take on the device."""
-        return sum(layer.allocated_bytes() for layer in self._held())
+        return sum(layer.allocated_bytes() for layer in self._layer_memories())
 
-    def _held(self) -> list[Held]:
+    def _layer_memories(self) -> list[LayerMemory]:
         return [*self.stores.values(), *self.windowed.values()]
 
     def report(self, row: int | None = None) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _build_index(engine: Engine, layer: int, prompt: Prompt) -> None:
     """
     if engine.template is not None:
         prompt = replace(prompt, prefixes=engine.template.prefixes(prompt))
-    engine.replay_tokens = sum(one.queries.shape[1] for one in prompt.replayed)
+    engine.replay_tokens = sum(replay.queries.shape[1] for replay in prompt.replayed)
     try:
         engine.method.prefill(layer, prompt)
     except ValueError as error:
@@ -381,7 +381,7 @@ def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | Non
         in_place=engine.executor.in_place,
         kv=how.kv.of_layer(layer, shape.layers, len(shape.windows)),
         moved=audit.moved,
-        found=audit.found,
+        count_hits=audit.count_hits,
         spans=engine.spans,
         shared=shared,
     )
@@ -401,7 +401,7 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
     Raises:
         FloatingPointError: NaN or inf among them; it names layer and head.
     """
-    if decoding and (not query.is_cpu or seen_finite(query, key)):
+    if decoding and (not query.is_cpu or surely_finite(query, key)):
         return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
         if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows
@@ -411,7 +411,7 @@ def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None
             raise FloatingPointError(f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite")
 
 
-def seen_finite(query: Tensor, key: Tensor) -> bool:
+def surely_finite(query: Tensor, key: Tensor) -> bool:
     """Whether both were quickly seen to be finite; False: they may be all the same."""
     if not query.is_cpu or query.dtype not in STORED or not query.is_contiguous() or not key.is_contiguous():
         return False
@@ -423,32 +423,32 @@ def _report(engine: Engine, how: Settings, row: int | None) -> dict[str, Any]:
     size, lengths = engine.budget.size, engine.shape.lengths
     budget = None if size is None else engine.budget.tokens(max(lengths) if row is None else lengths[row])
     stored = [tensor for store in engine.stores.values() for tensor in store.tensors()]
-    own = engine.method.report()  # before the audit: a method may have work of its own to end
-    return {**own, **engine.audit.report(engine.method, budget, stored, row), **_remarks(engine, how)}
+    method_report = engine.method.report()  # before the audit: a method may have work of its own to end
+    return {**method_report, **engine.audit.report(engine.method, budget, stored, row), **_remarks(engine, how)}
 
 
 def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
     """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows, how tokens come up."""
-    found: dict[str, Any] = {
+    remarks: dict[str, Any] = {
         "executor": engine.executor.used(),
         "dtype": str(engine.shape.dtype).removeprefix("torch."),
         "kv": str(how.kv),
     }
     if engine.audit.steps:
-        each = {layer: store.entry_bytes for layer, store in engine.stores.items()}
+        entry_bytes = {layer: store.entry_bytes for layer, store in engine.stores.items()}
         steps = engine.audit.attended_mean, engine.audit.steps
-        found["attended_bytes_per_step"] = attended_bytes(engine.shape, *steps, each)
+        remarks["attended_bytes_per_step"] = attended_bytes(engine.shape, *steps, entry_bytes)
     if engine.replay_tokens:
-        found["replay_tokens"] = engine.replay_tokens / engine.shape.batch
+        remarks["replay_tokens"] = engine.replay_tokens / engine.shape.batch
     if engine.executor.note:
-        found["executor_note"] = engine.executor.note
+        remarks["executor_note"] = engine.executor.note
     if engine.windowed:
-        found["windowed_share"] = len(engine.windowed) / engine.shape.layers
-        found["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
+        remarks["windowed_share"] = len(engine.windowed) / engine.shape.layers
+        remarks["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
     if any(store.host is not None for store in engine.stores.values()):
         copied = "measured" if engine.shape.device.type == "cuda" else "simulated"
-        found["transfer"] = "in place" if engine.executor.in_place else copied
-    return found
+        remarks["transfer"] = "in place" if engine.executor.in_place else copied
+    return remarks
 
 
 def _wishes(method: Method, layer: int) -> dict[str, Any]:

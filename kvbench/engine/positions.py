@@ -81,10 +81,10 @@ class ModelRotation:
 
     def _table(self, positions: torch.Tensor) -> Angles:
         """Tables that have all of these positions."""
-        known = 0 if self._tables is None else len(self._tables[0])
-        asked = int(positions.max()) + 1 if positions.numel() else 0
-        if self._tables is None or asked > known:
-            longer = torch.arange(known, max(asked + -asked % TABLE, TABLE))
+        table_length = 0 if self._tables is None else len(self._tables[0])
+        required = int(positions.max()) + 1 if positions.numel() else 0
+        if self._tables is None or required > table_length:
+            longer = torch.arange(table_length, max(required + -required % TABLE, TABLE))
             parts = [part[0, 0] for part in self._rotary.angles(longer[None, None])]
             if self._tables is not None:
                 parts = [torch.cat(pair) for pair in zip(self._tables, parts, strict=True)]
@@ -92,7 +92,7 @@ class ModelRotation:
         return self._tables
 
 
-class Apart(NamedTuple):
+class Separated(NamedTuple):
     """The entries of a selection [B, L, M] that a gap parts from the query, E of a list at most.
 
     Attributes:
@@ -125,28 +125,28 @@ class CachePositions:
         self._shape, self._rotary = shape, rotary
         self._index: torch.Tensor | None = None  # the selection that the angles are of,
         self._where: tuple[torch.device, list[int]] | None = None  # where they are, and at which lengths
-        self._apart: Apart | None = None
+        self._separated: Separated | None = None
         self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
         self._turned: dict[LayerStore, torch.Tensor] = {}  # these keys at their places
 
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
         if selection.index is not self._index or self._where != (device, store.lengths):
-            before, self._apart = self._apart, self._standing_apart(selection.index, store, device)
+            before, self._separated = self._separated, self._separate(selection.index, store, device)
             self._index, self._where, self._turned = selection.index, (device, store.lengths), {}
-            if before is None or self._apart is None or not torch.equal(before.ids, self._apart.ids):
+            if before is None or self._separated is None or not torch.equal(before.ids, self._separated.ids):
                 self._rows.clear()
-        if (apart := self._apart) is None:
+        if (separated := self._separated) is None:
             return selection
         if store not in self._rows:
-            self._rows[store] = store.gather(apart.ids.expand(-1, self._shape.kv_heads, -1))
+            self._rows[store] = store.gather(separated.ids.expand(-1, self._shape.kv_heads, -1))
         if store not in self._turned:
-            self._turn(apart.turn, device)
-        weight = apart.log_weight
+            self._turn(separated.turn, device)
+        weight = separated.log_weight
         if selection.log_weight is not None:
-            weight = weight + selection.log_weight.gather(2, apart.entries)
+            weight = weight + selection.log_weight.gather(2, separated.entries)
         extra = joined(selection.extra, Extra(self._turned[store], self._rows[store][1], weight))
-        return replace(selection, index=apart.others, keys=None, extra=extra)
+        return replace(selection, index=separated.others, keys=None, extra=extra)
 
     def _turn(self, angles: Angles, device: torch.device) -> None:
         """Turn the keys of all layers there that are not yet turned, at once."""
@@ -160,39 +160,39 @@ class CachePositions:
 
     def in_order(self, weights: torch.Tensor) -> torch.Tensor:
         """Attention probabilities of the last selection's entries at their places in it, its own extra ones last."""
-        if self._apart is None:
+        if self._separated is None:
             return weights
-        count = self._apart.entries.shape[2]
-        return weights[..., :-count].scatter_add(2, self._apart.entries, weights[..., -count:])
+        count = self._separated.entries.shape[2]
+        return weights[..., :-count].scatter_add(2, self._separated.entries, weights[..., -count:])
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
         """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
         ids = uploaded(store.resident_ids(), past.device)
-        held = (ids >= 0).sum(dim=2, keepdim=True)
+        count = (ids >= 0).sum(dim=2, keepdim=True)
         place = torch.arange(ids.shape[2], device=past.device)
-        return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - held + place))
+        return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - count + place))
 
-    def _standing_apart(self, index: torch.Tensor, store: LayerStore, device: torch.device) -> Apart | None:
+    def _separate(self, index: torch.Tensor, store: LayerStore, device: torch.device) -> Separated | None:
         """What a gap parts from the query, of a selection [B, L, M]; None: nothing. Waits for a selection on a GPU."""
         if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
         index, present = index.cpu(), index.cpu() >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
         target = torch.tensor(store.lengths)[:, None, None] - present.sum(dim=2, keepdim=True) + place
-        apart = present & (target != index)
-        count = int(apart.sum(dim=2).max())
+        separated = present & (target != index)
+        count = int(separated.sum(dim=2).max())
         if not count:
             return None
-        entries = apart.int().argsort(dim=2, descending=True, stable=True)[..., :count]
-        here = apart.gather(2, entries)
+        entries = separated.int().argsort(dim=2, descending=True, stable=True)[..., :count]
+        here = separated.gather(2, entries)
         ids, target = (torch.where(here, part.gather(2, entries), -1) for part in (index, target))
         of_queries = self._shape.query_heads // index.shape[1]
         weight, entries = (
             part.repeat_interleave(of_queries, dim=1) for part in (torch.where(here, 0.0, -torch.inf), entries)
         )
-        moved = ids.clamp(min=0), target.clamp(min=0), torch.where(apart, -1, index), entries, weight
+        moved = ids.clamp(min=0), target.clamp(min=0), torch.where(separated, -1, index), entries, weight
         old, new, *rest = (uploaded(part, device) for part in moved)
-        return Apart(ids, self._from_to(old, new), *rest)
+        return Separated(ids, self._from_to(old, new), *rest)
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""

@@ -107,7 +107,9 @@ class Probe:
         steps: dict[str, list[Any]] = {"step": [step + 1 for step in self._curve]}
         for name in sorted(names):
             curve = [values.get(name) for values in self._curve.values()]
-            steps[name] = [round(sum(own) / len(own), 4) if own else None for own in curve]
+            steps[name] = [
+                round(sum(layer_values) / len(layer_values), 4) if layer_values else None for layer_values in curve
+            ]
         return {**means, "layers": layers, "steps": steps} if layers else {}
 
     def _chosen(self, shadow: LayerStore, selection: Selection | None, resident: torch.Tensor) -> torch.Tensor:
@@ -149,8 +151,8 @@ class Probe:
         if self._recent[layer]:
             last = _padded(self._recent[layer][-1], count)
             add("jaccard", (chosen & last).sum(dim=2) / (chosen | last).sum(dim=2).clamp(min=1))
-            seen = torch.stack([_padded(recent, count) for recent in self._recent[layer]]).any(dim=0)
-            add("seen", (chosen & seen).sum(dim=2) / size.clamp(min=1))
+            recently = torch.stack([_padded(recent, count) for recent in self._recent[layer]]).any(dim=0)
+            add("seen", (chosen & recently).sum(dim=2) / size.clamp(min=1))
 
     def _add(self, layer: int, active: list[bool], name: str, values: torch.Tensor) -> None:
         """Add one step's values [B, Hq]."""

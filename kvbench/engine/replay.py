@@ -53,12 +53,12 @@ class Template:
             for start in range(begin, len(ids), replay.chunk or len(ids)):
                 stop = min(start + (replay.chunk or len(ids)), len(ids))
                 first = start == begin
-                asked = self.encode(replay.ask if first else replay.go_on)
+                instruction = self.encode(replay.ask if first else replay.go_on)
                 before = [] if first else ids[max(start - replay.overlap, begin) : start]
-                yield Pass(row, start, stop, [*asked, *before, *suffix, *ids[start:stop]])
+                yield Pass(row, start, stop, [*instruction, *before, *suffix, *ids[start:stop]])
 
     def _wrapped(self, ids: Sequence[int]) -> int:
         """Tokens of the header that a row begins with, or 0; the last one may have become one with the text's first."""
         whole = len(self.header)
-        alike = len(commonprefix([tuple(ids[:whole]), self.header]))
-        return alike if alike == whole or alike == whole - 1 >= 2 else 0
+        common = len(commonprefix([tuple(ids[:whole]), self.header]))
+        return common if common == whole or common == whole - 1 >= 2 else 0

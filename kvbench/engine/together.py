@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.engine import Engine, Held, seen_finite
+from kvbench.engine.engine import Engine, LayerMemory, surely_finite
 from kvbench.method import Method
 from kvbench.spans import Spans
 
 Answer = TypeVar("Answer")
 
 
-class Together:
+class EngineGroup:
     """What a cache asks of an engine in decode passes, answered by several: rows of the batch are theirs in turn.
 
     Where one of them raises an error its rows are zeros from there on, and it is asked nothing more.
@@ -33,7 +33,7 @@ class Together:
 
     prefilled = True
 
-    def __init__(self, engines: Sequence[Engine], windowed: Mapping[int, Held]) -> None:
+    def __init__(self, engines: Sequence[Engine], windowed: Mapping[int, LayerMemory]) -> None:
         self._engines, self.windowed = engines, windowed
         self._rows = [engine.shape.batch for engine in engines]
         self.shape, self.method = engines[0].shape, Method()
@@ -50,24 +50,24 @@ class Together:
     def start_step(self, tokens: Tensor, active: Sequence[bool]) -> None:
         """A decode forward begins, see `Engine.start_step`."""
         at = 0
-        for index, (engine, own) in enumerate(zip(self._engines, tokens.split(self._rows), strict=True)):
-            going, at = active[at : at + len(own)], at + len(own)
-            self._ask(index, engine.start_step, own, going)
+        for index, (engine, row_tokens) in enumerate(zip(self._engines, tokens.split(self._rows), strict=True)):
+            row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
+            self._ask(index, engine.start_step, row_tokens, row_active)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
-        valid, out = seen_finite(query, key), list[Tensor]()  # all at once
+        valid, out = surely_finite(query, key), list[Tensor]()  # all at once
         parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
-        for index, (engine, own) in enumerate(zip(self._engines, parts, strict=True)):
-            found = self._ask(index, partial(engine.attend, valid=valid), layer, *own, sinks)
-            out.append(torch.zeros_like(own[0]) if found is None else found)
+        for index, (engine, row_parts) in enumerate(zip(self._engines, parts, strict=True)):
+            attended = self._ask(index, partial(engine.attend, valid=valid), layer, *row_parts, sinks)
+            out.append(torch.zeros_like(row_parts[0]) if attended is None else attended)
         return torch.cat(out)
 
-    def _ask(self, index: int, ask: Callable[..., Answer], *given: object) -> Answer | None:
+    def _ask(self, index: int, ask: Callable[..., Answer], *arguments: object) -> Answer | None:
         """What an engine answers; None of one that has failed, now or before."""
         if index not in self.errors:
             try:
-                return ask(*given)
+                return ask(*arguments)
             except Exception as error:
                 self.errors[index] = error
         return None

@@ -133,13 +133,13 @@ class Transcript:
         Raises:
             ValueError: they do not, or hold nothing new.
         """
-        known, given = self._ids(), token_ids.shape[1]
-        seen, known = known.shape[1], known[:, :given]
-        differ = ((known != token_ids[:, :seen].to(known.device)) & (known >= 0)).any(dim=0)
-        if bool(differ.any()) or given <= seen:
-            why = f"column {int(differ.int().argmax())} differs" if bool(differ.any()) else f"it has {given} columns"
+        previous, columns = self._ids(), token_ids.shape[1]
+        length, previous = previous.shape[1], previous[:, :columns]
+        differ = ((previous != token_ids[:, :length].to(previous.device)) & (previous >= 0)).any(dim=0)
+        if bool(differ.any()) or columns <= length:
+            why = f"column {int(differ.int().argmax())} differs" if bool(differ.any()) else f"it has {columns} columns"
             raise ValueError(
-                f"this KVCache has read {seen} tokens, and the input does not go on from them ({why}): give it the "
+                f"this KVCache has read {length} tokens, and the input does not go on from them ({why}): give it the "
                 "tokens that generate returned and the new turn after them, or take a new KVCache (or reset() this one)"
             )
 

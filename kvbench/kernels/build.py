@@ -44,17 +44,17 @@ class Job(NamedTuple):
 
     def compile(self) -> None:
         """Compile it, or read it from disk."""
-        self.found().compile(self.signature())
+        self.dispatcher().compile(self.signature())
 
     def missing(self) -> bool:
         """Whether it is neither here nor on disk. A list may be older than the sources: what is gone is not missing."""
         try:
-            own, kinds = self.found(), self.signature()
+            dispatcher, kinds = self.dispatcher(), self.signature()
         except (ImportError, AttributeError, KeyError):
             return False
-        return kinds not in own.overloads and not on_disk(own).has(kinds, own.targetctx.codegen())
+        return kinds not in dispatcher.overloads and not on_disk(dispatcher).has(kinds, dispatcher.targetctx.codegen())
 
-    def found(self) -> Any:
+    def dispatcher(self) -> Any:
         """The kernel."""
         importlib.import_module(self.kernel.partition(":")[0])
         return KERNELS[self.kernel]
@@ -92,8 +92,8 @@ def _typed(description: Any) -> types.Type:
         return getattr(types, {"bool": "boolean"}.get(description, description))
     if isinstance(description, dict):
         [(name, parts)] = description.items()
-        module, _, own = name.partition(":")
-        of: Any = getattr(importlib.import_module(module), own) if name else None
+        module, _, class_name = name.partition(":")
+        of: Any = getattr(importlib.import_module(module), class_name) if name else None
         kinds = [_typed(part) for part in parts]
         return of.numba_type(kinds) if hasattr(of, "numba_type") else types.BaseTuple.from_types(kinds, of)
     of, dimensions = description
@@ -101,16 +101,16 @@ def _typed(description: Any) -> types.Type:
     return types.Array(from_dtype(kind), dimensions, "C")
 
 
-def build(jobs: Sequence[Job], wanted: Sequence[int], say: Callable[[int, float], None]) -> None:
+def build(jobs: Sequence[Job], numbers: Sequence[int], say: Callable[[int, float], None]) -> None:
     """Compile the wanted ones of the jobs, this process among others; what fails is left to who calls it.
 
     Args:
         say: called with how many are ready and the seconds that are left, before the first, as each is, and every
             `TELL_SECONDS`.
     """
-    seconds = sum(jobs[number].seconds for number in wanted)
-    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(wanted)) if seconds > WORTH_A_PROCESS else 1
-    queue = _Queue(jobs, wanted, many, say)
+    seconds = sum(jobs[number].seconds for number in numbers)
+    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(numbers)) if seconds > WORTH_A_PROCESS else 1
+    queue = _Queue(jobs, numbers, many, say)
     queue.tell()
     command = [sys.executable, "-m", "kvbench.kernels.build"]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
@@ -156,17 +156,17 @@ class _Queue:
     """
 
     def __init__(
-        self, jobs: Sequence[Job], wanted: Sequence[int], many: int, say: Callable[[int, float], None]
+        self, jobs: Sequence[Job], numbers: Sequence[int], many: int, say: Callable[[int, float], None]
     ) -> None:
         self.jobs, self._many, self._say, self._ready = jobs, many, say, threading.Condition()
-        self._waiting, self._open, self._began = set(wanted), set(wanted), time.monotonic()
-        self._weight = {number: jobs[number].seconds for number in wanted}
-        for number in sorted(wanted, reverse=True):  # who calls stands after what is called
+        self._waiting, self._open, self._began = set(numbers), set(numbers), time.monotonic()
+        self._weight = {number: jobs[number].seconds for number in numbers}
+        for number in sorted(numbers, reverse=True):  # who calls stands after what is called
             for called in self.jobs[number].calls:
                 if called in self._weight:
-                    own = self._weight[number] + jobs[called].seconds
-                    self._weight[called] = max(self._weight[called], own)
-        self._whole = sum(jobs[number].seconds for number in wanted)
+                    path_seconds = self._weight[number] + jobs[called].seconds
+                    self._weight[called] = max(self._weight[called], path_seconds)
+        self._whole = sum(jobs[number].seconds for number in numbers)
 
     def take(self) -> int | None:
         """The next job; None where there is no more. Waits where all that are left wait themselves."""

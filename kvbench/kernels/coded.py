@@ -29,7 +29,7 @@ class Coded:
         numbers: what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not of 8 bits.
         unit: of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
         parameters: "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
-        each: what has parameters of its own: a "row"; of a row, `GROUP` "channels", all scales before all minima; or,
+        granularity: what has its parameters: a "row"; of a row, `GROUP` "channels", all scales before all minima; or,
             of keys, each channel of `GROUP` "tokens", [2, D], elsewhere.
         parameter: a parameter's type: "float32", "float16" or "bfloat16".
     """
@@ -38,27 +38,27 @@ class Coded:
     numbers: str | tuple[float, ...]
     unit: bool = False
     parameters: str = "none"
-    each: str = "row"
+    granularity: str = "row"
     parameter: str = "float32"
 
     def __post_init__(self) -> None:
         if isinstance(self.numbers, tuple) and (self.bits == 8 or len(self.numbers) != 2**self.bits):
             raise ValueError(f"{len(self.numbers)} numbers for codes of {self.bits} bits: expected 2**bits, of 2 to 4")
-        if self.numbers == "e4m3" and (self.unit or self.each != "row"):
-            raise ValueError("numbers='e4m3': expected each='row' and unit=False")
+        if self.numbers == "e4m3" and (self.unit or self.granularity != "row"):
+            raise ValueError("numbers='e4m3': expected granularity='row' and unit=False")
 
     @property
     def only_keys(self) -> bool:
         """Kernels read no values that are held so."""
-        return self.unit or self.each == "tokens"
+        return self.unit or self.granularity == "tokens"
 
     @property
-    def held(self) -> Held:
+    def kernel_argument(self) -> Held:
         """What kernels are given."""
         kind = self.numbers if isinstance(self.numbers, str) else "table"
-        facts = self.bits, kind, "unit" if self.unit else "plain", self.parameters, self.each, self.parameter
-        made: type[Held] = __getattr__("_".join(map(str, ("Held", *facts))))
-        return made(0 if self.bits == 8 else _table(self.bits, self.numbers).ctypes.data)
+        facts = self.bits, kind, "unit" if self.unit else "plain", self.parameters, self.granularity, self.parameter
+        subclass: type[Held] = __getattr__("_".join(map(str, ("Held", *facts))))
+        return subclass(0 if self.bits == 8 else _table(self.bits, self.numbers).ctypes.data)
 
 
 @cache
@@ -94,7 +94,7 @@ class Facts(NamedTuple):
     numbers: str
     unit: bool = False
     parameters: str = "none"
-    each: str = "row"
+    granularity: str = "row"
     parameter: str = "float32"
 
     @classmethod
@@ -107,12 +107,12 @@ class Facts(NamedTuple):
     @property
     def grouped(self) -> bool:
         """Parameters are those of groups of tokens, elsewhere."""
-        return self.each == "tokens"
+        return self.granularity == "tokens"
 
     @property
     def scaled(self) -> bool:
         """A row has a scale that all of its numbers are to be multiplied with."""
-        return self.each == "row" and (self.parameters != "none" or self.numbers == "e4m3")
+        return self.granularity == "row" and (self.parameters != "none" or self.numbers == "e4m3")
 
     @property
     def ranged(self) -> bool:
@@ -147,17 +147,17 @@ class Reader:
 
     Args:
         stored: the rows' Numba type.
-        held: a value of it.
+        value: one of that type.
         whole: numbers of a row that are read.
     """
 
-    def __init__(self, context: Any, builder: Any, stored: Any, held: Any, whole: Any) -> None:
+    def __init__(self, context: Any, builder: Any, stored: Any, value: Any, whole: Any) -> None:
         self._builder, self._whole, self.facts = builder, whole, Facts.of(stored)
         self._features = context.codegen().magic_tuple()[2].split(",")
         if self.facts.bits < 8:
-            self._table = numbers_at(builder, builder.extract_value(held, 0), types.float32)
+            self._table = numbers_at(builder, builder.extract_value(value, 0), types.float32)
 
-    def one(self, row: Any, beside: Any, block: Any) -> Any:
+    def vector(self, row: Any, parameters_at: Any, block: Any) -> Any:
         """The `block`-th vector of the row at an address, whose parameters are at another."""
         builder, facts = self._builder, self.facts
         at = builder.add(row, builder.mul(block, row.type(LANES * facts.bits // 8)))
@@ -165,7 +165,7 @@ class Reader:
             return numbers_at(builder, at, TYPES[facts.parameter])
         if facts.bits == 8:
             codes = builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1)
-            return self._with_parameters(decoded(builder, codes, FLOATS, facts), beside, block)
+            return self._with_parameters(decoded(builder, codes, FLOATS, facts), parameters_at, block)
         # Words that hold the first eight codes and the last eight; no byte is read but those of these codes.
         half, step = LANES // 2, 2 * facts.bits - 4
         words = (
@@ -174,14 +174,16 @@ class Reader:
         order = [lane + lane // half * half for lane in range(LANES)]
         codes = builder.shuffle_vector(*(splatted(builder, word) for word in words), ir.Constant(WORDS, order))
         places = [lane * facts.bits - lane // half * 8 * step for lane in range(LANES)]
-        return self._with_parameters(self._numbers(builder.lshr(codes, ir.Constant(WORDS, places))), beside, block)
+        return self._with_parameters(
+            self._numbers(builder.lshr(codes, ir.Constant(WORDS, places))), parameters_at, block
+        )
 
-    def two(self, row: Any, beside: Any, pair: Any) -> list[Any]:
-        """The `pair`-th two vectors, as `kvbench.kernels.rows.lay_out` has it; see `one`."""
+    def two(self, row: Any, parameters_at: Any, pair: Any) -> list[Any]:
+        """The `pair`-th two vectors, as `kvbench.kernels.rows.lay_out` has it; see `vector`."""
         builder, word, facts = self._builder, row.type, self.facts
         first = builder.mul(pair, word(2))
         if not facts.spread:
-            return [self.one(row, beside, block) for block in (first, builder.add(first, word(1)))]
+            return [self.vector(row, parameters_at, block) for block in (first, builder.add(first, word(1)))]
         at = builder.add(row, builder.mul(pair, word(PAIR * facts.bits // 8)))
         if facts.numbers == "native":
             both = builder.load(pointer(builder, at, WORDS), align=2)
@@ -190,7 +192,7 @@ class Reader:
             return [builder.bitcast(half, FLOATS) for half in (even, odd)]
         even = builder.zext(builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1), WORDS)
         odd = builder.lshr(even, ir.Constant(WORDS, [4] * LANES))
-        return [self._with_parameters(self._numbers(codes), beside, first) for codes in (even, odd)]
+        return [self._with_parameters(self._numbers(codes), parameters_at, first) for codes in (even, odd)]
 
     def _numbers(self, codes: Any) -> Any:
         """What the low bits of words stand for."""
@@ -203,11 +205,11 @@ class Reader:
         if "+avx2" in self._features:
             low, high = (self._half(codes, half) for half in range(2))
             return builder.shuffle_vector(low, high, ir.Constant(WORDS, [*range(LANES)]))
-        found, index = self._table, ir.IntType(32)
+        looked_up, index = self._table, ir.IntType(32)
         for lane in map(index, range(LANES)):
             number = builder.extract_element(self._table, builder.extract_element(codes, lane))
-            found = builder.insert_element(found, number, lane)
-        return found
+            looked_up = builder.insert_element(looked_up, number, lane)
+        return looked_up
 
     def _half(self, codes: Any, half: int) -> Any:
         """Numbers of eight codes, on AVX2."""
@@ -223,20 +225,20 @@ class Reader:
         )
         return builder.select(builder.icmp_unsigned(">", codes, ir.Constant(eight, [7] * 8)), high, low)
 
-    def _with_parameters(self, numbers: Any, beside: Any, block: Any) -> Any:
+    def _with_parameters(self, numbers: Any, parameters_at: Any, block: Any) -> Any:
         """The `block`-th vector with the parameters of its channels, or of their group."""
-        builder, word, facts = self._builder, beside.type, self.facts
-        if facts.parameters == "none" or facts.each == "row":
+        builder, word, facts = self._builder, parameters_at.type, self.facts
+        if facts.parameters == "none" or facts.granularity == "row":
             return numbers
         of = TYPES[facts.parameter]
         first, many = builder.mul(block, word(LANES)), self._whole
-        if facts.each == "channels":
+        if facts.granularity == "channels":
             first, many = (builder.udiv(number, word(GROUP)) for number in (first, many))
 
         def parameters(place: Any) -> Any:
-            if facts.each == "channels":
-                return splatted(builder, number_at(builder, beside, place, of))
-            return numbers_at(builder, builder.add(beside, builder.mul(place, word(of.bitwidth // 8))), of)
+            if facts.granularity == "channels":
+                return splatted(builder, number_at(builder, parameters_at, place, of))
+            return numbers_at(builder, builder.add(parameters_at, builder.mul(place, word(of.bitwidth // 8))), of)
 
         if facts.parameters == "scale":
             return builder.fmul(numbers, parameters(first))

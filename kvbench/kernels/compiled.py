@@ -45,16 +45,16 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
     """A decorator of functions that Python calls: `numba.njit` with these options, without the GIL, kept on disk."""
 
     def decorate(function: Any) -> Any:
-        made = _general(njit(nogil=True, no_cfunc_wrapper=True, **options)(function))
-        compile_plainly = made.compile
+        dispatcher = _general(njit(nogil=True, no_cfunc_wrapper=True, **options)(function))
+        compile_plainly = dispatcher.compile
 
         def compile_once(signature: Any) -> Any:
-            with global_compiler_lock, on_disk(made).alone(signature), lean():
+            with global_compiler_lock, on_disk(dispatcher).alone(signature), lean():
                 return compile_plainly(signature)
 
-        made.compile = compile_once
-        KERNELS[f"{function.__module__}:{function.__qualname__}"] = made
-        return made
+        dispatcher.compile = compile_once
+        KERNELS[f"{function.__module__}:{function.__qualname__}"] = dispatcher
+        return dispatcher
 
     return decorate
 
@@ -66,7 +66,7 @@ def inner(**options: Any) -> Callable[[Any], Any]:
     )
 
 
-def _general(made: Any) -> Any:
+def _general(dispatcher: Any) -> Any:
     """For a compiled function a number from other compiled code is a number, and a whole one int64.
 
     Numba by itself compiles it once more for each constant, and each width, that it is called with.
@@ -76,18 +76,18 @@ def _general(made: Any) -> Any:
         kind = types.unliteral(kind)
         return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
 
-    template = made.get_call_template
-    made.get_call_template = lambda args, named: template(
+    template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, named: template(
         tuple(map(wider, args)), {name: wider(kind) for name, kind in named.items()}
     )
-    return made
+    return dispatcher
 
 
-def on_disk(made: Any) -> _OnDisk:
+def on_disk(dispatcher: Any) -> _OnDisk:
     """Where what is compiled of a kernel is kept. Looked for at the first call, when all is imported that it calls."""
-    if not isinstance(made._cache, _OnDisk):
-        made._cache = _OnDisk(made.py_func)
-    cache: _OnDisk = made._cache
+    if not isinstance(dispatcher._cache, _OnDisk):
+        dispatcher._cache = _OnDisk(dispatcher.py_func)
+    cache: _OnDisk = dispatcher._cache
     return cache
 
 
@@ -99,19 +99,23 @@ def digest(module: str) -> str:
     return hashlib.sha256(b"\0".join([versions, *(source.read_bytes() for source in sources)])).hexdigest()[:16]
 
 
-def _sources(module: str, found: dict[str, Path]) -> dict[str, Path]:
+def _sources(module: str, files: dict[str, Path]) -> dict[str, Path]:
     """The files of a module and of those of ours that it imports, and that these import."""
-    found[module] = path = Path(str(sys.modules[module].__file__))
-    own = module.partition(".")[0]
+    files[module] = path = Path(str(sys.modules[module].__file__))
+    top_package = module.partition(".")[0]
     for package, listed, plain in _IMPORTS.findall(path.read_text(encoding="utf-8")):
         if package.startswith("."):
             package = importlib.util.resolve_name(package, sys.modules[module].__package__)
         inside = {f"{package}.{name}" for name in re.findall(r"\w+", listed)} & sys.modules.keys()
         for name in inside or {package or plain}:
-            beside = Path(str(getattr(sys.modules.get(name), "__file__", ""))).parent == path.parent
-            if name not in found and name in sys.modules and (beside or name.partition(".")[0] in (own, *OURS)):
-                _sources(name, found)
-    return found
+            same_folder = Path(str(getattr(sys.modules.get(name), "__file__", ""))).parent == path.parent
+            if (
+                name not in files
+                and name in sys.modules
+                and (same_folder or name.partition(".")[0] in (top_package, *OURS))
+            ):
+                _sources(name, files)
+    return files
 
 
 class _Place(_CacheLocator):  # type: ignore[misc]
@@ -147,9 +151,9 @@ class _Place(_CacheLocator):  # type: ignore[misc]
 
 @functools.cache
 def _folder(sources: Path) -> Path:
-    apart = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
-    told = [Path(config.CACHE_DIR, apart)] if config.CACHE_DIR else []
-    for folder in (*told, _beside(sources), user_cache_path("kvbench") / "kernels" / apart):
+    path_hash = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
+    configured = [Path(config.CACHE_DIR, path_hash)] if config.CACHE_DIR else []
+    for folder in (*configured, _beside(sources), user_cache_path("kvbench") / "kernels" / path_hash):
         with suppress(OSError):
             if folder == _beside(sources):  # who can write there runs code here by Python's own files
                 folder.mkdir(exist_ok=True)
@@ -161,11 +165,11 @@ def _folder(sources: Path) -> Path:
                 make_private(folder)
             tempfile.TemporaryFile(dir=folder).close()
             return folder
-    own = Path(tempfile.mkdtemp(prefix="kvbench-kernels-"))  # nobody else can write there
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(own)  # of processes that this one starts, too
-    (own / apart).mkdir()
-    return own / apart
+    temporary = Path(tempfile.mkdtemp(prefix="kvbench-kernels-"))  # nobody else can write there
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(temporary)  # of processes that this one starts, too
+    (temporary / path_hash).mkdir()
+    return temporary / path_hash
 
 
 def _beside(sources: Path) -> Path:
@@ -177,7 +181,7 @@ def _say(line: str) -> None:
     print(f"kernels: {line}", file=sys.stderr)
 
 
-class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
+class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = (_Place,)
 
 
@@ -215,7 +219,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 class _OnDisk(FunctionCache):  # type: ignore[misc]
     """Compiled code of one function on disk."""
 
-    _impl_class = _Kept
+    _impl_class = _CacheImpl
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -247,10 +251,10 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
         """Keep what was compiled, and nothing that was made of other sources and is old."""
         with suppress(OSError), self.alone("index"):
             super().save_overload(sig, data)
-            own, before = self._impl.filename_base, time.time() - UNUSED_DAYS * 86400
-            function = own.rpartition("-")[0]
+            base_name, before = self._impl.filename_base, time.time() - UNUSED_DAYS * 86400
+            function = base_name.rpartition("-")[0]
             for path in Path(self.cache_path).glob(f"{function}-*.nb[ic]"):
-                if not path.name.startswith(own) and path.stat().st_mtime < before:
+                if not path.name.startswith(base_name) and path.stat().st_mtime < before:
                     path.unlink(missing_ok=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.rows import BLOCK, lay_out, load_one, meet
+from kvbench.kernels.rows import BLOCK, lay_out, load_scalar, meet
 from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import (
     LANES,
@@ -41,7 +41,7 @@ def products(threads, x, weight, bias, out, rows, inputs, outputs, stored):  # t
     Args:
         bias: [outputs], or 0.
     """
-    _linear(threads, _given(x, rows, inputs, stored), (weight,), bias, (out,), (outputs,), stored, stored)
+    _linear(threads, _laid_out(x, rows, inputs, stored), (weight,), bias, (out,), (outputs,), stored, stored)
 
 
 @kernel
@@ -51,16 +51,16 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
     Args:
         x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
     """
-    count, beside = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write after the last
-    gates, ups = np.empty((rows + beside, hidden), np.float32), np.empty((rows + beside, hidden), np.float32)
+    count, padding = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write after the last
+    gates, ups = np.empty((rows + padding, hidden), np.float32), np.empty((rows + padding, hidden), np.float32)
     between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
-    _linear(threads, _given(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)
-    nothing, one, minus = splat(NOTHING), splat(ONE), splat(-ONE)
+    _linear(threads, _laid_out(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)
+    nothing, ones, minus = splat(NOTHING), splat(ONE), splat(-ONE)
     for i in range(0, count, LANES):
         number = load(gates.ctypes.data + 4 * i)  # arrays that are read by address alone would be freed before
         negated = times(number, minus)
         smaller = exponential(times(larger(negated, nothing), minus))  # of min(number, 0)
-        whole = plus(one, exponential(times(larger(number, negated), minus)))
+        whole = plus(ones, exponential(times(larger(number, negated), minus)))
         weight = over(times(number, smaller), whole)
         store(ups.ctypes.data + 4 * i, times(load(ups.ctypes.data + 4 * i), weight))
     lay_out(ups[:rows], gates[:rows], stored)
@@ -82,7 +82,7 @@ def rotated(threads, x, weights, angles, outs, rows, inputs, heads, stored):  # 
     queries, keys = np.empty((rows, sizes[0]), np.float32), np.empty((rows, sizes[1]), np.float32)
     values = np.empty((rows, sizes[2]), np.float32)
     between = np.intp(queries.ctypes.data), np.intp(keys.ctypes.data), np.intp(values.ctypes.data)
-    _linear(threads, _given(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING)
+    _linear(threads, _laid_out(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING)
     _turn(queries, angles, outs[0], head_dim, stored)
     _turn(keys, angles, outs[1], head_dim, stored)
     for r in range(rows):
@@ -100,8 +100,8 @@ def _turn(vectors, angles, out, head_dim, stored):  # type: ignore[no-untyped-de
         for head in range(0, width, head_dim):
             for i in range(head_dim):
                 other = vectors[r, head + i - half] if i >= half else -vectors[r, head + i + half]
-                cosine = load_one(cosines, r * head_dim + i, stored)
-                sine = load_one(sines, r * head_dim + i, stored)
+                cosine = load_scalar(cosines, r * head_dim + i, stored)
+                sine = load_scalar(sines, r * head_dim + i, stored)
                 put(out, r * width + head + i, vectors[r, head + i] * cosine + other * sine, stored)
 
 
@@ -111,19 +111,19 @@ def normed(x, weight, out, rows, width, epsilon, stored):  # type: ignore[no-unt
     numbers = np.empty(width, np.float32)
     for first in range(0, rows * width, width):
         for i in range(width):
-            numbers[i] = load_one(x, first + i, stored)
+            numbers[i] = load_scalar(x, first + i, stored)
         scale = np.float32(1 / np.sqrt(np.mean(numbers * numbers) + epsilon))
         for i in range(width):
-            put(out, first + i, numbers[i] * scale * load_one(weight, i, stored), stored)
+            put(out, first + i, numbers[i] * scale * load_scalar(weight, i, stored), stored)
 
 
 @inner
-def _given(x, rows, width, stored):  # type: ignore[no-untyped-def]
+def _laid_out(x, rows, width, stored):  # type: ignore[no-untyped-def]
     """The numbers [rows, width] at an address, laid out for weights."""
     numbers, laid = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
     for r in range(rows):
         for j in range(width):
-            numbers[r, j] = load_one(x, r * width + j, stored)
+            numbers[r, j] = load_scalar(x, r * width + j, stored)
     lay_out(numbers, laid, stored)
     return laid
 
@@ -156,9 +156,9 @@ def _products(number, claims, pieces, x, layers, bias, stored, written):  # type
     """
     block, threads = np.empty((len(x), BLOCK), np.float32), len(claims)
     for turn in range(threads):
-        own = (number + turn) % threads
-        before, end = pieces * own // threads, pieces * (own + 1) // threads
-        piece = before + claim(claims[own:])
+        stretch = (number + turn) % threads
+        before, end = pieces * stretch // threads, pieces * (stretch + 1) // threads
+        piece = before + claim(claims[stretch:])
         while piece < end:
             layer = len(layers) - 1
             while layers[layer, 3] > piece:
@@ -170,7 +170,7 @@ def _products(number, claims, pieces, x, layers, bias, stored, written):  # type
                 _some_products(x, weight, first, count, block, stored)
                 for r in range(len(x)):
                     _put_products(block[r], bias, first, count, out, r * outputs, stored, written)
-            piece = before + claim(claims[own:])
+            piece = before + claim(claims[stretch:])
 
 
 @inner
@@ -190,7 +190,7 @@ def _some_products(x, weight, first, count, block, stored):  # type: ignore[no-u
             for i in range(count):
                 row = weight + (first + i) * size
                 for j in range(whole, inputs):
-                    block[r, i] += x[r, j] * load_one(row, j, stored)
+                    block[r, i] += x[r, j] * load_scalar(row, j, stored)
 
 
 @inner
@@ -198,7 +198,7 @@ def _put_products(products, bias, first, count, out, place, stored, written):  #
     """Write the products of one row of x to out, from `place` + `first` on."""
     if bias:
         for i in range(count):
-            products[i] += load_one(bias, first + i, stored)
+            products[i] += load_scalar(bias, first + i, stored)
     whole = count // LANES * LANES
     for i in range(0, whole, LANES):
         put(out, place + first + i, load(products.ctypes.data + 4 * i), written)

@@ -19,19 +19,21 @@ SHARED = "full"  # the method whose kernels all others call, too
 @functools.cache
 def listed() -> tuple[list[Job], dict[str, dict[str, list[int]]]]:
     """All kernels of the list; and by dtype and name, of a method or `kv=` of a kind, the numbers of those it needs."""
-    found = json.loads((conf_dir() / "kernels.json").read_text())
-    return [Job(name, kinds, seconds, tuple(calls)) for name, kinds, seconds, calls in found["kernels"]], found["used"]
+    kernels = json.loads((conf_dir() / "kernels.json").read_text())
+    return [Job(name, kinds, seconds, tuple(calls)) for name, kinds, seconds, calls in kernels["kernels"]], kernels[
+        "used"
+    ]
 
 
-def needed_by(dtype: str, names: Iterable[str]) -> list[int]:
+def required_by(dtype: str, names: Iterable[str]) -> list[int]:
     """The numbers of the kernels that methods, and kinds of keys and values, need in a dtype."""
     jobs, used = listed()
-    found: set[int] = set()
+    numbers: set[int] = set()
     for name in (SHARED, *names):
-        found.update(used.get(dtype, {}).get(name, ()))
-    for number in sorted(found, reverse=True):
-        found.update(jobs[number].calls)
-    return sorted(found)
+        numbers.update(used.get(dtype, {}).get(name, ()))
+    for number in sorted(numbers, reverse=True):
+        numbers.update(jobs[number].calls)
+    return sorted(numbers)
 
 
 def missing(numbers: Iterable[int]) -> list[int]:
@@ -41,10 +43,10 @@ def missing(numbers: Iterable[int]) -> list[int]:
 
 @functools.cache
 def compile_silently(dtype: str, *names: str) -> None:
-    """Compile what `needed_by` lists and nobody has compiled, where no bar can be drawn."""
-    compile_listed(missing(needed_by(dtype, names)))
+    """Compile what `required_by` lists and nobody has compiled, where no bar can be drawn."""
+    compile_listed(missing(required_by(dtype, names)))
 
 
-def compile_listed(numbers: Iterable[int], say: Callable[[int, float], None] = lambda ready, left: None) -> None:
+def compile_listed(numbers: Iterable[int], say: Callable[[int, float], None] = lambda ready, seconds: None) -> None:
     """Compile these; see `kvbench.kernels.build.build`."""
     build(listed()[0], list(numbers), say)

@@ -65,16 +65,16 @@ def count_lists(lists: NDArray[np.int64], kv_heads: int) -> tuple[NDArray[Any], 
 @kernel
 def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
     words, heads = _words(lists), lists.shape[1]
-    own = max(1, heads // named.shape[1])
+    lists_per_head = max(1, heads // named.shape[1])
     for row in range(len(lists)):
         for head in range(min(heads, named.shape[1])):
-            asked = lists[row, head * own : head * own + own]
+            head_lists = lists[row, head * lists_per_head : head * lists_per_head + lists_per_head]
             named[row, head] = distinct[row, head] = 0
-            for tokens in asked:
+            for tokens in head_lists:
                 all_of, new = _mark(words, tokens)
                 named[row, head] += all_of
                 distinct[row, head] += new
-            for tokens in asked:
+            for tokens in head_lists:
                 for token in tokens:
                     words[max(token, 0) >> WORD] = 0
         for head in range(heads, named.shape[1]):
@@ -82,8 +82,8 @@ def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def plan_lists(index, held, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
-    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and held [L, V], L = B * Hkv.
+def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
+    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B * Hkv.
 
     Args:
         newest: [B], of each row the id of the token that is on the device anyway, or -1.
@@ -95,12 +95,12 @@ def plan_lists(index, held, newest, ids, source, slots, missing):  # type: ignor
         missing tokens, ids of the longest list, whether all are there, how many are held, and how many there are.
     """
     words, lists, heads = _words(index), len(ids), len(ids) // len(index)
-    own = max(1, index.shape[1] // heads)
-    first = held.size + lists * (newest[0] >= 0)
-    moving, longest, complete, found, total = 0, 0, True, 0, 0
+    lists_per_head = max(1, index.shape[1] // heads)
+    first = staged.size + lists * (newest[0] >= 0)
+    moving, longest, complete, hits, total = 0, 0, True, 0, 0
     for at in range(lists):
-        row, head = at // heads, min(at % heads * own, index.shape[1] - 1)
-        for tokens in index[row, head : head + own]:
+        row, head = at // heads, min(at % heads * lists_per_head, index.shape[1] - 1)
+        for tokens in index[row, head : head + lists_per_head]:
             named, _ = _mark(words, tokens)
             complete &= named == len(tokens)
         used, place = 0, 0
@@ -110,13 +110,13 @@ def plan_lists(index, held, newest, ids, source, slots, missing):  # type: ignor
             while word:
                 token = (place_of_word << WORD) + _lowest(word)
                 word &= word - 1
-                while place < held.shape[1] and held[at, place] < token:
+                while place < staged.shape[1] and staged[at, place] < token:
                     place += 1
-                if place < held.shape[1] and held[at, place] == token:
-                    origin = at * held.shape[1] + place
-                    found += 1
+                if place < staged.shape[1] and staged[at, place] == token:
+                    origin = at * staged.shape[1] + place
+                    hits += 1
                 elif token == newest[row]:
-                    origin = held.size + at
+                    origin = staged.size + at
                 else:
                     origin = first + moving
                     if len(missing):
@@ -127,9 +127,9 @@ def plan_lists(index, held, newest, ids, source, slots, missing):  # type: ignor
                 ids[at, used] = token
                 used += 1
         if len(slots):
-            _look_up(index[row, head : head + own], ids[at, :used], slots[at])
+            _look_up(index[row, head : head + lists_per_head], ids[at, :used], slots[at])
         longest, total = max(longest, used), total + used
-    return moving, longest, complete, found, total
+    return moving, longest, complete, hits, total
 
 
 @inner

@@ -22,9 +22,9 @@ def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped
             for at in range(count):
                 place = positions[row, head * positions.shape[1] // heads, at]
                 cosine, sine = cosines[place], sines[place]
-                own, out = vectors[row, head, at], turned[row, head, at]
+                vector, out = vectors[row, head, at], turned[row, head, at]
                 for i in range(half):
-                    out[i] = own[i] * cosine[i] - own[half + i] * sine[i]
+                    out[i] = vector[i] * cosine[i] - vector[half + i] * sine[i]
                 for i in range(half):
-                    out[half + i] = own[half + i] * cosine[half + i] + own[i] * sine[half + i]
-                out[2 * half :] = own[2 * half :]
+                    out[half + i] = vector[half + i] * cosine[half + i] + vector[i] * sine[half + i]
+                out[2 * half :] = vector[2 * half :]

@@ -53,8 +53,8 @@ def _whether(fact: str) -> Any:
 
     @intrinsic
     def answer(_context, stored):  # type: ignore[no-untyped-def]
-        found = getattr(Facts.of(stored), fact)
-        return types.boolean(stored), lambda context, *_: context.get_constant(types.boolean, found)
+        value = getattr(Facts.of(stored), fact)
+        return types.boolean(stored), lambda context, *_: context.get_constant(types.boolean, value)
 
     return answer
 
@@ -63,7 +63,7 @@ grouped, scaled, ranged, spread = map(_whether, ("grouped", "scaled", "ranged", 
 
 
 @intrinsic
-def load_one(_context, row, channel, stored):  # type: ignore[no-untyped-def]
+def load_scalar(_context, row, channel, stored):  # type: ignore[no-untyped-def]
     """One number of the row at an address, without the row's scale; not of packed codes, which are read by vectors."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -80,29 +80,29 @@ def load_one(_context, row, channel, stored):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def load_parameters(_context, rows, count, beside, stored):  # type: ignore[no-untyped-def]
+def load_parameters(_context, rows, count, offset, stored):  # type: ignore[no-untyped-def]
     """The scales and the minima of `count` rows, of 1 to 16, as two vectors; 1 and 0 where rows have none.
 
     Lanes after the last row's are as its own.
 
     Args:
         rows: address of the rows' addresses.
-        beside: bytes from a row to its parameters.
+        offset: bytes from a row to its parameters.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        rows, count, beside, _ = arguments
+        rows, count, offset, _ = arguments
         facts, word = Facts.of(signature.args[3]), rows.type
         of, many = TYPES[facts.parameter], {"none": 0, "scale": 1, "range": 2}[facts.parameters]
-        found, last = [ir.Constant(FLOATS, [one] * LANES) for one in (1.0, 0.0)], builder.sub(count, word(1))
+        per_lane, last = [ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0)], builder.sub(count, word(1))
         for lane in range(LANES if many else 0):
             index = builder.select(builder.icmp_unsigned("<", word(lane), count), word(lane), last)
             at = builder.add(rows, builder.mul(index, word(word.width // 8)))
-            parameters = builder.add(builder.load(pointer(builder, at, word)), beside)
+            parameters = builder.add(builder.load(pointer(builder, at, word)), offset)
             for n in range(many):
                 number = number_at(builder, parameters, word(n), of)
-                found[n] = builder.insert_element(found[n], number, ir.IntType(32)(lane))
-        scale, least = found
+                per_lane[n] = builder.insert_element(per_lane[n], number, ir.IntType(32)(lane))
+        scale, least = per_lane
         scale = builder.fmul(scale, ir.Constant(FLOATS, [facts.factor] * LANES))
         return context.make_tuple(builder, signature.return_type, (scale, least))
 
@@ -110,57 +110,59 @@ def load_parameters(_context, rows, count, beside, stored):  # type: ignore[no-u
 
 
 @intrinsic(prefer_literal=True)
-def score_four(_context, queries, apart, rows, beside, whole, stored, logits, count):  # type: ignore[no-untyped-def]
+def score_four(_context, queries, stride, rows, parameters, whole, stored, logits, count):  # type: ignore[no-untyped-def]
     """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
 
     A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
 
     Args:
-        queries, logits: addresses of the first; a query, float32 as `lay_out` has it, is `apart` bytes from the
+        queries, logits: addresses of the first; a query, float32 as `lay_out` has it, is `stride` bytes from the
             next.
-        rows, beside: addresses of the four rows and of their parameters.
+        rows, parameters: addresses of the four rows and of their parameters.
         whole: numbers of a row that are read, a multiple of `LANES`.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        queries, apart, rows, beside, whole, held, logits, _ = arguments
+        queries, stride, rows, parameters, whole, stored_value, logits, _ = arguments
         word = queries.type
-        rows, beside = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, beside))
-        four, nothing = list(zip(rows, beside, strict=True)), ir.Constant(FLOATS, [0.0] * LANES)
-        reader = Reader(context, builder, signature.args[5], held, whole)
+        rows, parameters = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, parameters))
+        four, nothing = list(zip(rows, parameters, strict=True)), ir.Constant(FLOATS, [0.0] * LANES)
+        reader = Reader(context, builder, signature.args[5], stored_value, whole)
         unit = reader.facts.unit
-        asked = [builder.add(queries, builder.mul(apart, word(q))) for q in range(signature.args[7].literal_value)]
-        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in asked]
+        query_addresses = [
+            builder.add(queries, builder.mul(stride, word(q))) for q in range(signature.args[7].literal_value)
+        ]
+        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in query_addresses]
         squares = [cgutils.alloca_once_value(builder, nothing) for _ in four] if unit else []
 
         def meet(read: list[Any], first: Any) -> None:
             """Add the products of a vector of each row with those of the queries, `first` bytes on, and with itself."""
             for sum, y in zip(squares, read, strict=unit):
                 builder.store(fma(builder, y, y, builder.load(sum)), sum)
-            for query, own in zip(asked, sums, strict=True):
+            for query, query_sums in zip(query_addresses, sums, strict=True):
                 x = numbers_at(builder, builder.add(query, first), types.float32)
-                for sum, y in zip(own, read, strict=True):
+                for sum, y in zip(query_sums, read, strict=True):
                     builder.store(fma(builder, x, y, builder.load(sum)), sum)
 
         pairs = builder.udiv(whole, word(PAIR))
         with cgutils.for_range(builder, pairs) as loop:
-            read = [reader.two(*one, loop.index) for one in four]
+            read = [reader.two(*row, loop.index) for row in four]
             first = builder.mul(loop.index, word(4 * PAIR))
             for n, at in enumerate((first, builder.add(first, word(4 * LANES)))):
                 meet([two[n] for two in read], at)
         with builder.if_then(builder.icmp_unsigned("<", builder.mul(pairs, word(PAIR)), whole)):
             block = builder.mul(pairs, word(2))
-            read = [reader.one(*one, block) for one in four]
+            read = [reader.vector(*row, block) for row in four]
             meet(read, builder.mul(pairs, word(4 * PAIR)))
         if unit:
             lengths = four_sums(builder, *(builder.load(sum) for sum in squares))
             lengths = builder.fadd(lengths, ir.Constant(lengths.type, [float(np.float32(1e-16))] * 4))
             lengths = called(builder, "llvm.sqrt.v4f32", lengths.type, lengths)
-        for q, own in enumerate(sums):
-            found = four_sums(builder, *(builder.load(sum) for sum in own))
+        for q, query_sums in enumerate(sums):
+            products = four_sums(builder, *(builder.load(sum) for sum in query_sums))
             if unit:
-                found = builder.fdiv(found, lengths)
-            builder.store(found, pointer(builder, builder.add(logits, word(4 * BLOCK * q)), found.type), align=4)
+                products = builder.fdiv(products, lengths)
+            builder.store(products, pointer(builder, builder.add(logits, word(4 * BLOCK * q)), products.type), align=4)
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
@@ -168,7 +170,7 @@ def score_four(_context, queries, apart, rows, beside, whole, stored, logits, co
 
 
 @intrinsic(prefer_literal=True)
-def add_rows(_context, weights, rows, beside, many, block, whole, stored, sums, apart, count, vectors):  # type: ignore[no-untyped-def]
+def add_rows(_context, weights, rows, offset, many, block, whole, stored, sums, stride, count, vectors):  # type: ignore[no-untyped-def]
     """Add `many` rows to each of `count` sums, one vector or two of them, by weights [count, BLOCK]; see `score_four`.
 
     The sums stay in registers.
@@ -176,39 +178,42 @@ def add_rows(_context, weights, rows, beside, many, block, whole, stored, sums, 
     Args:
         weights: address of the first.
         rows: address of the rows' addresses.
-        beside: bytes from a row to its parameters.
+        offset: bytes from a row to its parameters.
         block: which of the rows' vectors, or which two.
-        sums: address of the first, as `lay_out` has it; a sum is `apart` bytes from the next.
+        sums: address of the first, as `lay_out` has it; a sum is `stride` bytes from the next.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        weights, rows, beside, many, block, whole, held, sums, apart, _, _ = arguments
+        weights, rows, offset, many, block, whole, stored_value, sums, stride, _, _ = arguments
         count, vectors = (argument.literal_value for argument in signature.args[9:])
         word = weights.type
-        reader = Reader(context, builder, signature.args[6], held, whole)
+        reader = Reader(context, builder, signature.args[6], stored_value, whole)
         first = builder.add(sums, builder.mul(block, word(4 * LANES * vectors)))
         places = [
             [
                 pointer(
-                    builder, builder.add(first, builder.add(builder.mul(apart, word(q)), word(4 * LANES * n))), FLOATS
+                    builder, builder.add(first, builder.add(builder.mul(stride, word(q)), word(4 * LANES * n))), FLOATS
                 )
                 for n in range(vectors)
             ]
             for q in range(count)
         ]
-        found = [[cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in own] for own in places]
+        accumulators = [
+            [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in per_query]
+            for per_query in places
+        ]
         with cgutils.for_range(builder, many) as loop:
             at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
             row = builder.load(pointer(builder, at, word))
-            by = builder.add(row, beside)
-            read = reader.two(row, by, block) if vectors == 2 else [reader.one(row, by, block)]
-            for q, own in enumerate(found):
+            by = builder.add(row, offset)
+            read = reader.two(row, by, block) if vectors == 2 else [reader.vector(row, by, block)]
+            for q, per_query in enumerate(accumulators):
                 at = builder.add(weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4))))
                 weight = splatted(builder, builder.load(pointer(builder, at, ir.FloatType()), align=4))
-                for sum, y in zip(own, read, strict=True):
+                for sum, y in zip(per_query, read, strict=True):
                     builder.store(fma(builder, weight, y, builder.load(sum)), sum)
-        for own, to in zip(found, places, strict=True):
-            for sum, place in zip(own, to, strict=True):
+        for per_query, to in zip(accumulators, places, strict=True):
+            for sum, place in zip(per_query, to, strict=True):
                 builder.store(builder.load(sum), place, align=4)
         return context.get_dummy_value()
 
@@ -246,29 +251,29 @@ def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: i
         ahead: which rows are fetched, see `_fetch_rows`.
     """
     many, head_dim = query.shape
-    beside, size = layout
+    offset, size = layout
     whole, last = head_dim // LANES * LANES, count - 1
     for i in range(0, count, 4):
         _fetch_rows(ahead, i, 4, size)
         a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
-        rows, by = (a, b, c, d), (a + beside, b + beside, c + beside, d + beside)
+        rows, by = (a, b, c, d), (a + offset, b + offset, c + offset, d + offset)
         if grouped(stored):
             by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
         meet(query.ctypes.data, 4 * head_dim, many, rows, by, whole, stored, logits.ctypes.data + 4 * i)
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
-                logits[r, i] += query[r, j] * load_one(keys[i], j, stored)
+                logits[r, i] += query[r, j] * load_scalar(keys[i], j, stored)
     if scaled(stored):
         for i in range(0, count, LANES):
             few = min(count - i, LANES)
-            scale, least = load_parameters(keys.ctypes.data + i * keys.itemsize, few, beside, stored)
+            scale, least = load_parameters(keys.ctypes.data + i * keys.itemsize, few, offset, stored)
             for r in range(many):
                 at = logits.ctypes.data + 4 * (r * BLOCK + i)
-                found = times(load(at), scale)
+                products = times(load(at), scale)
                 if ranged(stored):
-                    found = plus(found, times(least, splat(total_of(query[r]))))
-                store(at, found)
+                    products = plus(products, times(least, splat(total_of(query[r]))))
+                store(at, products)
     for r in range(many):
         for i in range(count, vectors(count)):
             logits[r, i] = -np.inf
@@ -287,18 +292,18 @@ def total_of(numbers):  # type: ignore[no-untyped-def]
 
 
 @inner
-def meet(query, apart, many, rows, beside, whole, stored, logits):  # type: ignore[no-untyped-def]
+def meet(query, stride, many, rows, parameters, whole, stored, logits):  # type: ignore[no-untyped-def]
     """The products of four rows with `many` queries; see `score_four`, of which these are the addresses."""
     for r in range(0, many, 4):
-        first, to, left = query + r * apart, logits + 4 * r * BLOCK, many - r
-        if left >= 4:
-            score_four(first, apart, rows, beside, whole, stored, to, 4)
-        elif left == 3:
-            score_four(first, apart, rows, beside, whole, stored, to, 3)
-        elif left == 2:
-            score_four(first, apart, rows, beside, whole, stored, to, 2)
+        first, to, remaining = query + r * stride, logits + 4 * r * BLOCK, many - r
+        if remaining >= 4:
+            score_four(first, stride, rows, parameters, whole, stored, to, 4)
+        elif remaining == 3:
+            score_four(first, stride, rows, parameters, whole, stored, to, 3)
+        elif remaining == 2:
+            score_four(first, stride, rows, parameters, whole, stored, to, 2)
         else:
-            score_four(first, apart, rows, beside, whole, stored, to, 1)
+            score_four(first, stride, rows, parameters, whole, stored, to, 1)
 
 
 @inner
@@ -317,10 +322,10 @@ def weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
     head_dim = sums.shape[1]
     for r in range(len(most)):
         at, end = logits.ctypes.data + 4 * r * BLOCK, logits.ctypes.data + 4 * (r * BLOCK + count)
-        found = load(at)
+        maxima = load(at)
         for here in range(at, end, 4 * LANES):
-            found = larger(found, load(here))
-        largest = largest_of(found)
+            maxima = larger(maxima, load(here))
+        largest = largest_of(maxima)
         if largest > most[r]:
             shrink = first_of(exponential(splat(most[r] - largest)))
             most[r] = largest
@@ -343,13 +348,13 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
     Of rows that have a scale of their own, weights are multiplied with it, in place.
     """
     many, head_dim = sums.shape
-    beside, size = layout
-    whole, apart = head_dim // LANES * LANES, 4 * head_dim
+    offset, size = layout
+    whole, stride = head_dim // LANES * LANES, 4 * head_dim
     pairs = whole // PAIR
     if scaled(stored):
         for i in range(0, count, LANES):
             few = min(count - i, LANES)
-            scale, least = load_parameters(values.ctypes.data + i * values.itemsize, few, beside, stored)
+            scale, least = load_parameters(values.ctypes.data + i * values.itemsize, few, offset, stored)
             for r in range(many):
                 at = weights.ctypes.data + 4 * (r * BLOCK + i)
                 if ranged(stored):
@@ -361,24 +366,24 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
         _fetch_rows(ahead, i, LANES, size)
         rows, few = values.ctypes.data + i * values.itemsize, min(count - i, LANES)
         for r in range(0, many, 4):
-            by, to, left = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + r * apart, many - r
+            by, to, remaining = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + r * stride, many - r
             for pair in range(pairs):
-                if left >= 4:
-                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 4, 2)
-                elif left == 3:
-                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 3, 2)
-                elif left == 2:
-                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 2, 2)
+                if remaining >= 4:
+                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 4, 2)
+                elif remaining == 3:
+                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 3, 2)
+                elif remaining == 2:
+                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 2, 2)
                 else:
-                    add_rows(by, rows, beside, few, pair, whole, stored, to, apart, 1, 2)
+                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 1, 2)
             if pairs * PAIR < whole:
-                for q in range(min(left, 4)):
-                    own, own_sum = by + 4 * q * BLOCK, to + q * apart
-                    add_rows(own, rows, beside, few, 2 * pairs, whole, stored, own_sum, apart, 1, 1)
+                for q in range(min(remaining, 4)):
+                    query_weights, query_sums = by + 4 * q * BLOCK, to + q * stride
+                    add_rows(query_weights, rows, offset, few, 2 * pairs, whole, stored, query_sums, stride, 1, 1)
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
-                sums[r, j] += weights[r, i] * load_one(values[i], j, stored)
+                sums[r, j] += weights[r, i] * load_scalar(values[i], j, stored)
 
 
 @inner

@@ -32,8 +32,8 @@ def _number_alone() -> int:
 
 def _name_functions() -> None:
     """Tell LLVM what compiled code calls; it finds them by these names, whenever that was compiled."""
-    found = [*(Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
-    gnu = ctypes.CDLL(str(found[0])) if found else None
+    libraries = [*(Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
+    gnu = ctypes.CDLL(str(libraries[0])) if libraries else None
     functions = (_open_alone, _number_alone) if gnu is None else (gnu.GOMP_parallel, gnu.omp_get_thread_num)
     for name, function in zip((_OPEN, _NUMBER), functions, strict=True):
         address = ctypes.cast(function, ctypes.c_void_p).value
@@ -70,9 +70,9 @@ def in_threads(typing, threads, work, arguments):  # type: ignore[no-untyped-def
         number_of = cgutils.get_or_insert_function(module, ir.FunctionType(ir.IntType(32), []), _NUMBER)
         number = inside.sext(inside.call(number_of, []), ir.IntType(64))
         tuple_type = signature.args[2]
-        given = inside.load(inside.bitcast(body.args[0], packed.type.as_pointer()))
-        own = [number, *(inside.extract_value(given, at) for at in range(len(tuple_type.types)))]
-        context.call_internal_no_propagate(inside, compiled.fndesc, compiled.signature, own)
+        loaded = inside.load(inside.bitcast(body.args[0], packed.type.as_pointer()))
+        call_arguments = [number, *(inside.extract_value(loaded, at) for at in range(len(tuple_type.types)))]
+        context.call_internal_no_propagate(inside, compiled.fndesc, compiled.signature, call_arguments)
         inside.ret_void()
         opening = ir.FunctionType(ir.VoidType(), [body.type, byte, ir.IntType(32), ir.IntType(32)])
         open_region = cgutils.get_or_insert_function(module, opening, _OPEN)

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvbench.kernels.rows import load_one
+from kvbench.kernels.rows import load_scalar
 from kvbench.kernels.vectors import inner, kernel, pointer
 
 
@@ -30,7 +30,7 @@ def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
 def _finite(address, count, stored):  # type: ignore[no-untyped-def]
     wrong = 0
     for i in range(count):
-        x = load_one(address, i, stored)
+        x = load_scalar(address, i, stored)
         wrong |= x - x != 0  # of NaN and inf it is NaN
     return wrong == 0
 

@@ -60,8 +60,10 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def splatted(builder: Any, number: Any) -> Any:
     """A vector of one number, of any type."""
     lanes = ir.VectorType(number.type, LANES)
-    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    first_lane = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        first_lane, first_lane, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    )
 
 
 def widened(builder: Any, word: Any, to: Any) -> Any:
@@ -111,8 +113,8 @@ def put(_context, address, place, number, stored):  # type: ignore[no-untyped-de
             bits = builder.bitcast(number, word)
             odd = builder.and_(builder.lshr(bits, fixed(16)), fixed(1))
             nearest = builder.add(builder.add(bits, fixed(0x7FFF)), odd)
-            kept = builder.select(builder.fcmp_unordered("uno", number, number), fixed(0x7FC00000), nearest)
-            number = builder.trunc(builder.lshr(kept, fixed(16)), half)
+            rounded = builder.select(builder.fcmp_unordered("uno", number, number), fixed(0x7FC00000), nearest)
+            number = builder.trunc(builder.lshr(rounded, fixed(16)), half)
         builder.store(number, pointer(builder, at, number.type), align=stored.bitwidth // 8)
         return context.get_dummy_value()
 
@@ -232,9 +234,9 @@ def four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
         return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
-    def added(x: Any, y: Any, lanes: list[int], beside: int) -> Any:
-        """Lanes of x and y (from `LANES` on), and those `beside` them."""
-        return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + beside for lane in lanes]))
+    def added(x: Any, y: Any, lanes: list[int], offset: int) -> Any:
+        """Lanes of x and y (from `LANES` on), and those `offset` lanes on."""
+        return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + offset for lane in lanes]))
 
     quarters = range(0, LANES, 4)
     halves = [lane for q in quarters for lane in (q, q + 1, LANES + q, LANES + q + 1)]
@@ -257,11 +259,11 @@ def number_at(builder: Any, address: Any, place: Any, stored: Any) -> Any:
 
 def _as_float32(builder: Any, address: Any, stored: Any, many: Any) -> Any:
     kind = {types.float32: ir.FloatType(), types.float16: ir.HalfType(), types.uint16: ir.IntType(16)}[stored]
-    held = builder.load(pointer(builder, address, many(kind)), align=stored.bitwidth // 8)
+    loaded = builder.load(pointer(builder, address, many(kind)), align=stored.bitwidth // 8)
     if stored == types.float32:
-        return held
+        return loaded
     to = many(ir.FloatType())
-    return builder.fpext(held, to) if stored == types.float16 else widened(builder, held, to)
+    return builder.fpext(loaded, to) if stored == types.float16 else widened(builder, loaded, to)
 
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
@@ -292,8 +294,8 @@ def exponential(_context, x):  # type: ignore[no-untyped-def]
         sum = fma(builder, sum, builder.fmul(r, r), builder.fadd(r, number(1)))
         power = builder.shl(builder.bitcast(rounded, words), ir.Constant(words, [23] * LANES))
         power = builder.add(power, ir.Constant(words, [127 << 23] * LANES))
-        found = builder.fmul(sum, builder.bitcast(power, x.type))
-        return builder.select(low, number(0), found)
+        product = builder.fmul(sum, builder.bitcast(power, x.type))
+        return builder.select(low, number(0), product)
 
     return vector(vector), generate
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from kvbench.backends.backend import Asked, Backend, Generated, backend_of
+from kvbench.backends.backend import Backend, GeneratedBatch, GenerationRequest, backend_of
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, Question, Stops
+from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, QuestionTokens, Stops
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
@@ -34,7 +34,7 @@ from kvbench.models.prompts import tokenizing
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
 
-MOST_EXCERPTS, AROUND = 3, 160  # of a prompt in its record, and characters on each side of an answer
+MOST_EXCERPTS, MARGIN = 3, 160  # of a prompt in its record, and characters on each side of an answer
 LONGER = 64  # tokens: questions about one context are not equally long, and the first one's memory must do for all
 
 
@@ -96,7 +96,7 @@ class Arm(Setup):
 
     def attends_whole(self, record: dict[str, Any]) -> bool:
         """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
-        if record["error"] or self.budget.size is not None or not self.backend.own_engine:
+        if record["error"] or self.budget.size is not None or not self.backend.has_engine:
             return False
         tokens, method = record["prompt_tokens"], self.method
         limited = any(method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers)
@@ -135,9 +135,9 @@ def excerpt(sample: Sample) -> str:
     """What a reader needs of a prompt: around its answers, where these stand in it, and its end, which asks."""
     text, cuts = sample.prompt, []
     for answer in filter(None, sample.answers[:MOST_EXCERPTS]):
-        if found := re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text):
-            cuts.append(text[max(0, found.start() - AROUND) : found.end() + AROUND])
-    return "\n...\n".join([*cuts, text[-AROUND:]])
+        if match := re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text):
+            cuts.append(text[max(0, match.start() - MARGIN) : match.end() + MARGIN])
+    return "\n...\n".join([*cuts, text[-MARGIN:]])
 
 
 def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
@@ -169,7 +169,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         raise ConfigError(f"{sample.id}: {error}") from error
     ids, question = rendered.ids, []
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
-    last = max([*ids, *(sample.given.tokens if sample.given else ())], default=0)
+    last = max([*ids, *(sample.forced.tokens if sample.forced else ())], default=0)
     if last >= (vocabulary := arm.loaded.vocabulary):
         raise ConfigError(
             f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the model has {vocabulary} "
@@ -187,7 +187,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
             f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
             + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
-    name = hashlib.sha256(str(ids).encode()).hexdigest() if question else sample.asked
+    name = hashlib.sha256(str(ids).encode()).hexdigest() if question else sample.base_id
     return TokenizedSample(sample, ids, question, record, name)
 
 
@@ -195,7 +195,7 @@ def _token_ids(sample: Sample) -> list[int] | None:
     """The prompt of a sample that is no text, in a batch the first row's; None for a text."""
     if sample.timed:
         return list(sample.timed.rows[0])
-    return list(sample.given.prompt) if sample.given else None
+    return list(sample.forced.prompt) if sample.forced else None
 
 
 def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
@@ -208,13 +208,13 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     """
     waiting: dict[Any, list[Sample]] = {}
     for sample in samples:
-        if size > 1 and (sample.timed or sample.given):
+        if size > 1 and (sample.timed or sample.forced):
             raise ConfigError(f"batch={size}: {sample.id} is measured by itself; expected 1")
-        alike = (sample.max_new_tokens, sample.stop, sample.end_token, len(sample.prompt).bit_length())
-        batch = waiting.setdefault(alike, [])
+        key = (sample.max_new_tokens, sample.stop, sample.end_token, len(sample.prompt).bit_length())
+        batch = waiting.setdefault(key, [])
         batch.append(sample)
         if len(batch) == size:
-            yield waiting.pop(alike)
+            yield waiting.pop(key)
     yield from waiting.values()
 
 
@@ -259,10 +259,10 @@ def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
         ConfigError: a sample cannot run as the protocol asks, or not in a batch; after all before it.
     """
     waiting: list[TokenizedSample] = []
-    coming = _of_one_length(arm, batches(samples, arm.config["batch"]))
+    prompt_batches = _by_question_length(arm, batches(samples, arm.config["batch"]))
     while True:
         try:
-            prompts = next(coming, [])
+            prompts = next(prompt_batches, [])
         except ConfigError:
             if waiting:
                 yield Batch(waiting)
@@ -275,12 +275,12 @@ def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
         waiting = prompts
 
 
-def _of_one_length(arm: Arm, groups: Iterable[list[Sample]]) -> Iterator[list[TokenizedSample]]:
+def _by_question_length(arm: Arm, groups: Iterable[list[Sample]]) -> Iterator[list[TokenizedSample]]:
     for group in groups:
-        own: dict[int, list[TokenizedSample]] = {}
+        by_length: dict[int, list[TokenizedSample]] = {}
         for prompt in (prompt_of(arm, sample) for sample in group):
-            own.setdefault(len(prompt.question), []).append(prompt)
-        yield from own.values()
+            by_length.setdefault(len(prompt.question), []).append(prompt)
+        yield from by_length.values()
 
 
 def contexts(prompts: Sequence[TokenizedSample]) -> list[tuple[str, list[int]]] | None:
@@ -363,23 +363,23 @@ def _records(
     sample = prompts[0].sample
     if sample.timed:
         return _scored(arm, prompts, *_timed(arm, prompts[0], sample.timed, progress))
-    if sample.given:
+    if sample.forced:
         prefilled = prefilled or prefill_shared([arm], prompts, progress)
-        fidelity.full_attention(arm.loaded.model, prefilled, prompts[0].ids, sample.given.tokens)
-    asked, comparison = _asked(arm, prompts, prefilled, id(arm), progress)
+        fidelity.full_attention(arm.loaded.model, prefilled, prompts[0].ids, sample.forced.tokens)
+    request, comparison = _request(arm, prompts, prefilled, id(arm), progress)
     with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
-        made = arm.backend.generate(arm, asked)
-    return _scored(arm, prompts, made, {**(comparison.record() if comparison else {}), "machine": measured_on})
+        generated = arm.backend.generate(arm, request)
+    return _scored(arm, prompts, generated, {**(comparison.record() if comparison else {}), "machine": measured_on})
 
 
 def _scored(
-    arm: Arm, prompts: Sequence[TokenizedSample], made: Generated, more: dict[str, Any]
+    arm: Arm, prompts: Sequence[TokenizedSample], generated: GeneratedBatch, more: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The records of samples, from what they came to and what else their records say."""
-    (generation, audits, broken), records = made, []
+    (generation, audits, broken), records = generated, []
     for row, prompt in enumerate(prompts):
         sample, tokens = prompt.sample, generation.tokens[row]
-        found = {
+        fields = {
             "output": arm.loaded.tokenizer.decode(tokens, skip_special_tokens=True),
             "output_ids": tokens,
             "audit": audits[row],
@@ -388,40 +388,42 @@ def _scored(
             **more,
         }
         if sample.keep_ids:
-            found["meta"] = {**sample.meta, "output_ids": tokens}
-        if found["audit"]["over_rule"]:
-            records.append({**failure(arm, prompt, f"over_rule: {broken[row]}"), **found})
+            fields["meta"] = {**sample.meta, "output_ids": tokens}
+        if fields["audit"]["over_rule"]:
+            records.append({**failure(arm, prompt, f"over_rule: {broken[row]}"), **fields})
             continue
-        answers, meta = tuple(found.get("answers", sample.answers)), found.get("meta", sample.meta)
-        scores = arm.task.score(replace(sample, id=sample.asked, answers=answers, meta=meta), found["output"])
-        records.append({**prompt.record, "scores": scores, **found})
+        answers, meta = tuple(fields.get("answers", sample.answers)), fields.get("meta", sample.meta)
+        scores = arm.task.score(replace(sample, id=sample.base_id, answers=answers, meta=meta), fields["output"])
+        records.append({**prompt.record, "scores": scores, **fields})
     return records
 
 
-def _asked(
+def _request(
     arm: Arm,
     prompts: Sequence[TokenizedSample],
     prefilled: Prefilled | None,
     owner: int,
     progress: Progress | None = None,
-) -> tuple[Asked, fidelity.Comparison | None]:
+) -> tuple[GenerationRequest, fidelity.Comparison | None]:
     """What a batch of samples asks for, and, where their tokens are given, the comparison with full attention.
 
     Args:
         owner: by which `prefilled` knows what this arm has made of the prompts.
     """
-    sample, rows, names = prompts[0].sample, [one.ids for one in prompts], [one.name for one in prompts]
-    fresh = partial(arm.engine, rows, len(sample.given.tokens) if sample.given else prompts[0].room, names)
-    shared = prefilled is not None and (prefilled.again or prefilled.has_kept(owner))
+    sample, rows, names = prompts[0].sample, [prompt.ids for prompt in prompts], [prompt.name for prompt in prompts]
+    fresh = partial(arm.engine, rows, len(sample.forced.tokens) if sample.forced else prompts[0].room, names)
+    shared = prefilled is not None and (prefilled.again or prefilled.has_begun(owner))
     engine = partial(prefilled.engine, owner, fresh) if prefilled is not None and shared else fresh
-    if sample.given:
+    if sample.forced:
         assert prefilled is not None and prefilled.reference is not None
-        tokens = sample.given.tokens
+        tokens = sample.forced.tokens
         comparison = fidelity.Comparison(prefilled.reference, tokens[1:])
         more: dict[str, Any] = {"prefilled": prefilled, "progress": progress, "watch": comparison}
-        return Asked(rows, engine, len(tokens), Stops(), Choice(given=[tokens]), None, Question(), **more), comparison
-    ends, draw = stops(arm.loaded, sample), draw_of(arm, [one.sample for one in prompts])
-    asked = Asked(
+        return GenerationRequest(
+            rows, engine, len(tokens), Stops(), Choice(forced_tokens=[tokens]), None, QuestionTokens(), **more
+        ), comparison
+    ends, draw = stops(arm.loaded, sample), draw_of(arm, [prompt.sample for prompt in prompts])
+    request = GenerationRequest(
         rows,
         engine,
         sample.max_new_tokens,
@@ -432,12 +434,12 @@ def _asked(
         prefilled,
         progress,
     )
-    return asked, None
+    return request, None
 
 
-def _question(arm: Arm, prompts: Sequence[TokenizedSample]) -> Question:
+def _question(arm: Arm, prompts: Sequence[TokenizedSample]) -> QuestionTokens:
     rows = [prompt.question for prompt in prompts]
-    return Question(rows, at_once=arm.protocol.question == "after") if any(rows) else Question()
+    return QuestionTokens(rows, at_once=arm.protocol.question == "after") if any(rows) else QuestionTokens()
 
 
 class Begun:
@@ -460,43 +462,43 @@ class Begun:
             Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
         """
         loaded = self.arm.loaded
-        own = replace(self.arm, method=build(self.arm.config["method"]))
-        asked, self._comparison = _asked(own, self.prompts, self._prefilled, owner=id(self.arm))
+        arm = replace(self.arm, method=build(self.arm.config["method"]))
+        request, self._comparison = _request(arm, self.prompts, self._prefilled, owner=id(self.arm))
         self._machine = self._observed.enter_context(machine.observed(loaded.device, loaded.devices))
-        self._decoding = self.arm.backend.begin(own, asked)
+        self._decoding = self.arm.backend.begin(arm, request)
         return self._decoding
 
     def records(self, generation: Generation) -> list[dict[str, Any]]:
         """The samples' records, once their generation is over."""
         self._observed.close()
-        made = Generated.by(self._decoding.engine, generation, len(self.prompts))
+        generated = GeneratedBatch.by(self._decoding.engine, generation, len(self.prompts))
         more = self._comparison.record() if self._comparison else {}
-        return _scored(self.arm, self.prompts, made, {**more, "machine": self._machine})
+        return _scored(self.arm, self.prompts, generated, {**more, "machine": self._machine})
 
 
 def begin_reference(arm: Arm, prompt: TokenizedSample, prefilled: Prefilled) -> Decoding:
     """Begin what a sample whose tokens are given is compared with, to go on ahead of those that compare."""
-    assert prompt.sample.given is not None
-    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompt.ids, prompt.sample.given.tokens)
+    assert prompt.sample.forced is not None
+    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompt.ids, prompt.sample.forced.tokens)
 
 
 def _timed(
     arm: Arm, prompt: TokenizedSample, timed: Timed, progress: Progress | None
-) -> tuple[Generated, dict[str, Any]]:
+) -> tuple[GeneratedBatch, dict[str, Any]]:
     """The generation of a sample that is timed."""
     kind = SyntheticEngine if timed.keys == "synthetic_attention" else Engine
     generation, engine, more = latency.time_sample(
         arm.loaded.model,
         timed,
         prompt.sample.max_new_tokens,
-        partial(arm.engine, samples=[prompt.sample.asked], kind=kind),
+        partial(arm.engine, samples=[prompt.sample.base_id], kind=kind),
         arm.protocol.prefill_chunk,
         progress,
         # a share of a shorter prompt may be less than the method can do with
         len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED,
         probed=bool(arm.config["probe"]["every"]),
     )
-    return Generated.by(engine, generation, 1), more
+    return GeneratedBatch.by(engine, generation, 1), more
 
 
 def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
@@ -504,7 +506,7 @@ def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
     protocol = arm.protocol
     if not protocol.temperature:
         return None
-    seeds = [f"{arm.config['seed']}/{sample.asked}/{sample.answer}" for sample in samples]
+    seeds = [f"{arm.config['seed']}/{sample.base_id}/{sample.answer}" for sample in samples]
     return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
 
 
@@ -523,8 +525,8 @@ def stops(loaded: models.Loaded, sample: Sample) -> Stops:
         else:
             ids.add(last)
             not_first = True
-    found = Stops(ids, not_first=ids if not_first else ())
-    return replace(found, ends=ends_at(tokenizer, texts)) if texts else found
+    ends = Stops(ids, not_first=ids if not_first else ())
+    return replace(ends, ends=ends_at(tokenizer, texts)) if texts else ends
 
 
 PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less than a character
@@ -538,10 +540,10 @@ def ends_at(
     # completed: a character takes a token for each of its bytes at most.
     tail = 4 * max(map(len, stops), default=0) + 8
     silent = set(tokenizer.all_special_ids) if skip_special_tokens else set()
-    known = len(tokenizer)  # a model's vocabulary may be padded
+    size = len(tokenizer)  # a model's vocabulary may be padded
 
     def ends(tokens: Sequence[int]) -> bool:
-        last = list(islice((token for token in reversed(tokens) if token not in silent and token < known), tail + 3))
+        last = list(islice((token for token in reversed(tokens) if token not in silent and token < size), tail + 3))
         last.reverse()
         # Bytes of which the first character is cut may all be unreadable; one of four places is between two characters.
         text = ""
@@ -585,8 +587,8 @@ def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str,
     if steps:
         cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
         tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
-    found: dict[str, Any] = {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
+    record: dict[str, Any] = {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
     if generation.shared_prefill:
-        return {**found, "shared_prefill": True}
+        return {**record, "shared_prefill": True}
     first = {"ttft_s": generation.ttft_s, "tt2t_s": generation.tt2t_s, "prefill_ms": generation.prefill_ms}
-    return {**found, **first}
+    return {**record, **first}

@@ -110,9 +110,9 @@ class CopyScorer(Method):
         """Layers come in order."""
         first = prompt.lengths[0] % self.tokens
         scores = copy_scores(prompt.queries[0], prompt.keys[0], self.shape.scaling, self.tokens, first)
-        for found, own in zip((self.echo, self.induction), scores, strict=True):
-            best = own.unflatten(0, (self.shape.kv_heads, -1)).amax(dim=1)
-            found.append(tuple(round(score, 6) for score in best.tolist()))
+        for layers, head_scores in zip((self.echo, self.induction), scores, strict=True):
+            best = head_scores.unflatten(0, (self.shape.kv_heads, -1)).amax(dim=1)
+            layers.append(tuple(round(score, 6) for score in best.tolist()))
 
 
 class QueryScorer(Method):
@@ -168,18 +168,18 @@ def copy_scores(
     group = heads // keys.shape[0]
     echo, induction = torch.zeros(2, heads, dtype=torch.float64, device=keys.device)
     for head in range(keys.shape[0]):
-        own, key = queries[head * group : (head + 1) * group], keys[head].float()
+        query, key = queries[head * group : (head + 1) * group], keys[head].float()
         for start in range(first + tokens, length, BLOCK):
             position = torch.arange(start, min(start + BLOCK, length), device=keys.device)
             end = int(position[-1]) + 1
-            logits = own[:, start:end].float() @ key[:end].T * scaling  # [G, BLOCK, end] is the largest tensor alive
+            logits = query[:, start:end].float() @ key[:end].T * scaling  # [G, BLOCK, end] is the largest tensor alive
             future = torch.arange(end, device=keys.device) > position[:, None]
             probabilities = logits.masked_fill(future, -torch.inf).softmax(dim=-1)
             copies = position[:, None] - tokens * torch.arange(1, -(-length // tokens), device=keys.device)
             there = copies >= first
-            for scores, wanted in ((echo, copies), (induction, copies + 1)):
-                places = wanted.clamp(min=0).expand(group, -1, -1)
+            for scores, positions in ((echo, copies), (induction, copies + 1)):
+                places = positions.clamp(min=0).expand(group, -1, -1)
                 received = probabilities.gather(2, places) * there
                 scores[head * group : (head + 1) * group] += received.sum(dim=(1, 2), dtype=torch.float64)
-    asked = length - first - tokens
-    return echo / asked, induction / asked
+    count = length - first - tokens
+    return echo / count, induction / count

@@ -20,35 +20,39 @@ from kvbench.method import Method
 from kvbench.models.types import Model
 
 
-def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> None:
+def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]) -> None:
     """Note in `prefilled.reference` what full attention says after each given token; nothing to do the second time.
 
     Args:
         model: with "kvbench" attention.
         prefilled: of the prompt; whoever began from it before must not go on.
-        prompt, given: token ids; the last given one is only predicted.
+        prompt, forced_tokens: token ids; the last forced one is only predicted.
     """
     if prefilled.reference is None:
-        engine, ends = _full(model, prefilled, prompt, given)
+        engine, ends = _full(model, prefilled, prompt, forced_tokens)
         generate(model, [prompt], engine, prefilled=prefilled, **ends)
 
 
-def begin_full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> Decoding:
+def begin_full_attention(
+    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
+) -> Decoding:
     """As `full_attention`, to go on beside others, and ahead of who compares with it."""
-    engine, ends = _full(model, prefilled, prompt, given)
+    engine, ends = _full(model, prefilled, prompt, forced_tokens)
     return begin(model, engine, prefilled, **ends)
 
 
-def _full(model: Model, prefilled: Prefilled, prompt: Sequence[int], given: Sequence[int]) -> tuple[Engine, Any]:
+def _full(
+    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
+) -> tuple[Engine, Any]:
     """An engine with full attention, and how its generation ends and is noted."""
     shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
     prefilled.reference = steps = []
     ends = {
-        "max_new_tokens": len(given),
-        "choice": Choice(given=[given]),
+        "max_new_tokens": len(forced_tokens),
+        "choice": Choice(forced_tokens=[forced_tokens]),
         "watch": lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     }
-    return Engine(shape, Method(), Budget(None), new_tokens=len(given)), ends
+    return Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens)), ends
 
 
 class Comparison:

@@ -94,14 +94,14 @@ def read_weight_bytes(model: Any, rows: int) -> int:
 def _share_of_experts(config: Any) -> float:
     """The share of a layer's experts that a token has; 1 where there are none."""
     counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts, each = next(filter(None, counts), None), getattr(config, "num_experts_per_tok", None)
-    return min(1.0, each / experts) if experts and each else 1.0
+    experts, per_token = next(filter(None, counts), None), getattr(config, "num_experts_per_tok", None)
+    return min(1.0, per_token / experts) if experts and per_token else 1.0
 
 
 def _expert_bytes(model: torch.nn.Module) -> int:
     """Bytes of all experts that a router chooses from."""
     named = model.named_parameters()
-    return sum(one.numel() * one.element_size() for name, one in named if ".experts." in name)
+    return sum(parameter.numel() * parameter.element_size() for name, parameter in named if ".experts." in name)
 
 
 def whole_kv_bytes(shape: Shape, steps: int) -> int:

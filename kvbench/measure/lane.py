@@ -21,7 +21,7 @@ MOST_ROWS = 128  # of one pass; more make a row hardly quicker
 Ended = Callable[[Decoding | None, Exception | None], object]
 
 
-class Going(NamedTuple):
+class Admission(NamedTuple):
     """What a generation takes, and whose it is.
 
     Attributes:
@@ -48,42 +48,42 @@ class Lane:
     def __init__(self, loaded: Loaded, stepped: Callable[[int, float], object] = lambda rows, seconds: None) -> None:
         self._pass, self._stepped, self._room = DecodePass(loaded.model), stepped, room(loaded)
         self._most = 1 if unfit(loaded.model) else MOST_ROWS
-        self._going: dict[Decoding, Going] = {}
+        self._running: dict[Decoding, Admission] = {}
 
     @property
-    def going(self) -> bool:
+    def busy(self) -> bool:
         """Whether there is anything to decode."""
-        return bool(self._going)
+        return bool(self._running)
 
-    def clear(self, needed: float, rows: int) -> None:
+    def clear(self, required_bytes: float, rows: int) -> None:
         """Go on until there is room for so many bytes and rows, or nothing is left to wait for."""
-        while self._going and (self._pass.rows + rows > self._most or self._taken() + needed > self._room):
+        while self._running and (self._pass.rows + rows > self._most or self._taken() + required_bytes > self._room):
             self.step()
 
     def _taken(self) -> float:
-        prompts = {id(going.prompt[0]): going.prompt[1] for going in self._going.values()}
-        return sum(prompts.values()) + sum(going.size for going in self._going.values())
+        prompts = {id(admission.prompt[0]): admission.prompt[1] for admission in self._running.values()}
+        return sum(prompts.values()) + sum(admission.size for admission in self._running.values())
 
-    def join(self, begin: Callable[[], Decoding], rows: int, going: Going) -> None:
+    def join(self, begin: Callable[[], Decoding], rows: int, admission: Admission) -> None:
         """A generation goes on here, once there is room for it.
 
         Args:
             begin: begins it; where that takes more memory than there is, which no estimate knows for sure, again when
                 others have left.
         """
-        self.clear(going.size, rows)
+        self.clear(admission.size, rows)
         while True:
             try:
                 decoding = begin()
                 break
             except Exception as error:
-                if not (is_out_of_memory(error) and self._going):
-                    going.ended(None, error)
+                if not (is_out_of_memory(error) and self._running):
+                    admission.ended(None, error)
                     return
             before = self._pass.rows
             while self._pass.rows == before:
                 self.step()
-        self._going[decoding] = going
+        self._running[decoding] = admission
         if decoding.over:
             self._end(decoding, None)
         else:
@@ -93,26 +93,26 @@ class Lane:
         """Decode a token of each row."""
         rows, began = self._pass.rows, time.monotonic()
         for decoding, error in self._pass.step():
-            if decoding in self._going:  # none that an earlier one has dropped
+            if decoding in self._running:  # none that an earlier one has dropped
                 self._end(decoding, error)
         self._stepped(rows, time.monotonic() - began)
 
     def finish(self) -> None:
         """Go on until nothing is left."""
-        while self._going:
+        while self._running:
             self.step()
 
     def drop(self, owner: object) -> None:
         """Nothing of an owner goes on; what did has ended for no reason of its own."""
-        for decoding in [decoding for decoding, going in self._going.items() if going.owner == owner]:
-            if decoding in self._going:
+        for decoding in [decoding for decoding, admission in self._running.items() if admission.owner == owner]:
+            if decoding in self._running:
                 self._pass.leave(decoding)
                 self._end(decoding, Dropped())
 
     def _end(self, decoding: Decoding, error: Exception | None) -> None:
-        going = self._going.pop(decoding)
+        admission = self._running.pop(decoding)
         try:
-            going.ended(None if error else decoding, error)
+            admission.ended(None if error else decoding, error)
         finally:
             decoding.engine.release()
 

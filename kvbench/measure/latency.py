@@ -16,7 +16,7 @@ import torch
 from kvbench.backends.hf.generate import EngineCache, Generation, Progress, decode_step, generate
 from kvbench.engine.engine import Engine
 from kvbench.measure import hardware, machine
-from kvbench.measure.synthetic import MADE, Filled, SyntheticEngine
+from kvbench.measure.synthetic import SYNTHETIC_SPAN, Filled, SyntheticEngine
 from kvbench.models.types import Model
 from kvbench.tasks import Timed
 
@@ -69,10 +69,10 @@ def time_sample(
     watch = _Watch(device, len(timed.rows[0]), progress)
     with machine.observed(device) as measured_on:
         generation = _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, watch)
-    made = generation.prefill_ms.pop(MADE, 0.0) / 1e3
-    generation.ttft_s -= made
+    synthetic_s = generation.prefill_ms.pop(SYNTHETIC_SPAN, 0.0) / 1e3
+    generation.ttft_s -= synthetic_s
     if generation.tt2t_s is not None:
-        generation.tt2t_s -= made
+        generation.tt2t_s -= synthetic_s
     peak = hardware.peak_bytes(device)
     facts = {
         "copy_bandwidth": bandwidth.copy,

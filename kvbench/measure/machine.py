@@ -36,16 +36,16 @@ def observed(device: torch.device, count: int = 1) -> Iterator[dict[str, Any]]:
         these cores were taken away in the mean: by `others`, processes that are not this one, and by `steal`, other
         guests of the same host.
     """
-    found = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
-    found["load"] = round(os.getloadavg()[0], 2)
+    record = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
+    record["load"] = round(os.getloadavg()[0], 2)
     before = _spent()
-    yield found
+    yield record
     after = _spent()
     if before and after:
-        wall, own, busy, stolen = (end - start for start, end in zip(before, after, strict=True))
+        wall, process, busy, stolen = (end - start for start, end in zip(before, after, strict=True))
         tick = len(_cores()) / os.sysconf("SC_CLK_TCK")  # what /proc/stat may be wrong by
-        found["others"] = round(max(0.0, busy - own - tick) / wall, 3)
-        found["steal"] = round(max(0.0, stolen) / wall, 3)
+        record["others"] = round(max(0.0, busy - process - tick) / wall, 3)
+        record["steal"] = round(max(0.0, stolen) / wall, 3)
 
 
 @contextmanager
@@ -69,15 +69,15 @@ def name_of(device: torch.device, count: int = 1) -> str:
 def _cpu() -> str:
     """The CPU's own name, else that of its architecture."""
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return " ".join(found[1].split()) if found else platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return " ".join(match[1].split()) if match else platform.machine()
 
 
 class _Spent(NamedTuple):
     """Seconds so far: on the clock, and of CPU by this process, by all processes, and by other guests."""
 
     wall: float
-    own: float
+    process: float
     busy: float
     stolen: float
 

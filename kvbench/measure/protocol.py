@@ -64,10 +64,10 @@ class Protocol:
     samples: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("protocol.accounting", self.accounting, ("paper", "unified"))
-        _one_of("protocol.question", self.question, get_args(Question))
-        _one_of("protocol.generated", self.generated, get_args(Generated))
-        _one_of("protocol.chat", self.chat, get_args(Chat))
+        _check_choice("protocol.accounting", self.accounting, ("paper", "unified"))
+        _check_choice("protocol.question", self.question, get_args(Question))
+        _check_choice("protocol.generated", self.generated, get_args(Generated))
+        _check_choice("protocol.chat", self.chat, get_args(Chat))
         if self.prefill_chunk is not None and (not _is_int(self.prefill_chunk) or self.prefill_chunk < 1):
             raise ValueError(f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or null")
         if self.dense_layers not in ("auto", "method"):
@@ -244,6 +244,6 @@ def _is_real(value: object) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
-def _one_of(key: str, value: object, choices: Sequence[str]) -> None:
+def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{key}={value!r}: one of {', '.join(choices)}")

@@ -38,9 +38,9 @@ def recorded_bytes(setup: Setup, lengths: Sequence[int], needs: Iterable[Needs])
     longest, number = max(lengths), shape.dtype.itemsize
     query, both = (heads * shape.head_dim * number for heads in (shape.query_heads, shape.query_heads + shape.kv_heads))
     every = union(needs)
-    each = min(every.query_window, longest) * query + every.attention_sums * longest * shape.query_heads * 4
-    each += len({need.replay for need in needs} - {None}) * longest * both
-    return shape.batch * shape.layers * each
+    layer_bytes = min(every.query_window, longest) * query + every.attention_sums * longest * shape.query_heads * 4
+    layer_bytes += len({need.replay for need in needs} - {None}) * longest * both
+    return shape.batch * shape.layers * layer_bytes
 
 
 def reference_bytes(setup: Setup, steps: int) -> int:
@@ -57,16 +57,16 @@ def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share
     shape, kv, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
     layers = len(shape.sparse_layers)
     sparse, plain = _entries(shape, layers), _token_bytes(shape)
-    own = shape.batch * len(shape.full_layers) * new_tokens * plain
-    own += round((INDEX if index_share is None else index_share) * sparse * plain)
+    total = shape.batch * len(shape.full_layers) * new_tokens * plain
+    total += round((INDEX if index_share is None else index_share) * sparse * plain)
     if setup.method.needs.home != "device":
-        own += sparse * _token_bytes(shape, kv, "host")
+        total += sparse * _token_bytes(shape, kv, "host")
     elif size is not None:  # who evicts copies what it keeps
-        own += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
+        total += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
     if kv.coded:
-        each = [kv.of_layer(layer, shape.layers, len(shape.windows)) for layer in shape.full_layers]
-        own += _entries(shape, 1) * sum(_token_bytes(shape, one) for one in each if one.coded)
-    return own if shares_pages(shape.device) else own + prompt_bytes(setup, lengths)
+        layer_kvs = [kv.of_layer(layer, shape.layers, len(shape.windows)) for layer in shape.full_layers]
+        total += _entries(shape, 1) * sum(_token_bytes(shape, layer_kv) for layer_kv in layer_kvs if layer_kv.coded)
+    return total if shares_pages(shape.device) else total + prompt_bytes(setup, lengths)
 
 
 def index_share(setup: Setup, lengths: Sequence[int], index_bytes: int) -> float:

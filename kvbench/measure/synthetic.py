@@ -39,7 +39,7 @@ GAIN = 6.0  # the logit that a query adds at either of the centres it points to
 STRETCH = 0.2  # deviation of the logarithm of a key's length (lognormal)
 BLOCK = 1024  # positions whose noise is drawn at once
 PART = 32 * BLOCK  # positions that are made at once, in fp32
-MADE = "synthetic"  # the span in which those of a prompt are made, which is no time of a method or model
+SYNTHETIC_SPAN = "synthetic"  # the span in which those of a prompt are made, which is no time of a method or model
 
 
 class SyntheticAttention:
@@ -59,9 +59,9 @@ class SyntheticAttention:
         heads = self._layers[layer]
         position = torch.arange(start, stop, device=self.shape.device)
         noise = self._noise(layer, row, "key", start, stop, self.shape.head_dim + 1)
-        own = math.sqrt(NEAR) * heads.centres(heads.every, self._topics(row, position), position)
-        own += math.sqrt(1 - NEAR) * heads.deviation * noise[..., 1:]
-        keys = heads.mean + (STRETCH * noise[..., :1]).exp() * own
+        variation = math.sqrt(NEAR) * heads.centres(heads.every, self._topics(row, position), position)
+        variation += math.sqrt(1 - NEAR) * heads.deviation * noise[..., 1:]
+        keys = heads.mean + (STRETCH * noise[..., :1]).exp() * variation
         keys[:, : max(0, SINKS - start)] = heads.sink
         return (math.sqrt(self.shape.head_dim) * keys).to(self.shape.dtype)
 
@@ -72,9 +72,9 @@ class SyntheticAttention:
         asking = torch.arange(self.shape.query_heads, device=self.shape.device)[:, None]
         group = asking // self.shape.group
         query = SINK_LOGIT * heads.sink[group[:, 0]].expand(-1, stop - start, -1)
-        for who, asked, holds in (("group", group, GROUP_HOLDS), ("head", asking, HEAD_HOLDS)):
+        for who, index, holds in (("group", group, GROUP_HOLDS), ("head", asking, HEAD_HOLDS)):
             since = position // holds * holds
-            target = (since * _chance(self.seed, row, who, asked, since)).long()  # [Hq, n], an earlier position
+            target = (since * _chance(self.seed, row, who, index, since)).long()  # [Hq, n], an earlier position
             query = query + GAIN * heads.centres(group, self._topics(row, target), target)
         return (query / (math.sqrt(self.shape.head_dim) * self.shape.scaling)).to(self.shape.dtype)
 
@@ -86,8 +86,8 @@ class SyntheticAttention:
         """The topic at each position, of any shape: its run's, or one of the token's own."""
         follows = _chance(self.seed, row, "follows", position) < FOLLOWS
         run = _chance(self.seed, row, "run", position // RUN)
-        own = _chance(self.seed, row, "own", position)
-        return (TOPICS * torch.where(follows, run, own)).long()
+        token_topic = _chance(self.seed, row, "own", position)
+        return (TOPICS * torch.where(follows, run, token_topic)).long()
 
     def _noise(self, layer: int, row: int, kind: str, start: int, stop: int, width: int) -> torch.Tensor:
         """[Hkv, n, width] standard normal numbers; blocks are drawn whole, so that chunks may cut where they like."""
@@ -125,8 +125,8 @@ class _Heads:
     def centres(self, heads: torch.Tensor, topics: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """[H, n, D] centres of topics [n] or [H, n] at positions of that shape, in the KV heads [H, 1]."""
         angle = (2 * math.pi / DRIFT) * position[..., None]
-        one, other = self._centres
-        return angle.cos() * one[heads, topics] + angle.sin() * other[heads, topics]
+        first, other = self._centres
+        return angle.cos() * first[heads, topics] + angle.sin() * other[heads, topics]
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:
@@ -152,15 +152,18 @@ class SyntheticEngine(Engine):
     """An engine whose layers store and ask synthetic keys and queries, whatever the model computed.
 
     Those of the decode steps are made with the engine, so that making them costs no step its time; those of the prompt
-    as it is read, in the span `MADE`.
+    as it is read, in the span `SYNTHETIC_SPAN`.
     """
 
     def __init__(self, *arguments: Any, new_tokens: int, seed: int = 0, **settings: Any) -> None:
         super().__init__(*arguments, new_tokens=new_tokens, seed=seed, **settings)
-        self._made = SyntheticAttention(self.shape, seed)
-        self._seen = [0] * self.shape.layers
+        self._synthetic = SyntheticAttention(self.shape, seed)
+        self._columns_read = [0] * self.shape.layers
         self._ahead = {
-            layer: (self._steps(self._made.queries, layer, new_tokens), self._steps(self._made.keys, layer, new_tokens))
+            layer: (
+                self._steps(self._synthetic.queries, layer, new_tokens),
+                self._steps(self._synthetic.keys, layer, new_tokens),
+            )
             for layer in self.shape.full_layers
         }
 
@@ -175,15 +178,15 @@ class SyntheticEngine(Engine):
         valid: bool = False,
     ) -> torch.Tensor:
         """As `Engine.attend`; only the value is the model's."""
-        start, columns = self._seen[layer], max(self.shape.lengths)
-        self._seen[layer] = stop = start + query.shape[2]
+        start, columns = self._columns_read[layer], max(self.shape.lengths)
+        self._columns_read[layer] = stop = start + query.shape[2]
         if self.prefilled:
             ahead, step = self._ahead[layer], start - columns
             return super().attend(layer, ahead[0][step], ahead[1][step], value, sinks)
         self._wait()
-        with self.spans(MADE):
-            queries = self._rows(self._made.queries, layer, start, stop)
-            keys = self._rows(self._made.keys, layer, start, stop)
+        with self.spans(SYNTHETIC_SPAN):
+            queries = self._rows(self._synthetic.queries, layer, start, stop)
+            keys = self._rows(self._synthetic.keys, layer, start, stop)
             self._wait()
         return super().attend(layer, queries, keys, value, sinks)
 
@@ -198,20 +201,22 @@ class SyntheticEngine(Engine):
         window = min(self.method.needs.query_window, length)
         self.start_chunk(torch.tensor(rows, device=self.shape.device))
         for layer in range(self.shape.layers):
-            keys, values = (self._rows(make, layer, 0, length) for make in (self._made.keys, self._made.values))
+            keys, values = (
+                self._rows(make, layer, 0, length) for make in (self._synthetic.keys, self._synthetic.values)
+            )
             if layer in self.windowed:
                 windowed: Any = self.windowed[layer]
                 windowed.update(keys, values)
             else:
-                self.fill(layer, keys, values, self._rows(self._made.queries, layer, length - window, length))
-            self._seen[layer] = length
+                self.fill(layer, keys, values, self._rows(self._synthetic.queries, layer, length - window, length))
+            self._columns_read[layer] = length
 
     def _rows(self, make: Any, layer: int, start: int, stop: int) -> torch.Tensor:
         """[B, H, n, D] of what `make` makes of each row."""
         cuts = [*range(start, stop, PART), stop] if stop > start else [start, stop]
         parts = [
-            torch.stack([make(layer, one, end, row) for row in range(self.shape.batch)])
-            for one, end in itertools.pairwise(cuts)
+            torch.stack([make(layer, begin, end, row) for row in range(self.shape.batch)])
+            for begin, end in itertools.pairwise(cuts)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 

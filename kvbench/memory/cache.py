@@ -70,22 +70,22 @@ class Blocks:
     def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """See `Keeper`."""
         self._rows = self._rows or [{} for _ in lengths]
-        asked = ids if self._before is None else without(ids, self._before)
+        fresh = ids if self._before is None else without(ids, self._before)
         self._before = ids
-        for held, own, length in zip(self._rows, asked.numpy(), lengths, strict=True):
-            whole = own[(own >= 0) & (own < min(length // self._block * self._block, length - 1))]  # nor the newest
+        for blocks, new, length in zip(self._rows, fresh.numpy(), lengths, strict=True):
+            whole = new[(new >= 0) & (new < min(length // self._block * self._block, length - 1))]  # nor the newest
             uses = np.bincount(whole // self._block)
             used = uses.nonzero()[0]
             for block in used[np.argsort(uses[used], kind="stable")][-self._room :].tolist():
-                self._use(held, block)
-        kept = np.full((len(lengths), max(map(len, self._rows)), self._block), -1)
-        for row, held in enumerate(self._rows):
-            kept[row, : len(held)] = np.array([*held], np.int64)[:, None] * self._block + np.arange(self._block)
-        return torch.from_numpy(kept).flatten(1)[:, None].expand(-1, ids.shape[1], -1)
+                self._use(blocks, block)
+        retained = np.full((len(lengths), max(map(len, self._rows)), self._block), -1)
+        for row, blocks in enumerate(self._rows):
+            retained[row, : len(blocks)] = np.array([*blocks], np.int64)[:, None] * self._block + np.arange(self._block)
+        return torch.from_numpy(retained).flatten(1)[:, None].expand(-1, ids.shape[1], -1)
 
-    def _use(self, held: dict[int, tuple[int, int]], block: int) -> None:
-        if block not in held and len(held) == self._room:
-            del held[min(held, key=held.__getitem__)]
-        times, _ = held.get(block, (0, 0))
+    def _use(self, blocks: dict[int, tuple[int, int]], block: int) -> None:
+        if block not in blocks and len(blocks) == self._room:
+            del blocks[min(blocks, key=blocks.__getitem__)]
+        times, _ = blocks.get(block, (0, 0))
         self._clock += 1
-        held[block] = times + self._counts, self._clock
+        blocks[block] = times + self._counts, self._clock

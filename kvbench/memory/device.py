@@ -53,9 +53,9 @@ class Located:
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
-        return self.codecs.decode(*self.held())
+        return self.codecs.decode(*self.stored_rows())
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `rows`, in the rows that the pool holds them in."""
         return self.pool.at(self.slots)
 
@@ -145,26 +145,26 @@ class Slotted:
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
-        wanted = index.clamp(min=0)
+        tokens = index.clamp(min=0)
         if self.ids is None:
-            slots, found = wanted, wanted < (self.longest if self.uniform else self.filled[..., None])
+            slots, present = tokens, tokens < (self.longest if self.uniform else self.filled[..., None])
         else:
-            slots, found = find(self.ids, wanted)
-        found = found & (index >= 0)
-        return slots.masked_fill(~found, 0), found
+            slots, present = find(self.ids, tokens)
+        present = present & (index >= 0)
+        return slots.masked_fill(~present, 0), present
 
     @staticmethod
-    def refuse_lost(index: torch.Tensor, found: torch.Tensor) -> None:
+    def refuse_lost(index: torch.Tensor, present: torch.Tensor) -> None:
         """Refuse token ids [B, Hkv, M] that are not here.
 
         Raises:
             LookupError: one is not. On a GPU the kernel is aborted instead.
         """
-        found = found | (index < 0)
+        present = present | (index < 0)
         if index.is_cuda:
-            torch._assert_async(found.all())
-        elif not bool(found.all()):
-            raise LookupError(f"token {index[~found][0].item()} is not in the store: dropped earlier, or not seen")
+            torch._assert_async(present.all())
+        elif not bool(present.all()):
+            raise LookupError(f"token {index[~present][0].item()} is not in the store: dropped earlier, or not seen")
 
 
 class DeviceTier(Slotted):
@@ -211,13 +211,13 @@ class DeviceTier(Slotted):
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:
         """Use this pool from now on; room [B, Hkv] is the number of slots of each KV head."""
         self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
-        self._known: tuple[Any, ...] | None = None
+        self._put_arguments: tuple[Any, ...] | None = None
         self.capacity = int(room.max())
         self.even = int(room.min()) == self.capacity
 
     def __getstate__(self) -> dict[str, Any]:
         """All but addresses, which those of a copy are not."""
-        return self.__dict__ | {"_known": None}
+        return self.__dict__ | {"_put_arguments": None}
 
     @property
     def key(self) -> torch.Tensor:
@@ -281,11 +281,11 @@ class DeviceTier(Slotted):
         if not key.is_cpu:
             return self._put_by_torch(lengths, key, value)
         key, value = self.codecs.encode(key.contiguous(), value.contiguous())
-        if self._known is None:  # where the slots are, until they move
+        if self._put_arguments is None:  # where the slots are, until they move
             ids = NO_IDS if self.ids is None else self.ids.numpy()
             addresses = (part.data_ptr() for part in self.pool)
-            self._known = *addresses, self.codecs.key.nbytes, self.codecs.value.nbytes, self.first.numpy(), ids
-        kernels.put(key.data_ptr(), value.data_ptr(), self._known, self.numbers, np.array(lengths))
+            self._put_arguments = *addresses, self.codecs.key.nbytes, self.codecs.value.nbytes, self.first.numpy(), ids
+        kernels.put(key.data_ptr(), value.data_ptr(), self._put_arguments, self.numbers, np.array(lengths))
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -317,16 +317,16 @@ class DeviceTier(Slotted):
         """
         if slots <= self.reserved:
             return
-        held, self.reserved = self.reserved, more_slots(slots, self.reserved, self._grows)
+        old_reserved, self.reserved = self.reserved, more_slots(slots, self.reserved, self._grows)
         if self.even:
             room = torch.full_like(self.room, whole_pages(self.reserved))
-            key, value = self.key[:, :, :held], self.value[:, :, :held]
+            key, value = self.key[:, :, :old_reserved], self.value[:, :, :old_reserved]
         else:
             room = self._room()
-            key, value, _ = self.held()
+            key, value, _ = self.stored_rows()
         self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids[:, :, : min(held, self.ids.shape[2])], self.capacity)
+            self.ids = with_free_slots(self.ids[:, :, : min(old_reserved, self.ids.shape[2])], self.capacity)
 
     def _room(self) -> torch.Tensor:
         """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
@@ -373,10 +373,10 @@ class DeviceTier(Slotted):
 
         They are in place where KV heads have equal room and nothing is coded, else a copy.
         """
-        key, value, mask = self.held()
+        key, value, mask = self.stored_rows()
         return *self.codecs.decode(key, value), mask
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As `resident`, in the rows that they are held in."""
         longest = self.longest
         if self.uniform:
@@ -406,8 +406,8 @@ class DeviceTier(Slotted):
             LookupError: a token that is not here. On a GPU the kernel is aborted instead.
         """
         index, present = self.upload(index)
-        slots, found = self.find(index)
-        self.refuse_lost(index, found)
+        slots, here = self.find(index)
+        self.refuse_lost(index, here)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
     # -- for tests -------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class GroupedTier(DeviceTier):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As `resident`: a copy, decoded."""
         slots = torch.arange(int(self.used.max()), device=self.first.device)
         filled = self.filled[..., None]
@@ -154,14 +154,14 @@ class GroupedTier(DeviceTier):
         """See `DeviceTier.tokens`."""
         used = int(self.used[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
-        key, value, _ = self.held()
+        key, value, _ = self.stored_rows()
         return ids, key[row, head, :used].cpu(), value[row, head, :used].cpu()
 
     def locate(self, index: torch.Tensor) -> Located:
         """See `DeviceTier.locate`; the pool is a decoded copy of the tokens asked for."""
         index, present = self.upload(index)
-        slots, found = self.find(index)
-        self.refuse_lost(index, found)
+        slots, here = self.find(index)
+        self.refuse_lost(index, here)
         key, value = self._at(slots)
         order = torch.arange(index.shape[2], device=index.device).expand(index.shape)
         return Located(Pool.of(key, value), flat(order, index.shape[2]), present, self.codecs)
@@ -185,4 +185,4 @@ class GroupedTier(DeviceTier):
         assert bool((self.coded % GROUP == 0).all()), "groups are coded whole"
         window = self.used - self.coded
         assert int(window.min()) >= 0 and int(window.max()) <= WINDOW, "the newest tokens are in the window"
-        assert all(bool(part.isfinite().all()) for part in self.held()[:2]), "every token is finite"
+        assert all(bool(part.isfinite().all()) for part in self.stored_rows()[:2]), "every token is finite"

@@ -67,7 +67,7 @@ class HostTier:
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
-        self._known: tuple[Any, ...] | None = None
+        self._put_arguments: tuple[Any, ...] | None = None
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
@@ -83,7 +83,7 @@ class HostTier:
         if self._decoded is not None:
             twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(self._decoded)
         twin.slot_of, twin.present, twin._landing = self.slot_of.clone(), self.present.clone(), deque()
-        twin._known = None
+        twin._put_arguments = None
         return twin
 
     @property
@@ -169,13 +169,13 @@ class HostTier:
 
     def _put(self, lengths: Sequence[int], *rows: torch.Tensor) -> None:
         """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU, into their slots."""
-        if self._known is None:  # where tokens go, until the blocks are others
+        if self._put_arguments is None:  # where tokens go, until the blocks are others
             addresses = [(block.data_ptr(), block.shape[3] * block.itemsize) for block in self.blocks()]
-            self._known = addresses, (self.slot_of.numpy(), self.present.numpy())
-        blocks, slots = self._known
+            self._put_arguments = addresses, (self.slot_of.numpy(), self.present.numpy())
+        blocks, slots = self._put_arguments
         ids = np.array(lengths)
-        for block, own in zip(blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
-            kernels.put_in_place(own.data_ptr(), *block, *slots, ids)
+        for block, source in zip(blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
+            kernels.put_in_place(source.data_ptr(), *block, *slots, ids)
 
     def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows as `blocks` hold them."""
@@ -187,8 +187,8 @@ class HostTier:
         token = ids.cpu()[at]
         slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
-        for block, own in zip(self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True):
-            block[row, head, slot] = own.cpu()
+        for block, source in zip(self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True):
+            block[row, head, slot] = source.cpu()
         self.total += int((~self.present[row, head, token]).sum())
         self.present[row, head, token] = True
 
@@ -245,15 +245,15 @@ class HostTier:
 
     def _grow(self, capacity: int) -> None:
         self.settle()
-        held, more = self.capacity, capacity - self.capacity
+        old_capacity, more = self.capacity, capacity - self.capacity
         for name in ("key", "value", "_decoded")[: len(self.blocks())]:
             old = getattr(self, name)
             grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
-            grown[:, :, :held] = old
+            grown[:, :, :old_capacity] = old
             setattr(self, name, grown)
-        fresh = torch.arange(held, capacity).expand(*self.slot_of.shape[:2], more)
+        fresh = torch.arange(old_capacity, capacity).expand(*self.slot_of.shape[:2], more)
         self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
-        self.present, self._known = torch.nn.functional.pad(self.present, (0, more)), None
+        self.present, self._put_arguments = torch.nn.functional.pad(self.present, (0, more)), None
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
@@ -263,8 +263,8 @@ class HostTier:
         if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
             raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
         source = self.slot_of.gather(2, order)
-        held = self.slot_of[:, :, :count].sort(dim=2).values
-        if not torch.equal(held, torch.arange(count).expand_as(held)):
+        occupied = self.slot_of[:, :, :count].sort(dim=2).values
+        if not torch.equal(occupied, torch.arange(count).expand_as(occupied)):
             raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
         for tensor in self.blocks():
             rows = source[..., None].expand(*source.shape, tensor.shape[3])
@@ -291,8 +291,8 @@ def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) ->
 def _check_slots(tier: HostTier) -> None:
     assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
     if tier._decoded is not None:
-        held = tier.codecs.key.decode(tier.key)  # rows that are turned differ in their last bits by how many they are
-        assert torch.allclose(tier._decoded, held, rtol=2**-7, atol=1e-5), "keys read in place are those held"
+        keys = tier.codecs.key.decode(tier.key)  # rows that are turned differ in their last bits by how many they are
+        assert torch.allclose(tier._decoded, keys, rtol=2**-7, atol=1e-5), "keys read in place are those held"
     assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], "a slot for every token id"
     identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
     assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"

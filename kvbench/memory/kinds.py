@@ -48,9 +48,9 @@ class KV(NamedTuple):
 
     def kinds(self, tier: Tier) -> tuple[str, str]:
         """Of a tier's keys, and of its values."""
-        own: str = getattr(self, tier)
-        wanted = [getattr(self, side) or own for side in SIDES]
-        key, value = (own if tier == "host" and kind in GROUPED else kind for kind in wanted)
+        tier_kind: str = getattr(self, tier)
+        requested = [getattr(self, side) or tier_kind for side in SIDES]
+        key, value = (tier_kind if tier == "host" and kind in GROUPED else kind for kind in requested)
         return key, value
 
     @property
@@ -89,9 +89,9 @@ class KV(NamedTuple):
 
     def __str__(self) -> str:
         key, value = self.kinds("device")
-        own = "native" if self.device in GROUPED else self.device  # what goes with it on the host
+        host_default = "native" if self.device in GROUPED else self.device  # what goes with it on the host
         parts = [key if key == value else f"{key}+{value}"]
-        if self.kinds("host") != self._replace(host=own).kinds("host"):
+        if self.kinds("host") != self._replace(host=host_default).kinds("host"):
             parts.append("+".join(dict.fromkeys(self.kinds("host"))))
         if self.rotate != "none":
             parts.append(self.rotate)
@@ -110,25 +110,25 @@ def native_layers(kind: str) -> int:
     return 2 if kind in PUBLISHED else 0
 
 
-def kv_of(asked: str | Mapping[str, Any]) -> KV:
+def kv_of(choice: str | Mapping[str, Any]) -> KV:
     """What is asked for: one kind for both tiers, or some of the keys of `KV`.
 
     Raises:
         ConfigError: there is no such kind, or no such key.
     """
-    if isinstance(asked, str):
-        if asked not in EVERY:
-            raise ConfigError(f"kv={asked}: expected {' | '.join(EVERY)}")
-        return KV(asked, asked if asked in ROWS else "native", native_layers=native_layers(asked))
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"kv={show(asked)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}")
-    for key, value in asked.items():
+    if isinstance(choice, str):
+        if choice not in EVERY:
+            raise ConfigError(f"kv={choice}: expected {' | '.join(EVERY)}")
+        return KV(choice, choice if choice in ROWS else "native", native_layers=native_layers(choice))
+    if not isinstance(choice, Mapping):
+        raise ConfigError(f"kv={show(choice)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}")
+    for key, value in choice.items():
         if key not in KV._fields:
             raise ConfigError(f"kv.{key}={show(value)}: no such key; one of {', '.join(KV._fields)}")
         expected = KINDS.get(key)
         if expected and value not in expected and not (value is None and key in SIDES):
             raise ConfigError(f"kv.{key}={show(value)}: expected {' | '.join(expected)}")
-    kv = KV(**asked)
+    kv = KV(**choice)
     if type(kv.native_layers) is not int or kv.native_layers < 0:
         raise ConfigError(f"kv.native_layers={show(kv.native_layers)}: expected a whole number, 0 or more")
     return kv
@@ -158,8 +158,8 @@ def unfit(kv: KV, head_dim: int | None, layers: int | None = None, windows: int 
         yield f"kv.value={value}: codes values with their keys, in groups of tokens; expected kv.key={value}, or int4"
     if kv.rotate != "none" and not kinds:
         yield f"kv.rotate={kv.rotate}: turns rows before they are coded, and kv=native codes none; expected none"
-    if kv.rotate != "none" and (own := sorted(kinds & {*PUBLISHED, *PAPERS})):
-        yield f"kv.rotate={kv.rotate}: {own[0]} turns rows itself; expected none"
+    if kv.rotate != "none" and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
+        yield f"kv.rotate={kv.rotate}: {turning[0]} turns rows itself; expected none"
     if kv.coded and layers and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers)):
         yield f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded; expected fewer"
     if head_dim is None:

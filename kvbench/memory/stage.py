@@ -55,7 +55,7 @@ class Staged:
 
 
 @dataclass(frozen=True, eq=False)
-class Coming:
+class Pending:
     """Tokens to be staged, some of them still on their way up.
 
     Attributes:
@@ -80,7 +80,7 @@ class Stage:
         moved: called with the number of tokens that were moved up, by the host or by the device.
         in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
         cache: what stays beside the last selection.
-        found: called with the number of attended tokens, newest ones left out, that were here and that were moved up.
+        count_hits: called with the attended tokens, newest ones left out, that were here and that were moved up.
         values_only: keys are not moved; zeros stand in their place.
 
     Attributes:
@@ -95,19 +95,19 @@ class Stage:
         moved: Callable[[int], None],
         in_place: bool = False,
         cache: DeviceCache = LAST,
-        found: Callable[[int, int], None] = lambda here, moved: None,
+        count_hits: Callable[[int, int], None] = lambda here, moved: None,
         values_only: bool = False,
     ) -> None:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
-        self._keeper, self._found = keeper_of(cache), found
-        self._kept: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
+        self._keeper, self._count_hits = keeper_of(cache), count_hits
+        self._retained: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self.values_only = values_only
         self._nothing = tuple(block.new_empty(0, block.shape[3], device=device) for block in (host.key, host.value))
         self._staged: Staged | None = None
         self._noted: deque[Callable[[], None]] = deque()  # what is still to be planned, in order
-        self._coming: Coming | None = None
+        self._pending: Pending | None = None
         self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
         self._here: torch.Tensor | int = 0  # and those that it had, not yet counted as found
 
@@ -120,7 +120,7 @@ class Stage:
     def forget(self) -> None:
         """Nothing is staged any more."""
         self._settle()
-        self._staged = self._coming = None
+        self._staged = self._pending = None
 
     def locate(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
         """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and of others what the cache keeps.
@@ -158,7 +158,7 @@ class Stage:
         def begin() -> None:
             self._receive()
             plan = self._plan(index, newest, self._in_place)
-            self._coming = self._sent(self._with_kept(plan, index, newest, self._in_place), beside=True)
+            self._pending = self._sent(self._with_retained(plan, index, newest, self._in_place), in_background=True)
 
         self._noted.append(begin)
         if not self._in_place:
@@ -191,7 +191,7 @@ class Stage:
         tokens, here, self._fetched, self._here = int(self._fetched), int(self._here), 0, 0
         if tokens:
             self._moved(tokens)
-        self._found(here, tokens)
+        self._count_hits(here, tokens)
 
     def _settle(self) -> None:
         """Plan what was noted."""
@@ -199,8 +199,8 @@ class Stage:
             self._noted.popleft()()
 
     def _receive(self) -> None:
-        if self._coming is not None:
-            self._staged, self._coming = self._received(self._coming), None
+        if self._pending is not None:
+            self._staged, self._pending = self._received(self._pending), None
 
     # -- planned on the CPU ----------------------------------------------------------------------------------------
 
@@ -209,54 +209,54 @@ class Stage:
         return None if self.newest is None else [length - 1 for length in lengths]
 
     def _plan(self, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
-        held = None if self._staged is None else self._staged.ids.cpu()
-        return plan_stage(index, self._host.key.shape[1], held, newest, counted)
+        staged = None if self._staged is None else self._staged.ids.cpu()
+        return plan_stage(index, self._host.key.shape[1], staged, newest, counted)
 
     def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: Newest, counted: bool) -> StagePlan:
         """The plan of a step that attends index [B, Hs, M], which is passed to the keeper, too."""
         plan = self._plan(index, newest, counted)
-        self._found(plan.found, plan.moving)
+        self._count_hits(plan.hits, plan.moving)
         if self._keeper is not None:
-            self._kept = self._keeper.after(index_of(plan.ids), lengths)
-        return self._with_kept(plan, index, newest, counted)
+            self._retained = self._keeper.after(index_of(plan.ids), lengths)
+        return self._with_retained(plan, index, newest, counted)
 
-    def _with_kept(self, plan: StagePlan, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
+    def _with_retained(self, plan: StagePlan, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
         """The plan of `index`, with what the keeper keeps beside it."""
-        if self._kept is None:
+        if self._retained is None:
             return plan
-        index = of_kv_heads(index, self._kept.shape[1])
-        both = self._plan(torch.cat([index, self._kept], dim=2), newest, counted)
+        index = of_kv_heads(index, self._retained.shape[1])
+        both = self._plan(torch.cat([index, self._retained], dim=2), newest, counted)
         return both._replace(slots=both.slots[..., : index.shape[2]], complete=plan.complete)
 
-    def _sent(self, plan: StagePlan, beside: bool = False) -> Coming:
-        """Move up what is missing on the device; `beside`: on the side stream."""
+    def _sent(self, plan: StagePlan, in_background: bool = False) -> Pending:
+        """Move up what is missing on the device; `in_background`: on the side stream."""
         if self._in_place:
             self._moved(plan.moving)
-            return Coming(plan.ids, plan.total, plan.source, ())
+            return Pending(plan.ids, plan.total, plan.source, ())
         blocks = self._blocks()
         if not plan.moving:
-            return Coming(plan.ids, plan.total, plan.source, blocks)
+            return Pending(plan.ids, plan.total, plan.source, blocks)
         heads = self._host.key.shape[1]
-        found = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
+        buffer = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
         self._moved(plan.moving)
-        aside = beside and self._device.type == "cuda"
+        aside = in_background and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
-            parts = rows_in(uploaded(found, self._device), self._host.moving(self.values_only), plan.moving)
+            parts = rows_in(uploaded(buffer, self._device), self._host.moving(self.values_only), plan.moving)
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Coming(plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event)
+        return Pending(plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event)
 
-    def _received(self, coming: Coming) -> Staged:
+    def _received(self, pending: Pending) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
         if self._in_place:
-            return Staged(coming.ids, None, coming.total)
-        if coming.event is not None:
+            return Staged(pending.ids, None, pending.total)
+        if pending.event is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(coming.event)
-            coming.blocks[-1][1].record_stream(stream)
-        source = uploaded(coming.source.reshape(-1), self._device)
-        sides = _joined(coming.blocks, self._nothing)
-        key, value = (side.index_select(0, source).view(*coming.ids.shape, side.shape[1]) for side in sides)
-        return Staged(coming.ids, (key, value), coming.total)
+            stream.wait_event(pending.event)
+            pending.blocks[-1][1].record_stream(stream)
+        source = uploaded(pending.source.reshape(-1), self._device)
+        sides = _joined(pending.blocks, self._nothing)
+        key, value = (side.index_select(0, source).view(*pending.ids.shape, side.shape[1]) for side in sides)
+        return Staged(pending.ids, (key, value), pending.total)
 
     # -- on the device alone ---------------------------------------------------------------------------------------
 
@@ -264,32 +264,32 @@ class Stage:
         self, index: torch.Tensor, lengths: Sequence[int]
     ) -> tuple[Staged, tuple[torch.Tensor, torch.Tensor]]:
         """The same on the device alone: it reads the host's memory, and nobody waits."""
-        seen = uploaded(torch.tensor(lengths), self._device)[:, None, None]
-        torch._assert_async((index < seen).all())
+        device_lengths = uploaded(torch.tensor(lengths), self._device)[:, None, None]
+        torch._assert_async((index < device_lengths).all())
         ids = _distinct(index)
-        near, far = self._origins(ids, seen)
-        held = 0 if self._staged is None else self._staged.ids.numel()
+        near, far = self._origins(ids, device_lengths)
+        staged_count = 0 if self._staged is None else self._staged.ids.numel()
         self._fetched = self._fetched + (far >= 0).sum()
-        self._here = self._here + ((near >= 0) & (near < held)).sum()
+        self._here = self._here + ((near >= 0) & (near < staged_count)).sum()
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         here, there = _joined(self._blocks(), self._nothing), self._host.moving(self.values_only)
         sides = zip(here[-len(there) :], there, strict=True)
-        parts = _with_keys([fetch(near, far, own, host.flatten(0, 2)) for own, host in sides], self._nothing[0])
+        parts = _with_keys([fetch(near, far, block, host.flatten(0, 2)) for block, host in sides], self._nothing[0])
         rows = parts[0].reshape(*ids.shape, -1), parts[1].reshape(*ids.shape, -1)
         return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
 
-    def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _origins(self, ids: torch.Tensor, device_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""
         batch, heads, _ = ids.shape
         head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
         near, first = torch.full_like(ids, -1), 0
         if self._staged is not None:
-            held = self._staged.ids.to(ids.device)
-            slot, there = find(held, ids)
-            near, first = torch.where(there, head * held.shape[2] + slot, near), held.numel()
+            staged = self._staged.ids.to(ids.device)
+            slot, there = find(staged, ids)
+            near, first = torch.where(there, head * staged.shape[2] + slot, near), staged.numel()
         if self.newest is not None:
-            near = torch.where((ids == seen - 1) & (near < 0), first + head, near)
+            near = torch.where((ids == device_lengths - 1) & (near < 0), first + head, near)
         far = torch.where((near < 0) & (ids != NO_TOKEN), head * self._host.capacity + ids, -1)
         return near.masked_fill(ids == NO_TOKEN, -1).view(-1), far.view(-1)
 
@@ -308,11 +308,11 @@ class Stage:
             self._check_ids(self.staged.ids)
             for row, block in zip(self.staged.rows or (), (self._host.key, self._host.value), strict=False):
                 assert row.shape == (*self.staged.ids.shape, block.shape[3]), "what is staged has a key and a value"
-        if self._coming is not None:
-            self._check_ids(self._coming.ids)
-            rows = sum(value.numel() for _, value in self._coming.blocks) // self._host.value.shape[3]
-            assert self._in_place or self._coming.source.shape == self._coming.ids.shape, "what comes has a source"
-            assert bool((self._coming.source < max(rows, 1)).all()), "a source is a row of the blocks"
+        if self._pending is not None:
+            self._check_ids(self._pending.ids)
+            rows = sum(value.numel() for _, value in self._pending.blocks) // self._host.value.shape[3]
+            assert self._in_place or self._pending.source.shape == self._pending.ids.shape, "what comes has a source"
+            assert bool((self._pending.source < max(rows, 1)).all()), "a source is a row of the blocks"
 
     def _check_ids(self, ids: torch.Tensor) -> None:
         ids = ids.cpu()

@@ -58,7 +58,7 @@ class LayerStore(Tiers):
         in_place: attention reads host tokens where they lie, on a CPU; what a device would be sent is counted alone.
         cache: of a home on the host, what stays on the device beside what a step attends.
         moved: called with the bytes that went from the host to the device.
-        found: called with the attended tokens of KV heads that were staged, and that were moved up.
+        count_hits: called with the attended tokens of KV heads that were staged, and that were moved up.
         spans: where the time of transfers is counted.
         shared: a prompt to begin from; its memory is used in place, after the prompt too.
     """
@@ -81,7 +81,7 @@ class LayerStore(Tiers):
         in_place: bool = False,
         cache: DeviceCache = LAST,
         moved: Callable[[int], None] = lambda size: None,
-        found: Callable[[int, int], None] = lambda here, moved: None,
+        count_hits: Callable[[int, int], None] = lambda here, moved: None,
         spans: Spans | None = None,
         shared: Sealed | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class LayerStore(Tiers):
             super().__init__(DeviceTier(shared.key, shared.value, capacity, grows), home, kv)
         self._on_drop, self._grows, self._rebuilds_keys, self._host_keys = on_drop, grows, rebuilds_keys, host_keys
         self._moved, self._spans, self._closed = moved, spans or Spans(), False
-        self._stage = partial(Stage, in_place=in_place, cache=cache, found=found, values_only=rebuilds_keys)
+        self._stage = partial(Stage, in_place=in_place, cache=cache, count_hits=count_hits, values_only=rebuilds_keys)
         if shared is not None:
             self.seal_prompt(shared.lengths)
 
@@ -133,8 +133,8 @@ class LayerStore(Tiers):
             self.host.reserve(max(self.lengths) + 1)
         if self.home == "host":
             assert self.host is not None and self.stage is not None
-            self.stage.newest = held = self.host.codecs.encode(key, value)
-            self.host.append(self.lengths, *held)
+            self.stage.newest = encoded = self.host.codecs.encode(key, value)
+            self.host.append(self.lengths, *encoded)
         else:
             self.device.append(self.lengths, key, value)
         self.lengths = [length + 1 for length in self.lengths]
@@ -187,11 +187,11 @@ class LayerStore(Tiers):
         codecs = codecs or (ours if ours == theirs else Codecs.native(ours.key.head_dim, ours.key.dtype))
         count = index.shape[2]
         ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
-        slots, found = self.device.find(ids)
-        far = theirs.recoded(*stage.locate(torch.where(found, -1, ids).cpu(), self.lengths).held(), codecs)
+        slots, on_device = self.device.find(ids)
+        far = theirs.recoded(*stage.locate(torch.where(on_device, -1, ids).cpu(), self.lengths).stored_rows(), codecs)
         near = ours.recoded(*self.device.pool.at(slots + self.device.first[..., None]), codecs)
-        both = Pool.of(*(torch.where(found[..., None], here, there) for here, there in zip(near, far, strict=True)))
-        order = flat(torch.arange(count, device=found.device).expand(*index.shape), ids.shape[2])
+        both = Pool.of(*(torch.where(on_device[..., None], here, there) for here, there in zip(near, far, strict=True)))
+        order = flat(torch.arange(count, device=on_device.device).expand(*index.shape), ids.shape[2])
         return Located(both, order, None if present is None else present[..., :count], codecs)
 
     def prefetch(self, index: torch.Tensor) -> None:
@@ -261,34 +261,34 @@ class LayerStore(Tiers):
         ids = joined(ids, self.kv_heads)
         used = (ids != NO_TOKEN).sum(dim=2).cpu()
         ids = ids[:, :, : int(used.max())]
-        kept = index_of(ids)
-        key, value = self._held(kept)
+        retained = index_of(ids)
+        key, value = self._stored_rows(retained)
         if self._on_drop == "offload":
             host, stage = self._open_host()
-            leaving = self.device.codecs.recoded(*self.device.held()[:2], host.codecs)
-            host.write(without(self.device.token_ids(), kept), *leaving)
-            host.remove(kept)
+            leaving = self.device.codecs.recoded(*self.device.stored_rows()[:2], host.codecs)
+            host.write(without(self.device.token_ids(), retained), *leaving)
+            host.remove(retained)
             stage.forget()
         self.device.keep(ids, used, key, value, room)
 
-    def _held(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stored_rows(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `gather`, in the rows that the device holds them in."""
         if self.stage is None or self._rebuilds_keys:
-            return self.device.locate(index).held()
+            return self.device.locate(index).stored_rows()
         with self._spans("transfer"):
-            return self._locate_in_both(self.stage, index, self.device.codecs).held()
+            return self._locate_in_both(self.stage, index, self.device.codecs).stored_rows()
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls once the prompt has left; waits for the device."""
         super().check_integrity()
         tiers = self.tiers()
-        seen = (torch.arange(tiers.shape[2]) < torch.tensor(self.lengths)[:, None, None]).expand_as(tiers)
+        valid = (torch.arange(tiers.shape[2]) < torch.tensor(self.lengths)[:, None, None]).expand_as(tiers)
         if self.home == "host":
-            assert bool((tiers[seen] == HOST).all()), "a token whose home is the host is there"
+            assert bool((tiers[valid] == HOST).all()), "a token whose home is the host is there"
         elif self._on_drop == "offload":
-            assert bool((tiers[seen] != DROPPED).all()), "a token that left the device is on the host"
+            assert bool((tiers[valid] != DROPPED).all()), "a token that left the device is on the host"
         elif self.device.ids is None:
-            assert bool((tiers[seen] == DEVICE).all()), "a token that nobody dropped is on the device"
+            assert bool((tiers[valid] == DEVICE).all()), "a token that nobody dropped is on the device"
         if self.host is not None:
             assert self.host.total == int(self.host.present.sum()), "the tokens of the host are counted"
 

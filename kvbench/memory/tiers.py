@@ -21,7 +21,7 @@ from kvbench.memory.stage import Stage, Staged
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Selection
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 DROPPED, DEVICE, HOST = 0, 1, 2
 
 
@@ -53,19 +53,19 @@ class Tiers:
         """All but what was worked out, which has addresses."""
         return self.__dict__ | {"_worked_out": ((), {})}
 
-    def worked_out(self, find: Callable[[Any], Found]) -> Found:
+    def worked_out(self, find: Callable[[Any], Result]) -> Result:
         """find(store), which is asked again where the tiers hold their tokens elsewhere than they did.
 
         A token that is appended in place changes none of it but the numbers in `device.numbers`.
         """
         device, host = self.device, self.host
         places = (device.pool, device.numbers, device.ids, None if host is None else host.key)
-        known, found = self._worked_out
-        if not known or not all(map(operator.is_, known, places)):
-            self._worked_out = places, (found := {})
-        if find not in found:
-            found[find] = find(self)
-        answer: Found = found[find]
+        previous, answers = self._worked_out
+        if not previous or not all(map(operator.is_, previous, places)):
+            self._worked_out = places, (answers := {})
+        if find not in answers:
+            answers[find] = find(self)
+        answer: Result = answers[find]
         return answer
 
     @property
@@ -101,9 +101,9 @@ class Tiers:
     def tiers(self) -> torch.Tensor:
         """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED` beyond a row)."""
         tiers = torch.zeros(*self.device.used.shape, max(self.lengths), dtype=torch.int8)
-        kept = self.device.token_ids().cpu()
-        at = (kept >= 0).nonzero(as_tuple=True)
-        tiers[at[0], at[1], kept[at]] = DEVICE
+        device_ids = self.device.token_ids().cpu()
+        at = (device_ids >= 0).nonzero(as_tuple=True)
+        tiers[at[0], at[1], device_ids[at]] = DEVICE
         if self.host is not None:
             on_host = self.host.present[:, :, : tiers.shape[2]]
             assert not bool((on_host & (tiers == DEVICE)).any()), "a token lives in one tier"
@@ -174,10 +174,10 @@ class Tiers:
         if selection.keys is None or not self.rebuilds_keys:
             return selection
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
-        slots, found = self.device.find(index)
+        slots, on_device = self.device.find(index)
         stored = self.device.codecs.key.decode(self.device.pool.key[slots + self.device.first[..., None]])
-        given = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
-        return replace(selection, keys=torch.where(found[..., None], stored, given))
+        rebuilt = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
+        return replace(selection, keys=torch.where(on_device[..., None], stored, rebuilt))
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.
@@ -227,8 +227,8 @@ class Tiers:
         last page, and where the prompts of a batch are of unequal length and nothing was evicted: each row takes as
         much as the longest.
         """
-        each = 0 if self.host is None else self.host.codecs.nbytes
-        staged = 0 if self._staged is None else self._staged.ids.numel() * each
+        entry_bytes = 0 if self.host is None else self.host.codecs.nbytes
+        staged = 0 if self._staged is None else self._staged.ids.numel() * entry_bytes
         return staged + sum(part.untyped_storage().nbytes() for part in self.device.blocks())
 
     def tensors(self) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ class StoreView(View):
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
         self._stores, self._metered = stores, read
-        self._seen: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._device_lengths: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens seen by each row."""
@@ -30,11 +30,11 @@ class StoreView(View):
     def seen(self, layer: int) -> torch.Tensor:
         """`lengths` as [B] int64 on the device."""
         lengths, device = self.lengths(layer), self._stores[layer].device.first.device
-        known, seen = self._seen.get(device, ((), torch.empty(0)))
-        if known != lengths:  # of a step, most layers of a device ask for the same
-            seen = uploaded(torch.tensor(lengths), device)
-            self._seen[device] = lengths, seen
-        return seen
+        cached, counts = self._device_lengths.get(device, ((), torch.empty(0)))
+        if cached != lengths:  # of a step, most layers of a device ask for the same
+            counts = uploaded(torch.tensor(lengths), device)
+            self._device_lengths[device] = lengths, counts
+        return counts
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered.

@@ -25,7 +25,7 @@ BLOCK = 1 << 22
 MOST_REMEMBERED = 1000  # files
 MOST_BYTES = 1 << 20  # of what is remembered
 SETTLED = 2 * 10**9  # ns: what was changed this recently may change again and keep its times
-SAID_EVERY = 20.0  # seconds
+REPORT_INTERVAL = 20.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -65,10 +65,10 @@ class ReadProgress:
         self.done += count
         now = time.monotonic()
         if now >= self.next:
-            left = (self.total - self.done) * (now - self.begin) / self.done
+            remaining = (self.total - self.done) * (now - self.begin) / self.done
             size = f"{self.total / 1e9:.1f} GB of weights"
-            print(f"reading all {size}, which a run is named by, once: some {left:.0f} s left", file=sys.stderr)
-            self.next = now + SAID_EVERY
+            print(f"reading all {size}, which a run is named by, once: some {remaining:.0f} s left", file=sys.stderr)
+            self.next = now + REPORT_INTERVAL
 
 
 def _read(file: Path, progress: ReadProgress) -> str:

@@ -21,7 +21,7 @@ from kvbench.models.support import text_config, windows
 
 GATED = {"llama", "mistral", "qwen2", "qwen3"}  # whether or not a config says its activation
 INNER = ("intermediate_size", "moe_intermediate_size")
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SHAPE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GIB = 2**30
 
 
@@ -60,9 +60,9 @@ def footprint(
     say.
     """
     shape = text_config(model_config)
-    if not all(shape.get(key) for key in NEEDED):
+    if not all(shape.get(key) for key in SHAPE_KEYS):
         return None
-    width, layers, heads, vocabulary = (int(shape[key]) for key in NEEDED)
+    width, layers, heads, vocabulary = (int(shape[key]) for key in SHAPE_KEYS)
     head_dim = shape.get("head_dim") or width // heads
     kv_heads = shape.get("num_key_value_heads") or heads
     inner = min((size for key in INNER if (size := shape.get(key))), default=0)  # some layers may be of experts alone
@@ -70,8 +70,8 @@ def footprint(
     # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the MLP.
     layer = 2 * width * head_dim * (heads + kv_heads) + matrices * width * inner
     embeddings = vocabulary * width * (2 if shape.get("tie_word_embeddings") is False else 1)
-    held = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
-    entries = sum(held) + (layers - len(held)) * prompts.tokens
+    window_tokens = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
+    entries = sum(window_tokens) + (layers - len(window_tokens)) * prompts.tokens
     at_once = min(prompts.tokens, prompts.chunk or prompts.tokens)
     # Beside the hidden states the inner ones of the MLP, of a gated one twice, and their product.
     wide = 2 * width + matrices * inner
@@ -89,26 +89,26 @@ def _is_gated(shape: Mapping[str, Any]) -> bool:
 
 
 def refuse_too_large(
-    needed: Footprint, device: torch.device, home: str, model: str, prompts: Prompts, free: Mapping[str, int]
+    required: Footprint, device: torch.device, home: str, model: str, prompts: Prompts, free: Mapping[str, int]
 ) -> None:
     """Refuse a run that cannot fit.
 
     Args:
-        needed: bytes of its parts.
+        required: bytes of its parts.
         device: that computes.
         home: of keys and values, as in `Needs.home`; "by_layer" leaves open what of them either tier takes.
         model: what messages call the model.
-        prompts: those that `needed` is of.
+        prompts: those that `required` is of.
         free: bytes free, by "device" and "host"; what is not known is absent.
 
     Raises:
         ConfigError: names the key that takes most, the estimate, what is free and what would be right.
     """
-    resting = {"weights": needed.weights, "activations": needed.activations}
-    cache = {"KV cache": needed.cache}
-    one_memory = device.type == "cpu"
-    tiers = {"host": resting | cache} if one_memory else {"device": resting | (cache if home == "device" else {})}
-    if home == "host" and not one_memory:
+    resting = {"weights": required.weights, "activations": required.activations}
+    cache = {"KV cache": required.cache}
+    shared_memory = device.type == "cpu"
+    tiers = {"host": resting | cache} if shared_memory else {"device": resting | (cache if home == "device" else {})}
+    if home == "host" and not shared_memory:
         tiers["host"] = cache
     for tier, parts in tiers.items():
         total = sum(parts.values())
@@ -149,7 +149,7 @@ def _free_on_host() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(kept["inactive_file"]))  # files it has read make room
+        usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(usage["inactive_file"]))  # files it has read make room
     except (OSError, ValueError, LookupError):  # "max" is no number: there is no limit
         return available

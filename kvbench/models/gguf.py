@@ -32,7 +32,7 @@ WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 
 # Attributes of a transformers config that hold a key's value; of several names the first that the config has.
-HELD_AS = {
+CONFIG_ATTRIBUTES = {
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
     "block_count": ("num_hidden_layers",),
@@ -142,18 +142,18 @@ def read_header(file: Path) -> Header:
                 raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
             count, many = reader.number("Q"), reader.number("Q")
             keys = {reader.text(): reader.value(reader.number("I")) for _ in range(many)}
-            found = {}
+            tensors = {}
             for _ in range(count):
                 name, dimensions = reader.text(), reader.number("I")
                 shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
-                found[name] = shape, reader.number("I"), reader.number("Q")
+                tensors[name] = shape, reader.number("I"), reader.number("Q")
     except (OSError, ValueError, KeyError, struct.error, OverflowError, MemoryError, RecursionError) as error:
         raise ConfigError(f"model.path={file}: cannot be read as GGUF: {first_line(error)}") from error
     step = keys.get("general.alignment", 32)
     if type(step) is not int or step < 1:
         raise ConfigError(f"model.path={file}: general.alignment={show(step)}: expected a whole number, 1 or more")
     start = -(-reader.at // step) * step
-    return Header(file, keys, {name: (shape, kind, start + at) for name, (shape, kind, at) in found.items()})
+    return Header(file, keys, {name: (shape, kind, start + at) for name, (shape, kind, at) in tensors.items()})
 
 
 def scaling_of(header: Header, theta: float, dim: int) -> dict[str, Any] | None:
@@ -208,10 +208,10 @@ def _llama3(header: Header, factors: list[float], theta: float, dim: int) -> dic
         turns = original / (2 * math.pi * theta ** (2 * pair / dim))  # within the length before scaling
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         expected.append(1 / ((1 - smooth) / most + smooth))
-    alike = len(factors) == len(expected) and all(
+    matches = len(factors) == len(expected) and all(
         math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)
     )
-    if not alike:
+    if not matches:
         raise ConfigError(
             f"model.path={header.file}: {FACTORS}=[{factors[0]:g} .. {factors[-1]:g}]: rotary frequencies divided by "
             f"other numbers than Llama 3's; {INSTEAD}"
@@ -256,15 +256,15 @@ def refuse_dropped(header: Header, config: Any) -> None:
         raise ConfigError(
             f"model.path={header.file}: split.count={header.keys['split.count']}: expected one whole file"
         )
-    held = _held(config)
+    model_values = _model_values(config)
     prefix = f"{header.arch}."
     _refuse_other_windows(header, config)
-    for name, value in {**_defaults(header, held), **header.keys}.items():
+    for name, value in {**_defaults(header, model_values), **header.keys}.items():
         key = name.removeprefix(prefix)
         if name.startswith(HARMLESS) or key in (*HARMLESS_OF_MODEL, *SCALING, *BETAS, *WINDOWS):
             continue
-        has = held.get(key, WITHOUT.get(key))
-        if name == key or not _alike(value, has):
+        has = model_values.get(key, WITHOUT.get(key))
+        if name == key or not _are_equal(value, has):
             text = "none" if has is None else show(has)
             raise ConfigError(
                 f"model.path={header.file}: {name}={show(value)}: the model that transformers makes of it has {text}; "
@@ -272,10 +272,10 @@ def refuse_dropped(header: Header, config: Any) -> None:
             )
 
 
-def _defaults(header: Header, held: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(header: Header, model_values: Mapping[str, Any]) -> dict[str, Any]:
     """What the keys mean that a file leaves out, where transformers' classes have defaults of their own."""
-    defaults = {"attention.scale": held["attention.key_length"] ** -0.5}
-    if "rope.freq_base" in held:
+    defaults = {"attention.scale": model_values["attention.key_length"] ** -0.5}
+    if "rope.freq_base" in model_values:
         defaults["rope.freq_base"] = 10000.0
     return {f"{header.arch}.{key}": value for key, value in defaults.items()}
 
@@ -302,26 +302,26 @@ def _refuse_other_windows(header: Header, config: Any) -> None:
         raise _refusal(header, WINDOWS[1], pattern, f"the model has windows in the layers {sorted(has)}")
 
 
-def _held(config: Any) -> dict[str, Any]:
+def _model_values(config: Any) -> dict[str, Any]:
     """What a model computes with, by a file's keys, as far as its config says."""
-    found: dict[str, Any] = {}
-    for key, names in HELD_AS.items():
+    by_key: dict[str, Any] = {}
+    for key, names in CONFIG_ATTRIBUTES.items():
         values = (getattr(config, name, None) for name in names)
         if (value := next((value for value in values if value is not None), None)) is not None:
-            found[key] = value
+            by_key[key] = value
     head_dim = head_dim_of(config)
-    found |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
+    by_key |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
     scale = getattr(config, "attention_multiplier", None)
-    found["attention.scale"] = scale or (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5
-    if found.get("feed_forward_length") is None:
-        found["feed_forward_length"] = 4 * config.hidden_size  # GPT-2
+    by_key["attention.scale"] = scale or (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5
+    if by_key.get("feed_forward_length") is None:
+        by_key["feed_forward_length"] = 4 * config.hidden_size  # GPT-2
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention") or rope
     if full:
-        found["rope.freq_base"], found["rope.dimension_count"] = full.get("rope_theta"), rotary_dim_of(config)
+        by_key["rope.freq_base"], by_key["rope.dimension_count"] = full.get("rope_theta"), rotary_dim_of(config)
     if (near := rope.get("sliding_attention")) is not None:
-        found["rope.freq_base_swa"] = near.get("rope_theta")
-    return found
+        by_key["rope.freq_base_swa"] = near.get("rope_theta")
+    return by_key
 
 
 def head_dim_of(config: Any) -> int:
@@ -335,11 +335,11 @@ def rotary_dim_of(config: Any) -> int:
     return int(head_dim_of(config) * (rope.get("partial_rotary_factor") or 1))
 
 
-def _alike(value: Any, held: Any) -> bool:
+def _are_equal(value: Any, model_value: Any) -> bool:
     """Whether a file's value is the held one."""
-    if isinstance(value, int | float) and isinstance(held, int | float):
-        return math.isclose(value, held, rel_tol=1e-5)  # of float32
-    return bool(value == held)
+    if isinstance(value, int | float) and isinstance(model_value, int | float):
+        return math.isclose(value, model_value, rel_tol=1e-5)  # of float32
+    return bool(value == model_value)
 
 
 def refuse_unread(header: Header, read: Collection[str]) -> None:
@@ -352,10 +352,10 @@ def refuse_unread(header: Header, read: Collection[str]) -> None:
     Raises:
         ConfigError: names the first.
     """
-    left = [name for name in header.tensors if name not in read and name != FACTORS]
-    left = [name for name in left if not UNUSED_TENSORS.match(name)]
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    unread = [name for name in header.tensors if name not in read and name != FACTORS]
+    unread = [name for name in unread if not UNUSED_TENSORS.match(name)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise ConfigError(
-            f"model.path={header.file}: {left[0]}{more}: weights that its model has no place for; {INSTEAD}"
+            f"model.path={header.file}: {unread[0]}{more}: weights that its model has no place for; {INSTEAD}"
         )

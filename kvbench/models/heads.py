@@ -73,7 +73,7 @@ class Calibration:
         file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def own_folder() -> Path:
+def user_folder() -> Path:
     """Where `kvbench calibrate` puts a user's."""
     return home() / "heads"
 
@@ -88,17 +88,17 @@ def read(file: Path) -> Calibration:
         text = file.read_text(encoding="utf-8")
         if file.suffix == TABLE:
             table = tuple(tuple(min(1.0, max(0.0, float(x))) for x in line.split()) for line in text.splitlines())
-            found = Calibration(file.name, None, {}, table, table)
+            loaded = Calibration(file.name, None, {}, table, table)
         else:
-            known = json.loads(text)
-            echo, induction = (tuple(tuple(map(float, row)) for row in known[name]) for name in NUMBERS[:2])
+            saved = json.loads(text)
+            echo, induction = (tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2])
             means, sizes = (
-                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in known[name]) for name in NUMBERS[2:]
+                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name]) for name in NUMBERS[2:]
             )
-            found = Calibration(known["model"], known["weights"], known["procedure"], echo, induction, means, sizes)
-        if list(map(len, found.echo)) != list(map(len, found.induction)) or len(set(map(len, found.echo))) != 1:
+            loaded = Calibration(saved["model"], saved["weights"], saved["procedure"], echo, induction, means, sizes)
+        if list(map(len, loaded.echo)) != list(map(len, loaded.induction)) or len(set(map(len, loaded.echo))) != 1:
             raise ValueError("echo and induction are not a number for each layer and KV head")
-        return found
+        return loaded
     except FileNotFoundError as error:
         raise ConfigError(f"method.heads={file}: no such file; expected one of kvbench calibrate") from error
     except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -108,12 +108,12 @@ def read(file: Path) -> Calibration:
         ) from error
 
 
-def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 0) -> Calibration | None:
+def calibration_of(source: hub.ModelSource, choice: str, words: str, seed: int = 0) -> Calibration | None:
     """The calibration of a model; None where its weights are not on this machine yet.
 
     Args:
         source: the model.
-        asked: "auto", or a file.
+        choice: "auto", or a file.
         words: what `kvbench calibrate` takes to make it, for messages.
         seed: of random weights.
 
@@ -121,20 +121,20 @@ def calibration_of(source: hub.ModelSource, asked: str, words: str, seed: int = 
         ConfigError: there is none, or the file is of another model.
     """
     weights = hub.weights_of(source, seed)
-    if asked != AUTO:
-        found = read(Path(asked).expanduser())
-        if None not in (weights, found.weights) and found.weights != weights:
+    if choice != AUTO:
+        loaded = read(Path(choice).expanduser())
+        if None not in (weights, loaded.weights) and loaded.weights != weights:
             raise ConfigError(
-                f"method.heads={asked}: made of {found.model} ({found.weights}), and the model is {source.name} "
+                f"method.heads={choice}: made of {loaded.model} ({loaded.weights}), and the model is {source.name} "
                 f"({weights}); kvbench calibrate {words} makes its own"
             )
-        return found
+        return loaded
     if weights is None:
         return None
-    for folder in (own_folder(), ASSETS / "heads"):
+    for folder in (user_folder(), ASSETS / "heads"):
         for file in sorted(folder.glob("*.json")):
-            if (found := read(file)).weights == weights:
-                return found
+            if (loaded := read(file)).weights == weights:
+                return loaded
     raise ConfigError(f"method.heads=auto: {source.name} is not calibrated; kvbench calibrate {words} does that, once")
 
 
@@ -144,8 +144,8 @@ def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
     Raises:
         ConfigError: as `calibration_of`.
     """
-    asked = config["method"].get("heads")
-    if not isinstance(asked, str):
+    choice = config["method"].get("heads")
+    if not isinstance(choice, str):
         return None
     model = config["model"]
     original = shipped("model", str(model["name"]))
@@ -155,4 +155,4 @@ def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
         words = f"model.path={source.path}"
     elif source.path is None and original["path"] is not None:
         words += " model.weights=dummy"
-    return calibration_of(source, asked, words, config["seed"])
+    return calibration_of(source, choice, words, config["seed"])

@@ -91,9 +91,9 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
     Raises:
         ConfigError: trained weights without a path.
     """
-    name, path, known = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
+    name, path, shipped_model = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
     dense_layers = tuple(model.get("dense_layers") or ())
-    ours = known is not None and (known["path"] is None or "kvbench.assets" in known["path"])
+    ours = shipped_model is not None and (shipped_model["path"] is None or "kvbench.assets" in shipped_model["path"])
     if path is not None and ours and Path(str(path)).parent != ASSETS:
         return ModelSource(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
     if model.get("weights") == "dummy":
@@ -106,8 +106,8 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
 def named(model: Mapping[str, Any]) -> str:
     """What a user asked for: the path that was given, or the name of the file in `conf/model` whose path it is."""
     source = source_of(model)
-    known = OmegaConf.create(shipped("model", str(model["name"])) or {})
-    return source.name if source.path in (None, known.get("path")) else str(source.path)
+    shipped_model = OmegaConf.create(shipped("model", str(model["name"])) or {})
+    return source.name if source.path in (None, shipped_model.get("path")) else str(source.path)
 
 
 def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
@@ -199,7 +199,7 @@ def revision_of(folder: Path) -> str:
 
 
 @functools.cache
-def made_of(revision: str) -> str:
+def weights_origin(revision: str) -> str:
     """How weights of this revision came about, where kvbench fetched them; "" for any others."""
     sources = [(shipped("model", name) or {}).get("fetch") or {} for name in choices("model")]
     return next((str(one["weights"]) for one in sources if one.get("revision") == revision), "") if revision else ""

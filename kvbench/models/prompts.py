@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WORKER = "kvbench.backends.hf.template_worker"
 SECONDS = 5  # of the processor's time for one text
 MEMORY = 1 << 30  # bytes
-AROUND = 1 << 20  # characters that a template may put around a text; the longest system prompts have some 20,000
+MARGIN = 1 << 20  # characters that a template may put around a text; the longest system prompts have some 20,000
 
 # Templates that print the date (gpt-oss, SmolLM3, Mistral Small; Llama's has a name of its own for it), and Qwen3's
 # choice of whether to think: left free, a prompt changes with the day or the release. The date is the one that
@@ -131,7 +131,7 @@ def _rendered(content: Content, characters: int, tokenizer: Tokenizer) -> Mappin
         "template": template,
         "messages": [{"role": "user", "content": content}],
         "today": TODAY,
-        "most": 2 * characters + AROUND,
+        "most": 2 * characters + MARGIN,
         "settings": {**tokenizer.special_tokens_map, **SETTINGS},
     }
     reply = _worker(os.getpid()).ask(json.dumps(request, default=str))

@@ -192,7 +192,7 @@ def _reach(rope: Mapping[str, Any], limit: int, scaled_already: bool, stated: An
 
 
 # Rope parameters that are 1 or more, those above 0, and longrope's lists of these.
-ROPE_FROM_ONE = ("factor", "original_max_position_embeddings")
+ROPE_AT_LEAST_1 = ("factor", "original_max_position_embeddings")
 ROPE_ABOVE_ZERO = (
     "rope_theta",
     "rope_local_base_freq",
@@ -242,7 +242,7 @@ def refuse_wrong_rope(model_config: Mapping[str, Any], where: str = "") -> None:
 
 
 def _refuse_wrong_numbers(rope: Mapping[str, Any], prefix: str) -> None:
-    for key in ROPE_FROM_ONE + ROPE_ABOVE_ZERO + ROPE_LISTS:
+    for key in ROPE_AT_LEAST_1 + ROPE_ABOVE_ZERO + ROPE_LISTS:
         value: Any = rope.get(key)
         whole = key == "original_max_position_embeddings"
         if key in ROPE_LISTS:

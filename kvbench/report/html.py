@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.report.data.run import LeftOut
-from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.data.run import SkippedRun
+from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.report.tables.formats import NONE, NOT_RUN, grid
 from kvbench.runs.quantities import is_number
 
@@ -68,20 +68,20 @@ reveal();
 
 def page(
     title: str,
-    about: str,
-    tables: Sequence[Table],
+    intro: str,
+    tables: Sequence[ReportTable],
     figures: Mapping[str, tuple[str, Figure]],
-    left_out: Sequence[LeftOut],
+    skipped: Sequence[SkippedRun],
     undrawn: Sequence[str] = (),
     outputs: Mapping[str, str] | None = None,
 ) -> str:
     """One whole page.
 
     Args:
-        title, about: its heading and what stands under it.
+        title, intro: its heading and what stands under it.
         tables: in their order.
         figures: name -> (caption, figure).
-        left_out: runs that are in none of them.
+        skipped: runs that are in none of them.
         undrawn: why a figure is not there, a sentence each.
         outputs: by run id the samples of a run, as `outputs_of` has them; scores of the run lead there.
     """
@@ -94,14 +94,14 @@ def page(
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1><p>{escape(about)}</p>",
+        f"<h1>{escape(title)}</h1><p>{escape(intro)}</p>",
         "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>"
         if len(links) > 1
         else "",
         *(_section(table, outputs) for table in tables),
         *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
         '<section id="outputs"><h2>Outputs</h2>' + "\n".join(outputs.values()) + "</section>" if outputs else "",
-        _details("runs left out", [f"{path}: {why}" for path, why in left_out]),
+        _details("runs left out", [f"{path}: {why}" for path, why in skipped]),
         _details("figures not drawn", undrawn),
         f"<script>{SCRIPT}</script></body></html>",
     ]
@@ -146,7 +146,7 @@ def _linked(text: str, cell: Cell | None, outputs: Mapping[str, str]) -> str:
     return f'<a href="#run-{escape(id)}">{escape(text)}</a>' if id in outputs else escape(text)
 
 
-def _section(table: Table, outputs: Mapping[str, str]) -> str:
+def _section(table: ReportTable, outputs: Mapping[str, str]) -> str:
     whole = grid(table)
     heads = [
         f'<th scope="col" data-column="{column}"{" class=label" if column < len(whole.head) else ""}>'

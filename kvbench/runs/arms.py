@@ -43,7 +43,7 @@ class Arms:
         """A batch with the prefill that serves those who wait for it, see `_prefilled`."""
         # An arm that does not wait now may wait for the next answer to this prompt, or question about this context.
         begun = [arm for arm, _ in self._running.values()] if batch.again else [*waiting.values()]
-        served = [arm for arm in begun if arm.backend.own_engine] if waiting else []
+        served = [arm for arm in begun if arm.backend.has_engine] if waiting else []
         return _prefilled(served, batch, self.report, self._prefill, divided)
 
     def add(self, index: int, batch: Sequence[Sample], records: Callable[[], Iterable[dict[str, Any]]]) -> None:
@@ -115,10 +115,10 @@ def _prefilled(
     report.begin()
     if arms and running:
         try:
-            made = prefill(arms, running, batch.again, report.tokens)
+            new_prefill = prefill(arms, running, batch.again, report.tokens)
             if divided:
-                made.divide()
-            prefilled = made
+                new_prefill.divide()
+            prefilled = new_prefill
         except Exception as error:
             if not is_failed_sample(error):
                 raise

@@ -12,7 +12,7 @@ from kvbench.memory.kinds import NATIVE, kv_in
 from kvbench.runs.identity import backend_name
 from kvbench.runs.stored import DAMAGED, ResultsError, read_run_yaml
 
-SAID_OTHERWISE = FACTS | {"name", "_target_"}
+OMITTED_KEYS = FACTS | {"name", "_target_"}
 UNKNOWN = "the command that made it"
 
 
@@ -34,10 +34,10 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
     if "config_dir" in config:
         yield from ("--config-dir", str(config["config_dir"]))
     for group in ("model", "method", "task"):
-        own = config[group]
-        yield f"{group}={own['name']}"
-        original = shipped(group, str(own["name"])) or {}
-        yield from _differing(f"{group}.", {key: own[key] for key in own if key not in SAID_OTHERWISE}, original)
+        choice = config[group]
+        yield f"{group}={choice['name']}"
+        original = shipped(group, str(choice["name"])) or {}
+        yield from _differing(f"{group}.", {key: choice[key] for key in choice if key not in OMITTED_KEYS}, original)
     for key, original in root_keys().items():
         if key in ("results_dir", "sweep", "model"):  # the last stands above
             continue
@@ -48,13 +48,13 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
     yield from _differing("kv.", kv_in(config)._asdict(), NATIVE._asdict())
     if (backend := backend_name(config)) != "hf":
         yield f"backend={backend}"
-        own = {key: value for key, value in config["backend"].items() if key not in SAID_OTHERWISE}
-        yield from _differing("backend.", own, shipped("backend", backend) or {})
+        choice = {key: value for key, value in config["backend"].items() if key not in OMITTED_KEYS}
+        yield from _differing("backend.", choice, shipped("backend", backend) or {})
 
 
-def _differing(prefix: str, given: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:
+def _differing(prefix: str, values: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:
     """A word for each value that is not the file's; what a file interpolates follows from the others."""
-    for key, value in given.items():
+    for key, value in values.items():
         default = original.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
             yield from _differing(f"{prefix}{key}.", value, default)

@@ -30,7 +30,7 @@ def statistics(texts: Sequence[Mapping[str, Sequence[float]]], same: int) -> dic
     n, delta_p = len(kl), np.exp(-nll) - np.exp(-nll_full)
     ln_ratio, perplexity, perplexity_full = nll - nll_full, np.exp(nll.mean()), np.exp(nll_full.mean())
     ratio, rms, share = np.exp(ln_ratio.mean()), np.sqrt((delta_p**2).mean()), same / n
-    found = {
+    numbers = {
         "tokens": n,
         "kl_max": kl.max(),
         "perplexity": perplexity,
@@ -45,7 +45,7 @@ def statistics(texts: Sequence[Mapping[str, Sequence[float]]], same: int) -> dic
         **percentiles(delta_p, OF_DELTA_P),
     }
     if n > FEW:
-        found |= {
+        numbers |= {
             "kl_mean_error": error(kl),
             "perplexity_error": perplexity * error(nll),
             "perplexity_full_error": perplexity_full * error(nll_full),
@@ -55,10 +55,10 @@ def statistics(texts: Sequence[Mapping[str, Sequence[float]]], same: int) -> dic
             "same_top_error": math.sqrt(share * (1 - share) / (n - 1)),
         }
         if rms > 0:
-            found["delta_p_rms_error"] = error(delta_p**2) / (2 * rms)
+            numbers["delta_p_rms_error"] = error(delta_p**2) / (2 * rms)
         if nll.std() > 0 and nll_full.std() > 0:
-            found["nll_correlation"] = np.corrcoef(nll, nll_full)[0, 1]
-    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+            numbers["nll_correlation"] = np.corrcoef(nll, nll_full)[0, 1]
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def error(values: np.ndarray) -> float:
@@ -66,9 +66,9 @@ def error(values: np.ndarray) -> float:
     return float(values.std() / math.sqrt(len(values) - 1))
 
 
-def percentiles(values: np.ndarray, wanted: Mapping[str, float]) -> dict[str, float]:
+def percentiles(values: np.ndarray, percents: Mapping[str, float]) -> dict[str, float]:
     """The wanted percentiles by name, linear between neighbours; none beyond which fewer than one value lies."""
-    there = {name: p for name, p in wanted.items() if round(len(values) * min(p, 100 - p), 6) >= 100}
+    there = {name: p for name, p in percents.items() if round(len(values) * min(p, 100 - p), 6) >= 100}
     return dict(zip(there, np.percentile(values, [*there.values()]), strict=True)) if there else {}
 
 

@@ -104,8 +104,8 @@ class RunFolder:
     def __init__(self, path: Path, shard: Shard) -> None:
         """Use `open`."""
         self.path = path
-        self._own = path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
-        self._mine, self._held = ExitStack(), ExitStack()
+        self._job_dir = path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
+        self._mine, self._run_lock = ExitStack(), ExitStack()
         self._state, self._total, self._ran, self._share = "running", 0, 0, 0.0
         self._began = self._started = _now()
         self._others = (0, 0)
@@ -136,7 +136,7 @@ class RunFolder:
         """
         folder = cls(_of_identity(arm_folder(results_dir, task, model, arm), identity), shard)
         with writing(folder.path), ExitStack() as failed:
-            failed.push(folder._held)
+            failed.push(folder._run_lock)
             failed.push(folder._mine)
             folder.path.mkdir(parents=True, exist_ok=True)
             folder._take(shard)
@@ -147,26 +147,26 @@ class RunFolder:
 
     def _take(self, shard: Shard) -> None:
         """Lock the folder, and read what is there."""
-        alone = self._own == self.path
+        alone = self._job_dir == self.path
         self._lock = take_lock(self.path, shared=not alone)
-        self._held.callback(os.close, self._lock)
+        self._run_lock.callback(os.close, self._lock)
         check_format(self.path)
         if alone:
             _merge_shards(self.path)
         else:
-            self._own.mkdir(parents=True, exist_ok=True)  # not before the lock: shards may be merged at this moment
+            self._job_dir.mkdir(parents=True, exist_ok=True)  # not before the lock: shards may be merged at this moment
             for other in (self.path / SHARDS).iterdir():
                 if not other.name.endswith(f"-of-{shard.of}"):  # its samples are not apart from ours
-                    with held(other):
+                    with run_lock(other):
                         pass
-            self._mine.callback(os.close, take_lock(self._own))
-        mine, self._end = read_samples(self._own / "samples.jsonl")
+            self._mine.callback(os.close, take_lock(self._job_dir))
+        mine, self._end = read_samples(self._job_dir / "samples.jsonl")
         with self._opened(os.O_CREAT) as samples:
             os.ftruncate(samples, self._end)
         self._know(mine if alone else read_run(self.path))
         done = sum(not record.get("error") for record in mine.values())
         self._others = len(self.done) - done, len(self.records) - len(self.done) - (len(mine) - done)
-        self._started = _started(self._own / "status.json")
+        self._started = _started(self._job_dir / "status.json")
         self.finished = (self.path / "summary.json").exists()
         self.had, self.tear = samples_had(self.path), lost_samples(self.path, len(self.records))
 
@@ -182,15 +182,15 @@ class RunFolder:
             before, config = there["config"], _asking_most(config, there["config"])
             if before["task"].get("limit") != config["task"]["limit"]:
                 before["task"]["limit"] = config["task"]["limit"]
-                _write_run_yaml(self.path, there, self._own)
+                _write_run_yaml(self.path, there, self._job_dir)
         self._facts: dict[str, Any] | None = _run_yaml(identity, config)
         if there is None:
-            self._made_here()
+            self._claim_run_yaml()
 
-    def _made_here(self) -> None:
+    def _claim_run_yaml(self) -> None:
         """From here on run.yaml is of this process."""
         if self._facts is not None:
-            _write_run_yaml(self.path, self._facts, self._own)
+            _write_run_yaml(self.path, self._facts, self._job_dir)
         self._facts = None
 
     def _know(self, records: dict[str, Record]) -> None:
@@ -201,7 +201,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        with self._held, self._mine:  # the lock of the run goes last, whatever happens
+        with self._run_lock, self._mine:  # the lock of the run goes last, whatever happens
             if self._state == "running":
                 self.leave(interrupted=kind is None or issubclass(kind, Exception))
 
@@ -235,8 +235,8 @@ class RunFolder:
         if reason := record_in(line)[1]:
             raise ResultsError(f"{self.path}: the record of {key} could not be read back ({printable(reason)})")
         with writing(self.path):
-            self._made_here()
-        if self._own == self.path:
+            self._claim_run_yaml()
+        if self._job_dir == self.path:
             (self.path / "summary.json").unlink(missing_ok=True)
         with writing(self.path), self._opened() as samples:
             self._append(samples, line + b"\n")
@@ -255,7 +255,7 @@ class RunFolder:
 
         The last of several shards gathers what all of them have.
         """
-        if self._own == self.path:
+        if self._job_dir == self.path:
             return True
         self._state = "finished"
         self._write_status()
@@ -267,7 +267,7 @@ class RunFolder:
             return False
         with writing(self.path):
             _merge_shards(self.path)
-            self._own, self._others = self.path, (0, 0)
+            self._job_dir, self._others = self.path, (0, 0)
             self._know(read_samples(self.path / "samples.jsonl")[0])
         self._started = _started(self.path / "status.json")
         complete = self.records.keys() >= set(ids)
@@ -285,12 +285,12 @@ class RunFolder:
     def beat(self) -> None:
         """Give a sign of life: status.json gets a new time. What cannot be written shows where a sample is."""
         with suppress(OSError):
-            os.utime(self._own / "status.json", follow_symlinks=False)
+            os.utime(self._job_dir / "status.json", follow_symlinks=False)
 
     @contextmanager
     def _opened(self, more: int = 0) -> Iterator[int]:
         """samples.jsonl, open no longer than it is written: a sweep has many folders."""
-        samples = os.open(self._own / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | more, 0o666)
+        samples = os.open(self._job_dir / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | more, 0o666)
         try:
             yield samples
         finally:
@@ -323,7 +323,7 @@ class RunFolder:
             "host": socket.gethostname(),
         }
         with writing(self.path):
-            write_whole(self._own / "status.json", _json(status))
+            write_whole(self._job_dir / "status.json", _json(status))
 
 
 def unlinked(path: str, flags: int) -> int:
@@ -396,9 +396,9 @@ def arm_folder(results_dir: str | os.PathLike[str], task: str, model: str, arm: 
 
 def _of_identity(arm: Path, identity: Mapping[str, Any]) -> Path:
     """The folder of an identity among those of its arm: one with an earlier id where that is there."""
-    own = run_id(identity)
-    earlier = (arm / id for id in earlier_ids(own) if not (arm / own).exists())
-    return next((folder for folder in earlier if folder.is_dir()), arm / own)
+    current_id = run_id(identity)
+    earlier = (arm / id for id in earlier_ids(current_id) if not (arm / current_id).exists())
+    return next((folder for folder in earlier if folder.is_dir()), arm / current_id)
 
 
 def check_format(folder: Path) -> None:
@@ -431,7 +431,7 @@ def _run_yaml(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
 
 def _asking_most(config: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the larger `task.limit` of two; None: no limit."""
-    limits = [one["task"].get("limit") for one in (config, before)]
+    limits = [candidate["task"].get("limit") for candidate in (config, before)]
     most = max(limits) if all(type(limit) is int for limit in limits) else None
     return {**config, "task": {**config["task"], "limit": most}}
 
@@ -497,7 +497,7 @@ def _strict(value: Any) -> Any:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder for a while.
 
     Raises:

@@ -51,13 +51,13 @@ def budget_of(config: Mapping[str, Any]) -> Any:
 LOCAL = "local"  # an identity's word for a path to data: what it leads to counts, not where it lies
 
 # What arms that share a prefill may differ in.
-APART = ("method", "budget", "kv", "probe")
+MAY_DIFFER = ("method", "budget", "kv", "probe")
 
 
-def decodes_together(config: Mapping[str, Any]) -> bool:
+def decodes_jointly(config: Mapping[str, Any]) -> bool:
     """Whether an arm of a sweep is to be decoded beside others, as far as its config says."""
-    sweep, apart = config["sweep"], config["task"].get("own_prefill")
-    return bool(sweep["shared_prefill"] and sweep["shared_decode"] and not apart and backend_name(config) == "hf")
+    sweep, separate = config["sweep"], config["task"].get("own_prefill")
+    return bool(sweep["shared_prefill"] and sweep["shared_decode"] and not separate and backend_name(config) == "hf")
 
 
 def starts_alone(config: Mapping[str, Any]) -> bool:

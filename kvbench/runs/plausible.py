@@ -44,10 +44,10 @@ def refuse_impossible(folder: Path, written: Mapping[str, Any], records: Iterabl
     Raises:
         ResultsError: names the sample, the key and its value.
     """
-    own = str(written["run_id"])
+    stored_id = str(written["run_id"])
     names = {folder.name, folder.resolve().name}
-    if names.isdisjoint((own, *earlier_ids(own))) and folder != archive_of(folder):
-        raise ResultsError(f"the folder of run {printable(own)[:40]} under another name")
+    if names.isdisjoint((stored_id, *earlier_ids(stored_id))) and folder != archive_of(folder):
+        raise ResultsError(f"the folder of run {printable(stored_id)[:40]} under another name")
     config = written["identity"]["config"]
     try:
         budget = _budget(config)
@@ -71,12 +71,12 @@ def _budget(config: Mapping[str, Any]) -> Budget:
     Raises:
         ConfigError: there is no such budget.
     """
-    protocol, asked = config["protocol"], config["budget"]
-    if is_number(asked) and asked > MOST_TOKENS:
-        raise ConfigError(f"budget={asked}: more tokens than a prompt has")
+    protocol, size = config["protocol"], config["budget"]
+    if is_number(size) and size > MOST_TOKENS:
+        raise ConfigError(f"budget={size}: more tokens than a prompt has")
     if not has_budget(config["method"]):
         return Budget(None)
-    return Budget.of(asked, config["method"], protocol["accounting"], protocol.get("generated", "free"))
+    return Budget.of(size, config["method"], protocol["accounting"], protocol.get("generated", "free"))
 
 
 def _of_record(record: Record, budget: Budget, unified: bool) -> Iterator[str]:
@@ -145,9 +145,9 @@ def _attended(record: Record, budget: Budget, unified: bool) -> Iterator[str]:
         yield f"audit.attended_mean={mean:g}: expected 1 entry or more, and no more than the most, {most:g}"
     if (spread := audit.get("attended_std", 0)) > most:
         yield f"audit.attended_std={spread:g}: expected no more than the most attended, {most:g}"
-    held = audit.get("device_kv_bytes", 0)
-    if (allocated := audit.get("device_kv_allocated_bytes", held)) < held:
-        yield f"audit.device_kv_allocated_bytes={allocated}: expected room for the {held} that are held"
+    stored = audit.get("device_kv_bytes", 0)
+    if (allocated := audit.get("device_kv_allocated_bytes", stored)) < stored:
+        yield f"audit.device_kv_allocated_bytes={allocated}: expected room for the {stored} that are held"
     if budget.size is not None:
         had = audit.get("budget", 0)
         # A share is of what is compressed.
@@ -160,12 +160,12 @@ def _attended(record: Record, budget: Budget, unified: bool) -> Iterator[str]:
 
 def _tokens(record: Record) -> int:
     """The most tokens that a step can attend: of the prompt, and of the answer."""
-    said: list[Any] = [
+    counts: list[Any] = [
         (record.get("written") or {}).get("length"),
         record.get("new_tokens"),
         len(_steps(record).get("kl") or ()),
     ]
-    answer = len(record.get("output_ids") or ()) or max(filter(is_number, said), default=0) or UNSAID
+    answer = len(record.get("output_ids") or ()) or max(filter(is_number, counts), default=0) or UNSAID
     return int(answer) + (record.get("prompt_tokens") or MOST_TOKENS)
 
 
@@ -178,13 +178,13 @@ def _divergence(record: Record) -> Iterator[str]:
     near, steps = record.get("fidelity") or {}, _steps(record)
     for name in STEPS:
         key = "kl_mean" if name == "kl" else name
-        each, mean = steps.get(name), near.get(key)
-        if each and min(each) < 0:
-            yield f"fidelity.steps.{name}: {min(each):g} is less than 0"
-        if each and mean is not None and not is_near(fmean(each), mean, TINY):
-            yield f"fidelity.{key}={mean:g}: expected the mean of its steps, {fmean(each):g}"
+        values, mean = steps.get(name), near.get(key)
+        if values and min(values) < 0:
+            yield f"fidelity.steps.{name}: {min(values):g} is less than 0"
+        if values and mean is not None and not is_near(fmean(values), mean, TINY):
+            yield f"fidelity.{key}={mean:g}: expected the mean of its steps, {fmean(values):g}"
 
 
-def is_near(one: float, other: float, most: float = 0.0) -> bool:
+def is_near(value: float, other: float, most: float = 0.0) -> bool:
     """Whether two numbers are the same but for the digits that are packed, or differ by so much at most."""
-    return abs(one - other) <= most + NEAR * max(abs(one), abs(other))
+    return abs(value - other) <= most + NEAR * max(abs(value), abs(other))

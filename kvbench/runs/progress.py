@@ -20,7 +20,7 @@ from kvbench.kernels.often import LINE_SECONDS, every
 from kvbench.runs.terminal import Console
 
 
-def time_left(elapsed: float, share: float) -> float | None:
+def remaining_seconds(elapsed: float, share: float) -> float | None:
     """Seconds left by the share of the work that is done, not by counting: samples may differ a hundredfold.
 
     Args:
@@ -31,7 +31,7 @@ def time_left(elapsed: float, share: float) -> float | None:
 
 
 @dataclass
-class Together:
+class JointDecodeProgress:
     """The work of arms that decode together: prompts are read one by one, and their rows go on side by side.
 
     Attributes:
@@ -48,12 +48,12 @@ class Together:
     seconds: float = 0.0
     rows: int = 0
 
-    def left(self, elapsed: float) -> float | None:
+    def remaining(self, elapsed: float) -> float | None:
         """Seconds left, by what reading and decoding have taken so far, each by itself; None before the first pass."""
         if not (self.read and self.decoded):
             return None
-        reading = time_left(max(0.0, elapsed - self.seconds), min(1.0, self.read))
-        decoding = time_left(self.seconds, min(1.0, self.decoded * self.read / max(1, self.expected)))
+        reading = remaining_seconds(max(0.0, elapsed - self.seconds), min(1.0, self.read))
+        decoding = remaining_seconds(self.seconds, min(1.0, self.decoded * self.read / max(1, self.expected)))
         return (reading or 0.0) + (decoding or 0.0)
 
 
@@ -63,8 +63,8 @@ class TimeLeft(ProgressColumn):
     def render(self, bar: Bar) -> Text:
         """The time left, "" while it is not known."""
         report: Reporter | None = bar.fields.get("report")
-        left = "" if report is None or bar.finished else report.left()
-        return Text(left, style="progress.remaining")
+        remaining = "" if report is None or bar.finished else report.remaining()
+        return Text(remaining, style="progress.remaining")
 
 
 class Speed(ProgressColumn):
@@ -104,18 +104,18 @@ class Reporter:
     Attributes:
         share: of the work of this start that is done.
         part: of this work, what is done of the samples that run.
-        together: of arms that decode together.
+        joint_decode: of arms that decode together.
         compiles: whether a kernel is being compiled.
     """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
         self.bars, self.share, self.part = bars, 0.0, 0.0
-        self.together, self.compiles = Together(), False
+        self.joint_decode, self.compiles = JointDecodeProgress(), False
         self._samples = bars.add_task("samples", total=total, completed=min(done, total))
         bars.update(self._samples, report=self)  # which is drawn at once
         self._pace = Pace(bars.get_time())
         self._inside = bars.add_task("tokens of this sample", total=None, visible=False, pace=self._pace)
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._at, self._of, self._reads = 0, 0, False
 
     def begin(self, at: int = 0) -> None:
@@ -130,47 +130,47 @@ class Reporter:
 
     def rows(self, count: int, seconds: float) -> None:
         """A token of each of so many rows was decoded, of several arms and samples, in so many seconds."""
-        together = self.together
+        joint = self.joint_decode
         self._pace.add(count, self.bars.get_time())
-        self._at, self._of, together.rows = 0, 0, count
-        together.decoded, together.seconds = together.decoded + count, together.seconds + seconds
+        self._at, self._of, joint.rows = 0, 0, count
+        joint.decoded, joint.seconds = joint.decoded + count, joint.seconds + seconds
         self.bars.update(
             self._inside,
             description=f"tokens, {count} rows",
-            completed=together.decoded,
-            total=max(together.decoded, together.expected),
+            completed=joint.decoded,
+            total=max(joint.decoded, joint.expected),
             visible=True,
         )
 
-    def left(self) -> str:
+    def remaining(self) -> str:
         """The time left; "" while it is not known, and where there is none."""
         elapsed = self.bars.tasks[self._samples].elapsed or 0.0
-        left = self.together.left(elapsed)
-        left = time_left(elapsed, self.share + self.part) if left is None else left
-        return f"{timedelta(seconds=round(left))} left" if left and round(left) else ""
+        remaining = self.joint_decode.remaining(elapsed)
+        remaining = remaining_seconds(elapsed, self.share + self.part) if remaining is None else remaining
+        return f"{timedelta(seconds=round(remaining))} left" if remaining and round(remaining) else ""
 
     def line(self) -> None:
         """How far it is, as a line: over all samples, at what pace, and what is running."""
         samples = self.bars.tasks[self._samples]
         pace = [str(self._pace)] if self._pace.tokens else []
-        left = self.left() or str(timedelta(seconds=round(samples.elapsed or 0.0)))
-        line = ", ".join([f"{samples.completed:.0f}/{samples.total:.0f} samples", *pace, left])
+        remaining = self.remaining() or str(timedelta(seconds=round(samples.elapsed or 0.0)))
+        line = ", ".join([f"{samples.completed:.0f}/{samples.total:.0f} samples", *pace, remaining])
         self.bars.console.print("; ".join([line, *self._running()]), highlight=False, soft_wrap=True)
 
     def _running(self) -> Iterator[str]:
         """What goes on now."""
-        together = self.together
-        if 0 < together.read < 0.995:
-            yield f"{together.read:.0%} of the prompts are read"
+        joint = self.joint_decode
+        if 0 < joint.read < 0.995:
+            yield f"{joint.read:.0%} of the prompts are read"
         if self.compiles:
             yield "compiling a kernel"
         elif self._reads:
             yield "reading a prompt"
         elif self._at < self._of:
             yield f"of this one {self._at:,} of {self._of:,} tokens"
-        elif together.rows:
-            done = f"{together.decoded:,} of {max(together.decoded, together.expected):,} tokens"
-            yield f"{together.rows} rows decode together, {done}"
+        elif joint.rows:
+            done = f"{joint.decoded:,} of {max(joint.decoded, joint.expected):,} tokens"
+            yield f"{joint.rows} rows decode together, {done}"
 
     def sample(self, record: dict[str, Any], share: float) -> None:
         """A sample has ended, `share` of the work of this start."""
@@ -202,8 +202,8 @@ class Reporter:
 
     def once(self, key: str, text: str) -> None:
         """Say something the first time that it is so."""
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._printed:
+            self._printed.add(key)
             self.bars.console.print(text)
 
 

@@ -30,10 +30,10 @@ PERCENT = Unit("%", 100)
 MORE: Literal["more"] = "more"
 LESS: Literal["less"] = "less"
 
-DECODED = ALONE, TOGETHER = "alone", "together"  # the `decode` of a run and of a record; where it is missing, alone
+DECODED = ALONE, JOINTLY = "alone", "together"  # the `decode` of a run and of a record; where it is missing, alone
 # Parts of a step that are of the model: rows that decode together share them. All else is a method's own time.
 OF_MODEL = ("breakdown_ms.model", "breakdown_ms.other")
-OWN = "own: attention, search and transfers, without the model"
+METHOD_TIME = "own: attention, search and transfers, without the model"
 
 PASSED = {f"pass_at_{k}": k for k in (1, 2, 4, 8, 16, 32, 64)}  # the k of each pass@k, by its name
 
@@ -252,26 +252,26 @@ def recorded(summary: Mapping[str, Any]) -> dict[str, Any]:
 
     What was not measured is absent.
     """
-    found = {}
+    numbers = {}
     for part, values in _parts(summary).items():
         for key, value in values.items():
             quantity = find(part, key)
             if is_number(value) or not quantity.is_number:
-                found[quantity.name] = value
-    held = [found[name] for name in ("device_kv_bytes", "index_bytes") if name in found]
-    if held:
-        found["device_index_bytes"] = math.fsum(held)
-    own = [time for name, time in found.items() if name.startswith("breakdown_ms.") and name not in OF_MODEL]
-    if own:
-        found["own_ms"] = math.fsum(own)
-    step, waits = found.get("tpot_ms_mean"), found.get("python_ms")
+                numbers[quantity.name] = value
+    stored_bytes = [numbers[name] for name in ("device_kv_bytes", "index_bytes") if name in numbers]
+    if stored_bytes:
+        numbers["device_index_bytes"] = math.fsum(stored_bytes)
+    method_times = [time for name, time in numbers.items() if name.startswith("breakdown_ms.") and name not in OF_MODEL]
+    if method_times:
+        numbers["own_ms"] = math.fsum(method_times)
+    step, waits = numbers.get("tpot_ms_mean"), numbers.get("python_ms")
     if step is not None and waits is not None:
-        found["busy_ms"] = step - waits
+        numbers["busy_ms"] = step - waits
     for quantity in _LISTED:
-        above, below = (found.get(name) for name in quantity.ratio or ("", ""))
+        above, below = (numbers.get(name) for name in quantity.ratio or ("", ""))
         if above and below:
-            found[quantity.name] = above / below
-    return found
+            numbers[quantity.name] = above / below
+    return numbers
 
 
 def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -281,7 +281,7 @@ def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     others = ("machine", "audit", "hardware", "output", "probe", "fidelity", "scores")
     parts = {part: summary.get(part) or {} for part in others}
     top = {"": summary, "macro": summary.get("macro") or summary}
-    listed = {part: {key: values.get(key) for known, key in _BY_KEY if known == part} for part, values in top.items()}
+    listed = {part: {key: values.get(key) for place, key in _BY_KEY if place == part} for part, values in top.items()}
     return {**listed, "latency": times, "breakdown_ms": latency.get("breakdown_ms") or {}, **parts}
 
 

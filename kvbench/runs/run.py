@@ -16,7 +16,7 @@ from kvbench.backends.backend import TryOut, backend_of
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf import spread
 from kvbench.budget import Budget, has_budget
-from kvbench.config import ConfigError, bind_methods, build, own_choices
+from kvbench.config import ConfigError, bind_methods, build, user_choices
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
@@ -95,7 +95,7 @@ def _run(config: Config, shard: Shard) -> dict[str, Any]:
         return {}
     title = f"{arm.task.name}, {arm_name(config)} on {arm.loaded.name} in {dtype_of(arm)}"
     console.print(table(title, arm.task.metric, summary))
-    if how := hub.made_of(arm.loaded.revision):
+    if how := hub.weights_origin(arm.loaded.revision):
         console.print(f"weights of {arm.loaded.name}: {how}", soft_wrap=True)
     console.print(f"results: {folder.path}", soft_wrap=True)
     if summary["n"] < len(folder.records):
@@ -141,21 +141,21 @@ def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
 
 def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     """The run folder of an arm, alone or in a sweep, or a shard's part of it."""
-    config, own = arm.config, identity(arm)
+    config, run_identity = arm.config, identity(arm)
     facts = {
         "versions": versions(*arm.backend.packages),
         "device_name": device_name(arm.loaded.device, arm.loaded.devices),
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
         "decode": arm.decode,
-        **({} if (folder := own_choices()) is None else {"config_dir": folder}),
+        **({} if (folder := user_choices()) is None else {"config_dir": folder}),
     }
     return RunFolder.open(
         config["results_dir"],
         config["task"]["name"],
         arm.loaded.name,
         arm_name(config),
-        own,
+        run_identity,
         {**config, **facts},
         shard,
     )
@@ -181,7 +181,7 @@ def prepare(config: Config, loaded: models.Loaded | None = None) -> Arm:
         first = next(iter([*tried]), None)  # reads the files, and tries the lengths
         if first is None or first.error:
             return
-        if protocol.temperature and (first.timed or first.given):
+        if protocol.temperature and (first.timed or first.forced):
             raise ValueError(f"protocol.temperature={protocol.temperature}: task={task.name} draws no tokens; use 0")
         if protocol.question != "with" and first.question in ("", first.prompt):
             raise ValueError(f"protocol.question={protocol.question}: task={task.name} asks none apart; use with")
@@ -242,11 +242,11 @@ def refuse_no_cut(config: Config, method: Method) -> None:
     task = config["task"]
     if task["name"] != Fidelity.name or not has_budget(config["method"]):
         return
-    needed = min(map(method.first_cut, task["lengths"]))
-    if task["steps"] < needed:
+    least = min(map(method.first_cut, task["lengths"]))
+    if task["steps"] < least:
         raise ConfigError(
-            f"task.steps={task['steps']}: {config['method']['name']} attends all tokens before step {needed}, so that "
-            f"its numbers would be full attention's; expected {needed} or more"
+            f"task.steps={task['steps']}: {config['method']['name']} attends all tokens before step {least}, so that "
+            f"its numbers would be full attention's; expected {least} or more"
         )
 
 
@@ -275,14 +275,14 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     # The device holds the whole prompt as it came, and codes what is left of it when it is over.
     kv = kv_in(config) if home == "host" else NATIVE
     dtype = models.dtype_of(config["dtype"], device)
-    needed = footprint(hub.shape_of(config["model"], source), dtype, prompts, kv)
-    if needed is None:
+    required = footprint(hub.shape_of(config["model"], source), dtype, prompts, kv)
+    if required is None:
         return
     if tokens and home == "device" and has_budget(config["method"]):
         # Of the last chunk a method may drop what one layer has read before the next layer reads it.
         sure = max(0, tokens - (chunk or tokens))
-        needed = needed._replace(cache=needed.cache * sure // tokens)
-    refuse_too_large(needed, device, home, source.name, prompts, free_memory(*devices))
+        required = required._replace(cache=required.cache * sure // tokens)
+    refuse_too_large(required, device, home, source.name, prompts, free_memory(*devices))
 
 
 class Work(NamedTuple):
@@ -313,45 +313,45 @@ def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = W
     What is wrong with a task's settings or data shows here or at the first sample.
     """
     ids: list[str] = []
-    each = arm.protocol.samples
-    pending = _pending(samples(arm, limit), ids, done, shard, each)
+    answers = arm.protocol.samples
+    pending = _pending(samples(arm, limit), ids, done, shard, answers)
     if not arm.task.stored:
         prompts = min(len(arm.task), limit or len(arm.task))
-        whole, total = each * prompts, each * shard.share(prompts)
+        whole, total = answers * prompts, answers * shard.share(prompts)
         # Whose a finished sample is shows only when it is made anew: of those there this shard has its share.
         finished = total * min(len(done), whole) // max(1, whole)
-        left = max(1, total - finished)
-        return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / left)
+        remaining = max(1, total - finished)
+        return Work(pending, ids, whole, total, finished, prompts < (limit or math.inf), lambda sample: 1 / remaining)
     longest_first = sorted(pending, key=lambda sample: len(sample.question) - len(sample.prompt))  # by the contexts
     work = sum(map(_length, longest_first))
-    total = each * shard.share(len(ids) // each)
+    total = answers * shard.share(len(ids) // answers)
     return Work(
         longest_first,
         ids,
         len(ids),
         total,
         total - len(longest_first),
-        len(ids) // each < (limit or math.inf),
+        len(ids) // answers < (limit or math.inf),
         lambda sample: _length(sample) / work,
     )
 
 
 def _length(sample: Sample) -> int:
     """How much there is to read, 1 or more: characters of a prompt, or tokens where all of them are given."""
-    return max(1, len(sample.given.prompt) + len(sample.given.tokens) if sample.given else len(sample.prompt))
+    return max(1, len(sample.forced.prompt) + len(sample.forced.tokens) if sample.forced else len(sample.prompt))
 
 
 def _pending(
-    samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard, each: int
+    samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard, answers: int
 ) -> Iterator[Sample]:
     """The samples of a shard that are not done; the ids of all are noted as they come.
 
     Args:
-        each: so many of them, one after the other, are answers to one prompt, which one shard has.
+        answers: so many of them, one after the other, are answers to one prompt, which one shard has.
     """
     for place, sample in enumerate(samples):
         ids.append(sample.id)
-        if shard.has(place // each) and sample.id not in done:
+        if shard.has(place // answers) and sample.id not in done:
             yield sample
 
 
@@ -378,8 +378,8 @@ def identity(arm: Arm) -> dict[str, Any]:
     config["protocol"] = written | arm.protocol.drawn()
     for group in ("backend", "method", "task"):
         # Where kvbench keeps the code of a choice is no part of what it computes.
-        own = NOT_IDENTITY_OF_GROUP | ({"_target_"} if group != "backend" and is_ours(config[group]) else set())
-        config[group] = {key: value for key, value in config[group].items() if key not in own}
+        excluded = NOT_IDENTITY_OF_GROUP | ({"_target_"} if group != "backend" and is_ours(config[group]) else set())
+        config[group] = {key: value for key, value in config[group].items() if key not in excluded}
     random_weights = arm.loaded.revision.startswith("dummy-")
     treated = treatment(arm.loaded.tokenizer, arm.protocol.chat != "off")
     data = [source.path() for source in arm.task.sources]

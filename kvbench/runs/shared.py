@@ -23,7 +23,7 @@ from kvbench.runs.arms import Arms, in_turn
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import APART, arm_name, decodes_together, starts_alone
+from kvbench.runs.identity import MAY_DIFFER, arm_name, decodes_jointly, starts_alone
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
@@ -84,21 +84,21 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
     outcomes: list[Outcome] = []
     with threads(plain[0]["threads"]):
         for start in range(0, len(plain), size):
-            found, loaded = _at_once(plain[start : start + size], console, shard, loaded)
-            outcomes += found
+            new_outcomes, loaded = _at_once(plain[start : start + size], console, shard, loaded)
+            outcomes += new_outcomes
     return outcomes
 
 
 def _at_once(plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any) -> tuple[list[Outcome], Any]:
     """As many arms as can hold their folders at once, from one prefill of each sample; and the model that they ran."""
     outcomes = [Outcome(arm_name(config)) for config in plain]
-    with ExitStack() as held:
+    with ExitStack() as open_folders:
         running: dict[int, tuple[Arm, RunFolder]] = {}
         for index, config in enumerate(plain):
             try:
                 arm = _decoding(prepare(config, loaded), console)
                 loaded = arm.loaded
-                running[index] = arm, held.enter_context(open_folder(arm, shard))
+                running[index] = arm, open_folders.enter_context(open_folder(arm, shard))
                 outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
@@ -129,16 +129,16 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
                 f"method={config['method']['name']}: vLLM frees what it drops, in an engine for this arm alone; "
                 "expected a run of its own"
             )
-    first, *others = ({key: value for key, value in config.items() if key not in APART} for config in configs)
+    first, *others = ({key: value for key, value in config.items() if key not in MAY_DIFFER} for config in configs)
     for other in others:
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
-                raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(APART)} alone")
+                raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(MAY_DIFFER)} alone")
 
 
 def _decoding(arm: Arm, console: Console) -> Arm:
     """An arm that decodes together with others where that is asked for and can be; what cannot is said."""
-    if not decodes_together(arm.config):
+    if not decodes_jointly(arm.config):
         return arm
     reason = together.unfit(arm.loaded.model)
     if reason is not None:

@@ -14,7 +14,7 @@ from kvbench.backends.hf.together import concluded
 from kvbench.config import ConfigError
 from kvbench.measure import room
 from kvbench.measure.arm import Arm, Batch, Begun, TokenizedSample, begin_reference, failure, is_failed_sample
-from kvbench.measure.lane import Going, Lane
+from kvbench.measure.lane import Admission, Lane
 from kvbench.runs.arms import Arms
 
 PREFILLING = 2  # times the keys and values of a prompt are in memory while it is divided
@@ -41,7 +41,7 @@ class SideBySide:
 
     def __init__(self, arms: Arms) -> None:
         self._arms, self._lane = arms, Lane(arms.first.loaded, arms.report.rows)
-        self._together = arms.report.together
+        self._joint_decode = arms.report.joint_decode
         self._again = deque[_Brought]()  # samples of a batch that has failed, each by itself
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
 
@@ -57,7 +57,7 @@ class SideBySide:
                     self._bring(self._again.popleft())
                 elif (batch := next(batches, None)) is not None:
                     self._bring(_Brought(batch, self._arms.lacking(batch.samples)))
-                elif self._lane.going:
+                elif self._lane.busy:
                     self._lane.step()
                 else:
                     break
@@ -71,10 +71,10 @@ class SideBySide:
             needs = [arm.method.needs for arm in brought.waiting.values()]
             lengths = _lengths(ready)
             recorded = room.recorded_bytes(first, lengths, needs)
-            needed = PREFILLING * room.prompt_bytes(first, lengths) + recorded + self._reference_bytes(ready)
-            self._lane.clear(needed, len(ready))
+            required_bytes = PREFILLING * room.prompt_bytes(first, lengths) + recorded + self._reference_bytes(ready)
+            self._lane.clear(required_bytes, len(ready))
         for part, prefilled, failed in self._arms.prefilled(batch, brought.waiting, True):
-            if failed and self._lane.going:  # for want of memory, it may be, that others have until they leave
+            if failed and self._lane.busy:  # for want of memory, it may be, that others have until they leave
                 self._lane.finish()
                 self._again.append(_Brought(Batch([*part]), brought.waiting, counts=False))
                 continue
@@ -87,19 +87,19 @@ class SideBySide:
                 if prefilled is not None and index not in self._arms.ended:
                     self._join(brought, index, arm, ready, prefilled)
         if brought.counts:
-            self._together.read += self._arms.share(batch.samples)
+            self._joint_decode.read += self._arms.share(batch.samples)
         self._through(brought)
 
     def _refer(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
         """Begin what samples with given tokens are compared with: it goes on ahead of them."""
-        if prompts[0].sample.given and prefilled.reference is None:
+        if prompts[0].sample.forced and prefilled.reference is None:
             begin = partial(begin_reference, self._arms.first, prompts[0], prefilled)
-            going = Going(None, 0, self._shared(prompts, prefilled), lambda decoding, error: None)
-            self._lane.join(partial(self._expected, begin), 1, going)
+            admission = Admission(None, 0, self._shared(prompts, prefilled), lambda decoding, error: None)
+            self._lane.join(partial(self._expected, begin), 1, admission)
 
     def _reference_bytes(self, prompts: Sequence[TokenizedSample]) -> int:
-        given = prompts[0].sample.given
-        return room.reference_bytes(self._arms.first, len(given.tokens) - 1) if given else 0
+        forced = prompts[0].sample.forced
+        return room.reference_bytes(self._arms.first, len(forced.tokens) - 1) if forced else 0
 
     def _shared(self, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> tuple[Prefilled, int]:
         """What all arms of these prompts share, and its bytes."""
@@ -110,13 +110,13 @@ class SideBySide:
     ) -> None:
         lengths = _lengths(prompts)
         size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
-        if prefilled.again or prefilled.has_kept(id(arm)):  # what is kept, and a copy, share no page with the prompt
+        if prefilled.again or prefilled.has_begun(id(arm)):  # what is kept, and a copy, share no page with the prompt
             size = 2 * (size + room.prompt_bytes(arm, lengths))
         begun = Begun(arm, prompts, prefilled)
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
             if decoding is not None:  # which may have ended early
-                self._together.expected -= len(prompts) * decoding.to_come
+                self._joint_decode.expected -= len(prompts) * decoding.to_come
             self._arms.add(index, brought.batch.samples, partial(self._records, index, begun, decoding, error))
             if index in self._arms.ended:
                 self._lane.drop(index)
@@ -126,13 +126,13 @@ class SideBySide:
         self._lane.join(
             partial(self._expected, begun.begin),
             len(prompts),
-            Going(index, size, self._shared(prompts, prefilled), ended),
+            Admission(index, size, self._shared(prompts, prefilled), ended),
         )
 
     def _expected(self, begin: Callable[[], Decoding]) -> Decoding:
         """Begin a generation, whose tokens are work to come from here on."""
         decoding = begin()
-        self._together.expected += len(decoding.made) * decoding.to_come
+        self._joint_decode.expected += len(decoding.generated) * decoding.to_come
         return decoding
 
     def _records(

@@ -118,22 +118,22 @@ def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) 
     """
     with using(folder):
         is_there(folder / "status.json")  # else what may not be read looks as if it were not there
-        own = _status(folder / "status.json", before)
+        run_status = _status(folder / "status.json", before)
         files = {shard / "status.json": int(number[1]) for shard in shards_of(folder) if (number := _of(shard))}
-        shards = [one for file in files if (one := _status(file, before))]
-    statuses = [*([own] if own else []), *shards]
-    running = [one for one in statuses if one.state == "running"]
-    totals = [total for one in statuses if (total := one.says.get("total"))]
-    paces = [pace for one in running if (pace := _pace(one))]
+        shards = [status for file in files if (status := _status(file, before))]
+    statuses = [*([run_status] if run_status else []), *shards]
+    running = [status for status in statuses if status.state == "running"]
+    totals = [total for status in statuses if (total := status.says.get("total"))]
+    paces = [pace for status in running if (pace := _pace(status))]
     return State(
         folder,
-        _together([one.state for one in shards] or [one.state for one in statuses]),
-        sum(one.says.get("done", 0) for one in statuses),
-        sum(one.says.get("failed", 0) for one in statuses),
+        _overall_state([status.state for status in shards] or [status.state for status in statuses]),
+        sum(status.says.get("done", 0) for status in statuses),
+        sum(status.says.get("failed", 0) for status in statuses),
         max(totals, default=None),
         sum(rate for rate, _ in paces) if paces else None,
-        max((left for _, left in paces if left is not None), default=None),
-        min((max(0.0, one.age) for one in statuses), default=None),
+        max((seconds for _, seconds in paces if seconds is not None), default=None),
+        min((max(0.0, status.age) for status in statuses), default=None),
         len(running),
         max(files.values(), default=1),
     )
@@ -144,7 +144,7 @@ def _of(shard: Path) -> re.Match[str] | None:
     return re.fullmatch(r"\d{1,6}-of-(\d{1,6})", shard.name)
 
 
-def _together(states: Sequence[str]) -> str:
+def _overall_state(states: Sequence[str]) -> str:
     """One word for a run: "running" if any part runs, else the state that most needs a look."""
     for state in ("running", "dead", "interrupted", "stopped"):
         if state in states:
@@ -162,8 +162,8 @@ def _pace(status: _Status) -> tuple[float, float | None] | None:
         return None
     if ran < 1 or elapsed <= 0:
         return None
-    left = elapsed * (1 - share) / share if LEAST_SHARE < share <= 1 else None
-    return 60 * ran / elapsed, left
+    remaining = elapsed * (1 - share) / share if LEAST_SHARE < share <= 1 else None
+    return 60 * ran / elapsed, remaining
 
 
 def _status(file: Path, before: Mapping[Path, float] = MappingProxyType({})) -> _Status | None:

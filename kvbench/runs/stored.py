@@ -118,13 +118,13 @@ def contents(path: Path) -> bytes:
         return bytes(data)
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without the second a pipe would be waited for
     try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
+        stats = os.fstat(opened)
+        if not stat.S_ISREG(stats.st_mode):
             raise ResultsError(f"{path}: not a regular file")
-        if found.st_size > most:
-            raise ResultsError(f"{path}: has {found.st_size} bytes; expected at most {most}")
+        if stats.st_size > most:
+            raise ResultsError(f"{path}: has {stats.st_size} bytes; expected at most {most}")
         with open(opened, "rb", closefd=False) as file:
-            return file.read(found.st_size)
+            return file.read(stats.st_size)
     finally:
         os.close(opened)
 
@@ -164,9 +164,9 @@ def archive_of(folder: Path) -> Path | None:
 def _in_archive(path: Path) -> tuple[Path, str] | None:
     """The archive that a path leads into, and the rest of the path; None for a path on the disk."""
     whole = str(path)
-    for found in _ENTERED.finditer(whole):
-        if os.path.isfile(archive := whole[: found.end() - 1]):
-            return Path(archive), whole[found.end() :]
+    for match in _ENTERED.finditer(whole):
+        if os.path.isfile(archive := whole[: match.end() - 1]):
+            return Path(archive), whole[match.end() :]
     return None
 
 
@@ -176,8 +176,8 @@ def _files_in(archive: Path) -> Mapping[str, memoryview]:
     Raises:
         ResultsError: it is damaged.
     """
-    found = archive.stat()
-    files, wrong = _unpacked(str(archive.absolute()), (found.st_ino, found.st_size, found.st_mtime_ns))
+    stats = archive.stat()
+    files, wrong = _unpacked(str(archive.absolute()), (stats.st_ino, stats.st_size, stats.st_mtime_ns))
     if wrong:
         raise ResultsError(wrong)
     return files
@@ -207,7 +207,7 @@ def json_of(data: bytes) -> Any:
     text = data.decode("utf-8")
     try:
         if _LARGE.search(text):
-            found = json.loads(
+            value = json.loads(
                 text,
                 object_pairs_hook=_mapping,
                 parse_int=_fitting,
@@ -215,17 +215,17 @@ def json_of(data: bytes) -> Any:
                 parse_constant=_finite,
             )
         else:
-            found = json.loads(text, object_pairs_hook=_mapping)
+            value = json.loads(text, object_pairs_hook=_mapping)
         if _ESCAPED_HALF.search(text):
-            json.dumps(found, ensure_ascii=False).encode()  # whole characters are written with two such escapes
-        return found
+            json.dumps(value, ensure_ascii=False).encode()  # whole characters are written with two such escapes
+        return value
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
 
 def _refuse_crowd(data: bytes) -> None:
-    if _begun(data) > MOST_LISTS and (found := _begun(_TEXT.sub(b"", data))) > MOST_LISTS:
-        raise ValueError(f"{found} lists and mappings; expected at most {MOST_LISTS}")
+    if _begun(data) > MOST_LISTS and (count := _begun(_TEXT.sub(b"", data))) > MOST_LISTS:
+        raise ValueError(f"{count} lists and mappings; expected at most {MOST_LISTS}")
 
 
 def _begun(data: bytes) -> int:
@@ -259,10 +259,10 @@ def _finite(text: str) -> float:
 def json_in(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file; {} where it cannot be read."""
     try:
-        found = json_of(contents(path))
+        value = json_of(contents(path))
     except (OSError, ResultsError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 @contextmanager
@@ -287,7 +287,7 @@ def what_of(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """A text for a terminal, on one line: characters that would command it are written out."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,13 +305,13 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
     right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
     if not paths:
         raise ResultsError(f"no run given; {right}")
-    seen: set[Path] = set()
+    visited: set[Path] = set()
     for path in paths:
-        found = [path] if os.path.isfile(path / "run.yaml") else sorted(set(runs_below(path)))
-        if not found:
+        folders = [path] if os.path.isfile(path / "run.yaml") else sorted(set(runs_below(path)))
+        if not folders:
             raise ResultsError(f"{path}: {_no_run(path)}; {right}")
-        yield from (folder for folder in found if folder not in seen)
-        seen.update(found)
+        yield from (folder for folder in folders if folder not in visited)
+        visited.update(folders)
 
 
 def runs_below(path: Path) -> Iterator[Path]:
@@ -422,8 +422,8 @@ def _nameless(written: Mapping[str, Any]) -> str:
         if not isinstance(config, dict):
             return f"{where}: expected a mapping"
         for group in {"model", "method", "task"} & config.keys():
-            own = config[group]
-            name = own.get("name", "") if isinstance(own, dict) else None
+            choice = config[group]
+            name = choice.get("name", "") if isinstance(choice, dict) else None
             if not isinstance(name, str) or not name.isprintable() or len(name) > 200:
                 return f"{where}.{group}.name: expected a line of at most 200 letters"
     return ""
@@ -500,7 +500,7 @@ def _follows(record: Record, before: Record) -> bool:
     if before.get("error") or record.get("error") or record == before:
         return True
     of_scoring = ("scores", "rescored")
-    rest, earlier = ({key: one[key] for key in one.keys() - of_scoring} for one in (record, before))
+    rest, earlier = ({key: version[key] for key in version.keys() - of_scoring} for version in (record, before))
     return "rescored" in record and rest == earlier
 
 
@@ -536,13 +536,13 @@ def samples_so_far(folder: Path) -> dict[str, Record]:
 
 def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
     """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
-    found: dict[str, Record] = {}
+    newer: dict[str, Record] = {}
     for shard in shards_of(folder):
         for key, record in read_samples(shard / "samples.jsonl")[0].items():
-            there = found.get(key, records.get(key))
+            there = newer.get(key, records.get(key))
             if there is None or (there.get("error") and there != record):
-                found[key] = record
-    return found
+                newer[key] = record
+    return newer
 
 
 def shards_of(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Any, TypeVar
 
 from kvbench.runs.divergence import statistics as of_tokens
-from kvbench.runs.quantities import PASSED, QUANTITIES, TOGETHER, find, is_number
+from kvbench.runs.quantities import JOINTLY, PASSED, QUANTITIES, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
 LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
@@ -23,7 +23,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
     standard error of the mean in the same units. Where a prompt has several answers, its score is their mean, the error
     is over prompts, and `pass_at_<k>` is there. Timings, audit, hardware and probes are over samples that did not fail,
-    and timings and hardware over those of one machine (`timed_alike`); a broken budget rule, which fails its sample,
+    and timings and hardware over those of one machine (`same_machine`); a broken budget rule, which fails its sample,
     still shows in the audit. Where samples decoded together (`decode`), the others give no times: there is none of a
     whole token, and the parts of a step are the method's own. Where samples belong to several groups (subsets,
     lengths), `groups` has each one's own, and `macro` the plain mean of theirs. What no sample measured is None or
@@ -38,8 +38,8 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     names = sorted({metric}.union(*(record.get("scores") or {} for record in finished)))
     main = _of_prompts(records, metric)
     groups = _groups(records, metric)
-    together = any(record.get("decode") == TOGETHER for record in records)
-    timed = timed_alike([record for record in finished if (record.get("decode") == TOGETHER) == together])
+    jointly = any(record.get("decode") == JOINTLY for record in records)
+    timed = same_machine([record for record in finished if (record.get("decode") == JOINTLY) == jointly])
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent(_of_prompts(finished, metric)),
@@ -50,7 +50,7 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
         **_unbounded(finished),
         **_passed(records, metric),
         "stderr": _percent_error(main),
-        "decode": TOGETHER if together else "",
+        "decode": JOINTLY if jointly else "",
         "groups": groups,
         "macro": _macro(groups),
         "latency": _latency(timed),
@@ -68,10 +68,10 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
 
 def answers_of(records: Iterable[Record]) -> list[list[Record]]:
     """The answers to each prompt, in order of appearance; each record is one where prompts have one answer."""
-    found: dict[Any, list[Record]] = {}
+    by_sample: dict[Any, list[Record]] = {}
     for place, record in enumerate(records):
-        found.setdefault(record.get("sample", record.get("id", place)), []).append(record)
-    return list(found.values())
+        by_sample.setdefault(record.get("sample", record.get("id", place)), []).append(record)
+    return list(by_sample.values())
 
 
 def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
@@ -84,20 +84,22 @@ def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, floa
     prompts = answers_of(records)
     if len(prompts) == len(records):
         return {}
-    counts = [(len(own), sum(_score(record, metric) > 1 - 1e-9 for record in own)) for own in prompts]
+    counts = [(len(answers), sum(_score(record, metric) > 1 - 1e-9 for record in answers)) for answers in prompts]
     least = min(n for n, _ in counts)
-    found = {
+    pass_rates = {
         name: math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
         for name, k in PASSED.items()
         if k <= least
     }
-    return {"prompts": len(prompts), **{name: 100 * share for name, share in found.items()}}
+    return {"prompts": len(prompts), **{name: 100 * share for name, share in pass_rates.items()}}
 
 
 def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where it wrote none."""
     outputs = [
-        own for record in records if not (record.get("fidelity") or record.get("hardware")) and (own := written(record))
+        facts
+        for record in records
+        if not (record.get("fidelity") or record.get("hardware")) and (facts := written(record))
     ]
     if not outputs:
         return {}
@@ -134,8 +136,8 @@ def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     lost = [record.get("cut_tokens") or 0 for record in records]
     if not any(lost):
         return {}
-    left = sum(record.get("prompt_tokens") or 0 for record in records)
-    return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + left)}
+    remaining = sum(record.get("prompt_tokens") or 0 for record in records)
+    return {"cut_samples": sum(map(bool, lost)), "cut_share": sum(lost) / (sum(lost) + remaining)}
 
 
 def _unbounded(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -172,7 +174,7 @@ def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict
     the middle, so that they still add up to it.
     `spread` has the least and the largest of each, as pairs by the names in `latency`; {} of a single one.
     """
-    timed = timed_alike(records)
+    timed = same_machine(records)
     ordered = sorted(timed, key=lambda record: _times(record).get("tpot_ms_mean") or 0.0)
     middle = ordered[max(0, len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
     least, largest = (_latency(timed, end) for end in (min, max))
@@ -203,29 +205,29 @@ def is_disturbed(record: Mapping[str, Any]) -> bool:
 
 def by_machine(records: Iterable[Record]) -> dict[str, list[Record]]:
     """The timed ones of these records by the name of their machine, as they appear; failed ones have no times."""
-    found: dict[str, list[Record]] = {}
+    by_name: dict[str, list[Record]] = {}
     for record in records:
         timed = record.get("tpot_ms") or record.get("breakdown_ms") or record.get("ttft_s") is not None
         if timed and not record.get("error"):
-            found.setdefault(machine_name(record.get("machine") or {}), []).append(record)
-    return found
+            by_name.setdefault(machine_name(record.get("machine") or {}), []).append(record)
+    return by_name
 
 
-def timed_alike(records: Iterable[Record]) -> list[Record]:
+def same_machine(records: Iterable[Record]) -> list[Record]:
     """Those of these records whose times may be averaged: of one machine, which did nothing else.
 
     Of several machines that with the most such; where all were disturbed, that with the most.
     """
     timed = by_machine(records).values()
-    undisturbed = [[one for one in own if not is_disturbed(one)] for own in timed]
+    undisturbed = [[record for record in group if not is_disturbed(record)] for group in timed]
     return max(undisturbed, key=len, default=[]) or max(timed, key=len, default=[])
 
 
 def _machine(timed: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
     """What these times are of, whether all were disturbed, and how many samples' times are not among them."""
-    found = _combined("machine", timed)
+    combined = _combined("machine", timed)
     caveats = {"disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if timed else {}
-    return {**found, **caveats} if found or any(caveats.values()) else {}
+    return {**combined, **caveats} if combined or any(caveats.values()) else {}
 
 
 def _score(record: Mapping[str, Any], name: str) -> float:
@@ -244,8 +246,8 @@ def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
     of_kind = [name in (record.get("meta") or {}).values() for record in records]
     failed = [
-        bool(record.get("error")) and record.get("group") in groups and (own or not any(of_kind))
-        for record, own in zip(records, of_kind, strict=True)
+        bool(record.get("error")) and record.get("group") in groups and (is_of_kind or not any(of_kind))
+        for record, is_of_kind in zip(records, of_kind, strict=True)
     ]
     counts = [has or lost or not groups for has, lost in zip(having, failed, strict=True)]
     return _of_prompts(compress(records, counts), name)
@@ -253,7 +255,7 @@ def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _of_prompts(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """The score of each prompt, 0..1: the mean over its answers."""
-    return [statistics.fmean(_score(record, name) for record in own) for own in answers_of(records)]
+    return [statistics.fmean(_score(record, name) for record in answers) for answers in answers_of(records)]
 
 
 def _percent(scores: Sequence[float]) -> float | None:
@@ -282,24 +284,29 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
         members.setdefault(record.get("group") or "", []).append(record)
     if len(members) < 2:
         return {}
-    found = {}
-    for group, own in members.items():
-        scores = _of_prompts(own, metric)
-        failed = sum(bool(record.get("error")) for record in own)
-        found[group] = {"score": _percent(scores), "stderr": _percent_error(scores), "n": len(own), "failed": failed}
-    return found
+    results = {}
+    for group, group_records in members.items():
+        scores = _of_prompts(group_records, metric)
+        failed = sum(bool(record.get("error")) for record in group_records)
+        results[group] = {
+            "score": _percent(scores),
+            "stderr": _percent_error(scores),
+            "n": len(group_records),
+            "failed": failed,
+        }
+    return results
 
 
 def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """The plain mean over groups, whatever their sizes, and its standard error; samples of no group are left out."""
-    own = [group for name, group in groups.items() if name]
-    if not own:
+    named_groups = [group for name, group in groups.items() if name]
+    if not named_groups:
         return {}
-    errors = [group["stderr"] for group in own]
-    known = None not in errors
+    errors = [group["stderr"] for group in named_groups]
+    has_errors = None not in errors
     return {
-        "score": math.fsum(group["score"] for group in own) / len(own),
-        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(own) if known else None,
+        "score": math.fsum(group["score"] for group in named_groups) / len(named_groups),
+        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(named_groups) if has_errors else None,
     }
 
 
@@ -310,12 +317,12 @@ def _latency(records: Sequence[Mapping[str, Any]], centre: Centre = statistics.f
     """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
     times = [_times(record) for record in records]
     breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
-    parts = dict.fromkeys(part for one in breakdown for part in one)
+    parts = dict.fromkeys(part for sample in breakdown for part in sample)
     names = [name for name, quantity in QUANTITIES.items() if quantity.part == "latency"]
     return {
-        **{name: _of_numbers(centre, (one.get(name) for one in times)) for name in names},
+        **{name: _of_numbers(centre, (sample.get(name) for sample in times)) for name in names},
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
-        "breakdown_ms": {part: _of_numbers(centre, (one.get(part, 0.0) for one in breakdown)) for part in parts},
+        "breakdown_ms": {part: _of_numbers(centre, (sample.get(part, 0.0) for sample in breakdown)) for part in parts},
     }
 
 
@@ -334,7 +341,7 @@ def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         for key, value in (record.get(part) or {}).items():
             if _is_flat(value):
                 values.setdefault(key, []).append(value)
-    return {key: combine(find(part, key).combine, found) for key, found in values.items()}
+    return {key: combine(find(part, key).combine, collected) for key, collected in values.items()}
 
 
 def combine(how: str, values: list[Any]) -> Any:
@@ -361,15 +368,19 @@ def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, 
     if not stretches:
         return {}
     near = [record["fidelity"] for record in stretches]
-    found = {name: _mean(one.get(name) for one in near) for name in ("kl_mean", "nll", "nll_full")}
+    numbers = {name: _mean(stretch.get(name) for stretch in near) for name in ("kl_mean", "nll", "nll_full")}
     if len(near) > 1:
-        found["kl_stderr"] = _standard_error([one["kl_mean"] for one in near])
-        found["ln_perplexity_ratio_stderr"] = _standard_error([one["nll"] - one["nll_full"] for one in near])
-    steps = [one["steps"] for one in near if "steps" in one]
+        numbers["kl_stderr"] = _standard_error([stretch["kl_mean"] for stretch in near])
+        numbers["ln_perplexity_ratio_stderr"] = _standard_error(
+            [stretch["nll"] - stretch["nll_full"] for stretch in near]
+        )
+    steps = [stretch["steps"] for stretch in near if "steps" in stretch]
     if len(steps) == len(near):
-        same = sum(round(_score(record, metric) * len(own["kl"])) for record, own in zip(stretches, steps, strict=True))
-        found |= of_tokens(steps, same)
-    return found
+        same = sum(
+            round(_score(record, metric) * len(step["kl"])) for record, step in zip(stretches, steps, strict=True)
+        )
+        numbers |= of_tokens(steps, same)
+    return numbers
 
 
 def _mean(values: Iterable[Any]) -> float | None:

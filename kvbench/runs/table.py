@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kvbench.runs.quantities import OWN, PASSED, QUANTITIES, TOGETHER, named, recorded
+from kvbench.runs.quantities import JOINTLY, METHOD_TIME, PASSED, QUANTITIES, named, recorded
 from kvbench.runs.summary import machine_name
 from kvbench.runs.terminal import Console
 
@@ -27,7 +27,7 @@ NEARNESS = (
     *("kl_mean", "kl_stderr", "kl_p50", "kl_p99", "kl_max"),
     *("perplexity", "perplexity_full", "perplexity_ratio", "delta_p_rms", "nll", "nll_full"),
 )
-NO_TIMES = f"{OWN}; arms that decoded together have no other time"
+NO_TIMES = f"{METHOD_TIME}; arms that decoded together have no other time"
 # How tokens came to the device where there was none.
 NOT_SENT = {"simulated": "simulated", "in place": "counted, not copied"}
 COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "own_ms", "new_tokens")  # of arms, a column each
@@ -35,16 +35,16 @@ COMPARED = ("attended_share", "device_kv_bytes", "tpot_ms_mean", "own_ms", "new_
 
 def table(title: str, metric: str, summary: Mapping[str, Any]) -> Table:
     """What a run found, a line each, narrow enough for any terminal and log."""
-    found = recorded(summary)
+    numbers = recorded(summary)
     lines = [
-        _answers(found),
-        _fidelity(found),
-        _costs(found, summary.get("decode") == TOGETHER),
-        _hardware(found),
+        _answers(numbers),
+        _fidelity(numbers),
+        _costs(numbers, summary.get("decode") == JOINTLY),
+        _hardware(numbers),
         _machine(summary),
         _groups(summary),
-        _probes(found),
-        _methods_own(found),
+        _probes(numbers),
+        _method_numbers(numbers),
     ]
     drawn = Table("measure", "value", title=title, title_justify="left")
     drawn.add_row(metric, _scored(summary))
@@ -65,55 +65,57 @@ def _scored(group: Mapping[str, Any]) -> str:
     return f"{with_error(group['score'], group.get('stderr'))} ({group['n']} {answered}{failed})"
 
 
-def _answers(found: Mapping[str, Any]) -> dict[str, str]:
+def _answers(numbers: Mapping[str, Any]) -> dict[str, str]:
     """What several answers to a prompt come to, how long they are, and whether they end in loops."""
-    rows = {QUANTITIES[name].title: QUANTITIES[name].amount(found[name]) for name in PASSED if name in found}
-    if "new_tokens" in found:
-        mean, median = (QUANTITIES[name].number(found[name]) for name in ("new_tokens", "new_tokens_median"))
+    rows = {QUANTITIES[name].title: QUANTITIES[name].amount(numbers[name]) for name in PASSED if name in numbers}
+    if "new_tokens" in numbers:
+        mean, median = (QUANTITIES[name].number(numbers[name]) for name in ("new_tokens", "new_tokens_median"))
         rows["new tokens"] = f"{mean} on average, {median} in the middle"
-    if found.get("looped"):
-        rows[QUANTITIES["looped"].title] = QUANTITIES["looped"].amount(found["looped"])
+    if numbers.get("looped"):
+        rows[QUANTITIES["looped"].title] = QUANTITIES["looped"].amount(numbers["looped"])
     return rows
 
 
-def _costs(found: Mapping[str, Any], together: bool) -> dict[str, str]:
-    rows = {name: QUANTITIES[name].amount(found.get(name)) for name in COSTS}
-    if "attended_std" in found:
-        rows["attended_mean"] += f" ± {QUANTITIES['attended_std'].number(found['attended_std'])}"
-    if "attended_share" in found:
-        rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(found['attended_share'])} C"
-    if ALLOCATED.name in found:
-        rows["device_kv_bytes"] += f", {ALLOCATED.amount(found[ALLOCATED.name])} allocated"
-    if found.get("transfer") in NOT_SENT:
-        rows["moved_bytes_per_step"] += f", {NOT_SENT[found['transfer']]}"
-    if together:
-        rows |= {"tpot_ms_mean": "-, decoded together", "own_ms": QUANTITIES["own_ms"].amount(found.get("own_ms"))}
+def _costs(numbers: Mapping[str, Any], jointly: bool) -> dict[str, str]:
+    rows = {name: QUANTITIES[name].amount(numbers.get(name)) for name in COSTS}
+    if "attended_std" in numbers:
+        rows["attended_mean"] += f" ± {QUANTITIES['attended_std'].number(numbers['attended_std'])}"
+    if "attended_share" in numbers:
+        rows["attended_mean"] += f" = {QUANTITIES['attended_share'].number(numbers['attended_share'])} C"
+    if ALLOCATED.name in numbers:
+        rows["device_kv_bytes"] += f", {ALLOCATED.amount(numbers[ALLOCATED.name])} allocated"
+    if numbers.get("transfer") in NOT_SENT:
+        rows["moved_bytes_per_step"] += f", {NOT_SENT[numbers['transfer']]}"
+    if jointly:
+        rows |= {"tpot_ms_mean": "-, decoded together", "own_ms": QUANTITIES["own_ms"].amount(numbers.get("own_ms"))}
     return {QUANTITIES[name].title: text for name, text in rows.items()}
 
 
-def _hardware(found: Mapping[str, Any]) -> dict[str, str]:
+def _hardware(numbers: Mapping[str, Any]) -> dict[str, str]:
     """What a timed run has besides."""
-    there = [name for name in ("floor_ms", "busy_ms", "python_ms", "memory_bytes") if name in found]
+    there = [name for name in ("floor_ms", "busy_ms", "python_ms", "memory_bytes") if name in numbers]
     titles = {name: QUANTITIES[name].title for name in there}
     if "memory_bytes" in titles:
-        titles["memory_bytes"] = f"device {titles['memory_bytes']}, {found.get('memory')}"
-    return {title: QUANTITIES[name].amount(found[name]) for name, title in titles.items()}
+        titles["memory_bytes"] = f"device {titles['memory_bytes']}, {numbers.get('memory')}"
+    return {title: QUANTITIES[name].amount(numbers[name]) for name, title in titles.items()}
 
 
 def _machine(summary: Mapping[str, Any]) -> dict[str, str]:
     """Where the times are from, if not all samples were timed on one machine that nothing else kept busy."""
     machine = summary.get("machine") or {}
-    caveats = [f"{left_out} samples elsewhere or disturbed"] if (left_out := machine.get("left_out")) else []
+    caveats = [f"{skipped} samples elsewhere or disturbed"] if (skipped := machine.get("left_out")) else []
     caveats += ["disturbed by other work"] if machine.get("disturbed") else []
     return {"times are of": "; ".join([machine_name(machine), *caveats])} if caveats else {}
 
 
-def _fidelity(found: Mapping[str, Any]) -> dict[str, str]:
+def _fidelity(numbers: Mapping[str, Any]) -> dict[str, str]:
     """How near to full attention a method stayed, where that was measured."""
-    there = {name: QUANTITIES[name] for name in NEARNESS if name in found}
-    errors = {name: f" ± {there[name].number(found[f'{name}_error'])}" for name in there if f"{name}_error" in found}
+    there = {name: QUANTITIES[name] for name in NEARNESS if name in numbers}
+    errors = {
+        name: f" ± {there[name].number(numbers[f'{name}_error'])}" for name in there if f"{name}_error" in numbers
+    }
     return {
-        quantity.title: f"{quantity.number(found[name])}{errors.get(name, '')} {quantity.unit.name}".rstrip()
+        quantity.title: f"{quantity.number(numbers[name])}{errors.get(name, '')} {quantity.unit.name}".rstrip()
         for name, quantity in there.items()
     }
 
@@ -126,15 +128,15 @@ def _groups(summary: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _probes(found: Mapping[str, Any]) -> dict[str, str]:
-    probes = {name: named(name)._replace(digits=3) for name in found if named(name).part == "probe"}
-    return {f"probe: {probe.key or name}": probe.amount(found[name]) for name, probe in probes.items()}
+def _probes(numbers: Mapping[str, Any]) -> dict[str, str]:
+    probes = {name: named(name)._replace(digits=3) for name in numbers if named(name).part == "probe"}
+    return {f"probe: {probe.key or name}": probe.amount(numbers[name]) for name, probe in probes.items()}
 
 
-def _methods_own(found: Mapping[str, Any]) -> dict[str, str]:
+def _method_numbers(numbers: Mapping[str, Any]) -> dict[str, str]:
     """What the method's `report()` says."""
-    own = {name: named(name) for name in found if name.startswith("audit.")}
-    return {f"method: {quantity.title}": quantity.amount(found[name]) for name, quantity in own.items()}
+    quantities = {name: named(name) for name in numbers if name.startswith("audit.")}
+    return {f"method: {quantity.title}": quantity.amount(numbers[name]) for name, quantity in quantities.items()}
 
 
 def unbounded(summary: Mapping[str, Any]) -> str:
@@ -175,21 +177,21 @@ def print_ends(ends: Sequence[tuple[str, Ended]], console: Console | None = None
     table.add_column("arm", overflow="fold", min_width=min(40, max(len(words) for words, _ in ends)))
     # pass@k is in the largest k that prompts have answers for, and there only where they have several.
     passed = [name for name in PASSED if any(name in summary for _, (summary, _) in ends)][1:][-1:]
-    together = {summary.get("decode") == TOGETHER for _, (summary, _) in ends if summary}
+    joint_decodes = {summary.get("decode") == JOINTLY for _, (summary, _) in ends if summary}
     caveats = [f"{words}: its budget {unbounded(summary)}" for words, (summary, _) in ends if unbounded(summary)]
-    needless = {"tpot_ms_mean"} if together == {True} else set() if True in together else {"own_ms"}
+    needless = {"tpot_ms_mean"} if joint_decodes == {True} else set() if True in joint_decodes else {"own_ms"}
     compared = [name for name in (*passed, *COMPARED) if name not in needless]
-    table.caption, table.caption_justify = "\n".join([NO_TIMES] * (True in together) + caveats), "left"
+    table.caption, table.caption_justify = "\n".join([NO_TIMES] * (True in joint_decodes) + caveats), "left"
     add_numbers(table, [SCORE.heading, "samples", "failed", *(QUANTITIES[name].heading for name in compared)])
     for words, (summary, error) in ends:
         if error:
             table.add_row(words, "did not finish")
             continue
-        found = recorded(summary)
+        numbers = recorded(summary)
         table.add_row(
             words,
             with_error(summary.get("score"), summary.get("stderr"), missing=""),
-            *(QUANTITIES[name].number(found.get(name), missing="") for name in ("n", "failed", *compared)),
+            *(QUANTITIES[name].number(numbers.get(name), missing="") for name in ("n", "failed", *compared)),
         )
     (console or wide_console()).print(table)
     unfinished = [f"{words}: {error}" for words, (_, error) in ends if error]

@@ -81,13 +81,13 @@ def files_of(target: str) -> list[Path]:
         name = waiting.pop()
         stem = root.joinpath(*name.split("."))
         candidates = (stem.with_suffix(".py"), stem / "__init__.py")
-        path = next((each for each in candidates if each.is_file()), None)
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
         if path is None:
             continue
         files[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        imported = {each: _top(each) for each in _imported(path, package) - files.keys()}
-        waiting |= {each for each, its in imported.items() if its == top or not (installed or its in OURS)}
+        imported = {candidate: _top(candidate) for candidate in _imported(path, package) - files.keys()}
+        waiting |= {candidate for candidate, its in imported.items() if its == top or not (installed or its in OURS)}
     if module not in files:
         raise ModuleNotFoundError(f"{target}: no Python source found for module {module!r}")
     return sorted(files.values())
@@ -119,7 +119,7 @@ def _imported(path: Path, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            around = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            module = ".".join([*filter(None, around), *([node.module] if node.module else [])])
+            prefix = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*filter(None, prefix), *([node.module] if node.module else [])])
             names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return names - {""}

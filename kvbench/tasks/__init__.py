@@ -36,7 +36,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Given:
+class ForcedOutput:
     """What a sample is whose output is given to the model, so that methods are compared on the same tokens.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sample:
         max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
         keep_ids: its score goes by token ids: those of the output are kept in `meta` as "output_ids".
         timed: its generation is timed, and it has no prompt but this.
-        given: its output is given, and compared with full attention's; it has no prompt but this.
+        forced: its output is given, and compared with full attention's; it has no prompt but this.
         error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
         of: where several answers to a prompt are asked for, the id of the task's sample; `id` is then the answer's.
         answer: which of them it is, from 0 on.
@@ -90,13 +90,13 @@ class Sample:
     max_length: int | None = None
     keep_ids: bool = False
     timed: Timed | None = None
-    given: Given | None = None
+    forced: ForcedOutput | None = None
     error: str = ""
     of: str = ""
     answer: int = 0
 
     @property
-    def asked(self) -> str:
+    def base_id(self) -> str:
         """The id that the task gave it, whichever of several answers it is."""
         return self.of or self.id
 

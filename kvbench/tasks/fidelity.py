@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.config import ASSETS, show
 from kvbench.models.prompts import raw_ids
-from kvbench.tasks import Given, Sample, Task
+from kvbench.tasks import ForcedOutput, Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class Fidelity(Task):
         Raises:
             ValueError: a file cannot be read.
         """
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for source in self.sources:
             file = source.path()
             try:
                 if file.suffix != ".jsonl":
-                    found[file.stem] = file.read_text(encoding="utf-8")
+                    texts[file.stem] = file.read_text(encoding="utf-8")
                     continue
                 rows = list(read_jsonl(file.name, file.read_bytes().splitlines(), {"context": str}))
             except (OSError, ValueError) as error:
@@ -79,8 +79,8 @@ class Fidelity(Task):
             for row in rows:
                 if row.error:
                     raise ValueError(f"task.texts: {file}: cannot be read ({row.error})")
-                found[f"{file.stem}-{row.line}"] = row.data["context"]
-        return found
+                texts[f"{file.stem}-{row.line}"] = row.data["context"]
+        return texts
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """A stretch of each length, then the next; each prefix is a fair smaller run.
@@ -95,23 +95,23 @@ class Fidelity(Task):
         }
         for index in range(self.count):
             for length in self.lengths:
-                needed = length - len(begin) + self.steps + 1
-                fitting = [name for name, ids in sorted(tokens.items()) if len(ids) >= needed]
+                size = length - len(begin) + self.steps + 1
+                fitting = [name for name, ids in sorted(tokens.items()) if len(ids) >= size]
                 if not fitting:
                     most = max(map(len, tokens.values()))
                     raise ValueError(
                         f"task.lengths={show(self.lengths)}: a prompt of {length} tokens and {self.steps} steps take "
-                        f"{needed} tokens of a text, and the longest has {most}; choose shorter ones or other texts"
+                        f"{size} tokens of a text, and the longest has {most}; choose shorter ones or other texts"
                     )
                 random.Random(f"fidelity/{seed}/{length}").shuffle(fitting)
-                yield self._sample(fitting[index % len(fitting)], index, length, needed, tokens, begin, seed)
+                yield self._sample(fitting[index % len(fitting)], index, length, size, tokens, begin, seed)
 
     def _sample(
-        self, text: str, index: int, length: int, needed: int, tokens: dict[str, list[int]], begin: list[int], seed: int
+        self, text: str, index: int, length: int, size: int, tokens: dict[str, list[int]], begin: list[int], seed: int
     ) -> Sample:
         ids = tokens[text]
-        first = random.Random(f"fidelity/{seed}/{length}/{index}").randint(0, len(ids) - needed)
-        stretch = ids[first : first + needed]
+        first = random.Random(f"fidelity/{seed}/{length}/{index}").randint(0, len(ids) - size)
+        stretch = ids[first : first + size]
         end = length - len(begin)
         return Sample(
             id=f"fidelity-{length}-{index}",
@@ -120,11 +120,11 @@ class Fidelity(Task):
             max_new_tokens=self.steps + 1,
             group=str(length),
             meta={"length": length, "text": text, "first": first},
-            given=Given([*begin, *stretch[:end]], stretch[end:]),
+            forced=ForcedOutput([*begin, *stretch[:end]], stretch[end:]),
         )
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Share of steps whose top token is full attention's."""
         theirs, ours = sample.answers[0].split(), output.split()
-        same = sum(one == other for one, other in zip(theirs, ours, strict=True))
+        same = sum(expected == other for expected, other in zip(theirs, ours, strict=True))
         return {"agreement": same / len(theirs)}

@@ -16,7 +16,7 @@ import yaml
 
 from kvbench.tasks import Sample
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import HubFile, Row, local_or_hub
+from kvbench.tasks.sources import DataRow, HubFile, local_or_hub
 
 FILE = "gpqa_diamond.csv"
 HUB = HubFile("Idavidrein/gpqa", FILE, megabytes=1.4, gated=True, published=198)
@@ -52,9 +52,9 @@ class Gpqa(TableTask):
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Whether the letter after the first "Answer:" is the right one."""
-        found = ANSWER.search(output)
+        match = ANSWER.search(output)
         # As officially: a letter in lower case is found, and is wrong.
-        return {"accuracy": float(found is not None and found[1] == sample.answers[0])}
+        return {"accuracy": float(match is not None and match[1] == sample.answers[0])}
 
     @functools.cached_property
     def _orders(self) -> dict[int, list[int]]:
@@ -62,7 +62,7 @@ class Gpqa(TableTask):
         generator = random.Random(0)
         return {row.line: generator.sample(range(4), 4) for _, row in self.rows}
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A question with its choices."""
         choices = [str(row.data[CHOICES[choice]]) for choice in self._orders[row.line]]
         question = _STRINGS["question"].format(

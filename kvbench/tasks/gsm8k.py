@@ -17,7 +17,7 @@ import yaml
 
 from kvbench.tasks import Sample
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub
+from kvbench.tasks.sources import DataRow, HubFile, LocalFile, local_or_hub
 
 Variant = Literal["wei8", "pqcache"]
 
@@ -92,9 +92,9 @@ class Gsm8k(TableTask):
         """The prompt up to the question."""
         separator: str = self._strings["separator"]
         if self._exemplars is None:
-            asked = self._strings["question"]
+            template = self._strings["question"]
             return "".join(
-                f"{asked.format(question=question)} {answer}{separator}"
+                f"{template.format(question=question)} {answer}{separator}"
                 for question, answer in self._strings["exemplars"]
             )
         try:
@@ -109,7 +109,7 @@ class Gsm8k(TableTask):
         """See `TableTask`."""
         return "" if gold_of(data["answer"]) else 'field answer: no number after "####"'
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A problem; its id counts from 0, as lm-eval does."""
         question = self._strings["question"].format(question=row.data["question"])
         return Sample(
@@ -137,14 +137,14 @@ def before_any(stops: Iterable[str], text: str) -> str:
 
 def strict(text: str) -> str:
     """lm-eval's strict-match: the number after the first "The answer is", or ""."""
-    found = STRICT.search(text)
-    return found[1] if found else ""
+    match = STRICT.search(text)
+    return match[1] if match else ""
 
 
 def flexible(text: str) -> str:
     """lm-eval's flexible-extract: the last number, or ""."""
-    found = [match.group() for match in FLEXIBLE.finditer(text)]
-    return found[-1] if found else ""
+    matches = [match.group() for match in FLEXIBLE.finditer(text)]
+    return matches[-1] if matches else ""
 
 
 EXTRACTIONS = {"flexible": flexible, "strict": strict}
@@ -157,8 +157,8 @@ def plain(number: str) -> str:
 
 def last_number(text: str) -> float | None:
     """PQCache's reading: the last number, commas dropped, or None."""
-    found = list(NUMBER.finditer(text.replace(",", "")))
-    if not found:
+    matches = list(NUMBER.finditer(text.replace(",", "")))
+    if not matches:
         return None
-    value = float(found[-1]["digits"])
-    return -value if found[-1]["sign"] else value
+    value = float(matches[-1]["digits"])
+    return -value if matches[-1]["sign"] else value

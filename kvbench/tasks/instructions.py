@@ -62,14 +62,14 @@ class Instructions(Task):
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share kept, and 0 or 1 by each instruction's kind and by its place, "place_1" and so on."""
-        asked = sample.meta["instructions"]
-        kept = {one["kind"]: float(keeps(output, **one)) for one in asked}
-        places = {f"place_{place}": value for place, value in enumerate(kept.values(), 1)}
-        return {"kept": sum(kept.values()) / len(kept), **kept, **places}
+        instructions = sample.meta["instructions"]
+        scores = {instruction["kind"]: float(keeps(output, **instruction)) for instruction in instructions}
+        places = {f"place_{place}": value for place, value in enumerate(scores.values(), 1)}
+        return {"kept": sum(scores.values()) / len(scores), **scores, **places}
 
     def _sample(self, count: int, index: int, rng: random.Random) -> Sample:
-        asked = drawn(count, rng)
-        texts = (INSTRUCTIONS[one["kind"]]["text"].format(**one) for one in asked)
+        instructions = drawn(count, rng)
+        texts = (INSTRUCTIONS[instruction["kind"]]["text"].format(**instruction) for instruction in instructions)
         items = (_STRINGS["item"].format(number=number, text=text) for number, text in enumerate(texts, 1))
         question = _STRINGS["question"].format(request=rng.choice(_STRINGS["requests"]))
         return Sample(
@@ -79,22 +79,22 @@ class Instructions(Task):
             max_new_tokens=self.max_new_tokens,
             question=question,
             group=str(count),
-            meta={"instructions": asked},
+            meta={"instructions": instructions},
             chat=True,
         )
 
 
 def drawn(count: int, rng: random.Random) -> list[dict[str, Any]]:
     """So many instructions of different kinds that one reply can keep, in their order: kind and values of each."""
-    found: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
     used: set[str] = set()
     for kind in rng.sample(list(INSTRUCTIONS), len(INSTRUCTIONS)):
         settings = INSTRUCTIONS[kind]
-        if len(found) < count and used.isdisjoint(settings["uses"]):
+        if len(chosen) < count and used.isdisjoint(settings["uses"]):
             used |= set(settings["uses"])
-            values = {key: own for key, own in settings.items() if key not in ("text", "uses")}
-            found.append({"kind": kind, **{key: rng.choice(own) for key, own in values.items()}})
-    return found
+            values = {key: choices for key, choices in settings.items() if key not in ("text", "uses")}
+            chosen.append({"kind": kind, **{key: rng.choice(choices) for key, choices in values.items()}})
+    return chosen
 
 
 def keeps(reply: str, kind: str, **values: Any) -> bool:
@@ -102,7 +102,7 @@ def keeps(reply: str, kind: str, **values: Any) -> bool:
     return bool(reply.strip()) and _RULES[kind](reply.strip(), **values)
 
 
-def _found(pattern: str) -> Callable[[str], int]:
+def _counter_of(pattern: str) -> Callable[[str], int]:
     """How often a pattern is in a reply."""
     return lambda reply: len(re.findall(pattern, reply, re.MULTILINE | re.IGNORECASE))
 
@@ -127,8 +127,8 @@ def _capital_words(reply: str) -> int:
 
 
 _RULES: Mapping[str, Callable[..., bool]] = {
-    "words_at_least": lambda reply, count: _found(r"\w+")(reply) >= count,
-    "words_at_most": lambda reply, count: _found(r"\w+")(reply) <= count,
+    "words_at_least": lambda reply, count: _counter_of(r"\w+")(reply) >= count,
+    "words_at_most": lambda reply, count: _counter_of(r"\w+")(reply) <= count,
     "lower_case": lambda reply: reply == reply.lower(),
     "upper_case": lambda reply: reply == reply.upper(),
     "capital_words": lambda reply, count: _capital_words(reply) >= count,
@@ -140,10 +140,10 @@ _RULES: Mapping[str, Callable[..., bool]] = {
     "quotation": lambda reply: len(reply) > 2 and reply[0] == reply[-1] == '"',
     "json": _is_json,
     "title": lambda reply: any(title.strip("<>").strip() for title in re.findall(r"<<[^\n]+>>", reply)),
-    "bullets": lambda reply, count: _found(r"^[^\S\n]*(?:\*[^*]|-)")(reply) == count,
+    "bullets": lambda reply, count: _counter_of(r"^[^\S\n]*(?:\*[^*]|-)")(reply) == count,
     "paragraphs": _are_paragraphs,
-    "keyword": lambda reply, word, count: _found(rf"\b{re.escape(word)}\b")(reply) >= count,
-    "forbidden": lambda reply, word: _found(rf"\b{re.escape(word)}\b")(reply) == 0,
+    "keyword": lambda reply, word, count: _counter_of(rf"\b{re.escape(word)}\b")(reply) >= count,
+    "forbidden": lambda reply, word: _counter_of(rf"\b{re.escape(word)}\b")(reply) == 0,
     "letter": lambda reply, letter, count: reply.lower().count(letter) >= count,
-    "placeholders": lambda reply, count: _found(r"\[[^\[\]\n]+\]")(reply) >= count,
+    "placeholders": lambda reply, count: _counter_of(r"\[[^\[\]\n]+\]")(reply) >= count,
 }

@@ -20,44 +20,44 @@ def add_config_dir(parser: ArgumentParser) -> None:
     parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with your own tasks, FOLDER/task/NAME.yaml")
 
 
-def stored_task_of(folder: Path, config: Mapping[str, Any], made_with: str, config_dir: Path | None) -> Task:
+def stored_task_of(folder: Path, config: Mapping[str, Any], recorded_dir: str, config_dir: Path | None) -> Task:
     """The task of a stored run.
 
     Args:
         folder: the run's, for messages.
         config: the `task` group of its run.yaml.
-        made_with: the folder of choices that the run was made with, for messages; "": kvbench's own.
+        recorded_dir: the folder of choices that the run was made with, for messages; "": kvbench's own.
         config_dir: a user's own folder of choices, with the files of more tasks.
 
     Raises:
         ConfigError: it is no task that is known, which is found out before anything of it is imported; or it cannot be
             built.
     """
-    refuse_unknown(folder, config, made_with, config_dir)
+    refuse_unknown(folder, config, recorded_dir, config_dir)
     return task_of(config)
 
 
-def refuse_unknown(folder: Path, config: Mapping[str, Any], made_with: str, config_dir: Path | None) -> None:
+def refuse_unknown(folder: Path, config: Mapping[str, Any], recorded_dir: str, config_dir: Path | None) -> None:
     """Refuse a stored task whose target no file of kvbench's, or of the user's folder, names.
 
     Raises:
         ConfigError: names the target.
     """
     target = config["_target_"]
-    own = own_targets(config_dir)
-    if target in own:
+    targets = user_targets(config_dir)
+    if target in targets:
         assert config_dir is not None
         choose_from(config_dir)
     elif target not in {(shipped("task", name) or {}).get("_target_") for name in choices("task")}:
         where = "" if config_dir is None else f", and in {config_dir}/task no file names it"
-        which = f" {made_with}, as when it was run" if made_with else " with the folder of its task/NAME.yaml"
+        which = f" {recorded_dir}, as when it was run" if recorded_dir else " with the folder of its task/NAME.yaml"
         raise ConfigError(
             f"{folder}: config.task._target_={target}: no task of kvbench's{where}; a task of your own needs "
             f"--config-dir{which}"
         )
 
 
-def own_targets(config_dir: Path | None) -> set[str]:
+def user_targets(config_dir: Path | None) -> set[str]:
     """The targets that the files of a user's own tasks name; none without a folder.
 
     Raises:

@@ -19,7 +19,7 @@ import yaml
 
 from kvbench.tasks import Sample, Task
 from kvbench.tasks.rows import check_subsets, in_turn
-from kvbench.tasks.sources import LocalFile, Row, rows_of
+from kvbench.tasks.sources import DataRow, LocalFile, rows_of
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
@@ -38,7 +38,7 @@ NUMBER = re.compile(r"The answer is \$?(-?[\d,]*\.?\d+)")
 
 
 @dataclass(frozen=True)
-class Subset:
+class LEvalSubset:
     """What the official scripts know of one subset; `data/leval.yaml` says what the fields are."""
 
     reads: str
@@ -48,8 +48,8 @@ class Subset:
     chat: bool = True
 
 
-SUBSETS: dict[str, Subset] = {
-    name: Subset(**entry)
+SUBSETS: dict[str, LEvalSubset] = {
+    name: LEvalSubset(**entry)
     for name, entry in yaml.safe_load(
         Path(__file__).with_name("data").joinpath("leval.yaml").read_text(encoding="utf-8")
     ).items()
@@ -116,7 +116,7 @@ class LEval(Task):
         return {self.metric: _OFFICIAL[reads](output, answer), **strict}
 
     @functools.cache  # noqa: B019 - a task lives as long as its run
-    def _rows(self, name: str) -> list[Row]:
+    def _rows(self, name: str) -> list[DataRow]:
         label = self.files[name].label
         return [
             row._replace(error=row.error or _unfit(f"{label}, line {row.line}: field", row.data))
@@ -125,18 +125,18 @@ class LEval(Task):
 
     def _documents(self, name: str, tokenizer: Tokenizer | None) -> list[list[Sample]]:
         """The samples of each document; lines with one text, as all of gsm100, are of one document."""
-        lines: dict[str, list[Row]] = {}
+        lines: dict[str, list[DataRow]] = {}
         for row in self._rows(name):
             lines.setdefault(row.error or row.data["input"], []).append(row)
         return [self._document(name, rows, tokenizer) for rows in lines.values()]
 
-    def _document(self, name: str, rows: Sequence[Row], tokenizer: Tokenizer | None) -> list[Sample]:
+    def _document(self, name: str, rows: Sequence[DataRow], tokenizer: Tokenizer | None) -> list[Sample]:
         subset, first = SUBSETS[name], rows[0]
         id = f"{name}-{first.line - 1}"
         if first.error:
             return [Sample(id, "", (), self.max_new_tokens, group=name, error=first.error)]
         context = subset.before + self._cut(first.data["input"], tokenizer)
-        asked = [pair for row in rows for pair in zip(row.data["instructions"], row.data["outputs"], strict=True)]
+        pairs = [pair for row in rows for pair in zip(row.data["instructions"], row.data["outputs"], strict=True)]
         return [
             Sample(
                 id=f"{id}-{number}",
@@ -149,7 +149,7 @@ class LEval(Task):
                 meta={"document": first.line - 1, "question": number},
                 chat=subset.chat,
             )
-            for number, (question, answer) in enumerate(asked, 1)
+            for number, (question, answer) in enumerate(pairs, 1)
         ]
 
     def _cut(self, document: str, tokenizer: Tokenizer | None) -> str:
@@ -180,7 +180,7 @@ def letter(reply: str) -> str:
     """The letter of a choice: the first of A to D in a reply; of one without, A, and of an empty one "None"."""
     if not reply.strip():
         return "None"
-    return reply if reply in LETTERS else next((one for one in reply if one in LETTERS), "A")
+    return reply if reply in LETTERS else next((character for character in reply if character in LETTERS), "A")
 
 
 def letters(reply: str) -> str:
@@ -191,16 +191,16 @@ def letters(reply: str) -> str:
     if len(first) > 1:
         return "".join(sorted(set(first)))
     rest = reply[len(first) :].partition("Question")[0]
-    found = {*first, *re.findall(r"[A-D](?=[\s.)])", rest)}
+    choices = {*first, *re.findall(r"[A-D](?=[\s.)])", rest)}
     run = re.search(r"[A-D]+", rest)
-    return "".join(sorted(found)) or (run[0] if run else "A")
+    return "".join(sorted(choices)) or (run[0] if run else "A")
 
 
 def judgement(reply: str) -> str:
     """What the first word with "true" or "false" in it says, "untrue" too; "" of a reply without."""
     for word in reply.lower().partition("[fact:")[0].split():
-        if said := next((one for one in ("true", "false") if one in word), ""):
-            return said
+        if verdict := next((option for option in ("true", "false") if option in word), ""):
+            return verdict
     return ""
 
 
@@ -208,18 +208,18 @@ def number(text: str) -> str:
     """The digits before a full stop: of the word after "The answer is", or of the first paragraph's last with any."""
     named = re.search(r"The answer is (\S+)", text)
     words = [named[1]] if named else text.partition("\n\n")[0].split(" ")
-    word: str = next((one for one in reversed(words) if re.search(r"\d", one)), "")
+    word: str = next((candidate for candidate in reversed(words) if re.search(r"\d", candidate)), "")
     return "".join(re.findall(r"\d", word.partition(".")[0]))
 
 
 def _choice(reply: str, answer: str) -> float:
     """1 for the truth; .25 for a part of it."""
-    truth = "".join(one for one in answer.split()[0] if one in LETTERS) or "A"
+    truth = "".join(character for character in answer.split()[0] if character in LETTERS) or "A"
     return 1.0 if reply == truth else 0.25 * (set(reply) <= set(truth))
 
 
-def _same_number(one: str, other: str) -> float:
-    return float(bool(one and other) and float(one) == float(other))
+def _same_number(first: str, other: str) -> float:
+    return float(bool(first and other) and float(first) == float(other))
 
 
 def _plain(text: str) -> str:
@@ -228,21 +228,21 @@ def _plain(text: str) -> str:
 
 def _strict_choice(reply: str, answer: str) -> bool:
     """The first of A to D that stand alone, all of them."""
-    found = ALONE.search(reply)
-    return found is not None and _choice("".join(sorted(set(found[0]))), answer) == 1
+    match = ALONE.search(reply)
+    return match is not None and _choice("".join(sorted(set(match[0]))), answer) == 1
 
 
 def _strict_judgement(reply: str, answer: str) -> bool:
-    found = re.search(r"\b(true|false)\b", reply.lower())
-    return found is not None and found[0] == judgement(answer)
+    match = re.search(r"\b(true|false)\b", reply.lower())
+    return match is not None and match[0] == judgement(answer)
 
 
 def _strict_number(reply: str, answer: str) -> bool:
     """The whole number after "The answer is", with its sign and its decimals."""
-    said, truth = NUMBER.search(reply), NUMBER.fullmatch(f"The answer is {answer}")
-    if said is None or truth is None:
+    match, truth = NUMBER.search(reply), NUMBER.fullmatch(f"The answer is {answer}")
+    if match is None or truth is None:
         return False
-    return float(said[1].replace(",", "")) == float(truth[1].replace(",", ""))
+    return float(match[1].replace(",", "")) == float(truth[1].replace(",", ""))
 
 
 # By what is read: the official score of a reply against an answer, and whether it is right by a strict reading.

@@ -20,7 +20,7 @@ import yaml
 
 from kvbench.tasks import Sample, Task, metrics
 from kvbench.tasks.rows import check_subsets, in_turn
-from kvbench.tasks.sources import DataFile, HubFile, LocalFile, Row, read_jsonl, say_rows
+from kvbench.tasks.sources import DataFile, DataRow, HubFile, LocalFile, read_jsonl, say_rows
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
@@ -33,7 +33,7 @@ FIELDS = {"input": str, "context": str, "answers": list, "length": int}
 
 
 @dataclass(frozen=True)
-class Subset:
+class LongBenchSubset:
     """What the official scripts know of one subset.
 
     Attributes:
@@ -65,8 +65,8 @@ class Subset:
         return self.prompt.partition("{context}")[0]
 
 
-SUBSETS: dict[str, Subset] = {
-    name: Subset(**entry)
+SUBSETS: dict[str, LongBenchSubset] = {
+    name: LongBenchSubset(**entry)
     for name, entry in yaml.safe_load(
         Path(__file__).with_name("data").joinpath("longbench.yaml").read_text(encoding="utf-8")
     ).items()
@@ -148,7 +148,7 @@ class LongBench(Task):
         there = archive if archive.is_file() and not file.is_file() else file
         return LocalFile(there, "task.data_dir", tuple(SUBSETS))
 
-    def _rows(self, name: str) -> list[Row]:
+    def _rows(self, name: str) -> list[DataRow]:
         source = self._source(name)
         path = source.path()
         fields = FIELDS | ({"all_classes": list} if SUBSETS[name].classifies else {})
@@ -173,7 +173,7 @@ class LongBench(Task):
         keys = _unique(f"{name}-{row.data.get('_id') or row.line}" for row in rows)
         return [self._sample(key, name, row, meta) for key, row in zip(keys, rows, strict=True)]
 
-    def _sample(self, key: str, name: str, row: Row, meta: dict[str, Any]) -> Sample:
+    def _sample(self, key: str, name: str, row: DataRow, meta: dict[str, Any]) -> Sample:
         subset, data = SUBSETS[name], row.data
         if row.error:
             return Sample(key, "", (), subset.new_tokens, group=name, meta=meta, error=row.error)
@@ -193,7 +193,7 @@ class LongBench(Task):
         )
 
 
-def _metrics(subset: Subset, meta: Mapping[str, Any]) -> dict[str, Callable[[str, str], float]]:
+def _metrics(subset: LongBenchSubset, meta: Mapping[str, Any]) -> dict[str, Callable[[str, str], float]]:
     """The metrics of a subset by name: one, but for code, which has one for each ratio."""
     metric: Callable[..., float] = getattr(metrics, subset.metric)
     if subset.metric == "code_sim":
@@ -216,7 +216,7 @@ def _opened(path: Path, name: str) -> Iterator[IO[bytes]]:
             yield lines
 
 
-def unfit(label: str, row: Row, subset: Subset) -> str:
+def unfit(label: str, row: DataRow, subset: LongBenchSubset) -> str:
     """Why a line of the file `label` is no sample, or ""."""
     if row.error:
         return row.error
@@ -236,10 +236,10 @@ def _are_texts(values: Sequence[object]) -> bool:
 
 def _unique(keys: Iterable[str]) -> list[str]:
     """Keys in their order; one that was there before gets a number after it."""
-    found: dict[str, None] = {}
+    taken: dict[str, None] = {}
     for key in keys:
         number, fresh = 1, key
-        while fresh in found:
+        while fresh in taken:
             number, fresh = number + 1, f"{key}-{number + 1}"
-        found[fresh] = None
-    return list(found)
+        taken[fresh] = None
+    return list(taken)

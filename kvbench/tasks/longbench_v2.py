@@ -16,7 +16,7 @@ import yaml
 
 from kvbench.tasks import Sample
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import HubFile, Row, local_or_hub
+from kvbench.tasks.sources import DataRow, HubFile, local_or_hub
 
 HUB = HubFile("zai-org/LongBench-v2", "data.json", megabytes=465, published=503)
 
@@ -62,24 +62,24 @@ class LongBenchV2(TableTask):
 
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
-        known = KINDS | {"answer": ("A", "B", "C", "D")}
-        wrong = (field for field, names in known.items() if data[field] not in names)
-        return next((f"field {field}: expected one of {', '.join(known[field])}" for field in wrong), "")
+        valid_values = KINDS | {"answer": ("A", "B", "C", "D")}
+        wrong = (field for field, names in valid_values.items() if data[field] not in names)
+        return next((f"field {field}: expected one of {', '.join(valid_values[field])}" for field in wrong), "")
 
-    def read(self) -> list[tuple[str, Row]]:
+    def read(self) -> list[tuple[str, DataRow]]:
         """See `TableTask`; of questions with one id the first counts."""
-        found, rows = set[str](), list[tuple[str, Row]]()
+        previous_ids, rows = set[str](), list[tuple[str, DataRow]]()
         for group, row in super().read():
             key = str(row.data.get("_id"))
-            if not row.error and key in found:
+            if not row.error and key in previous_ids:
                 row = row._replace(
                     error=f"{self.files[group].label}, line {row.line}: field _id: {key} was there before"
                 )
-            found.add(key)
+            previous_ids.add(key)
             rows.append((group, row))
         return rows
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A question, under the id that it has in the data."""
         data = row.data
         question = _filled(_STRINGS["question"], data)
@@ -106,4 +106,4 @@ def _filled(text: str, data: dict[str, str]) -> str:
 def answer_in(output: str) -> str | None:
     """The letter that an output says is the correct answer, or None."""
     plain = output.strip().replace("*", "")
-    return next((found[1] for pattern in ANSWERS if (found := pattern.search(plain))), None)
+    return next((match[1] for pattern in ANSWERS if (match := pattern.search(plain))), None)

@@ -18,7 +18,7 @@ import yaml
 
 from kvbench.tasks import Sample
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import Row, given_file
+from kvbench.tasks.sources import DataRow, user_file
 
 _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("data").joinpath("longgenbench.yaml").read_text(encoding="utf-8")
@@ -40,11 +40,11 @@ BEGINS, ENDS = re.compile(r"Answer_\d+:"), re.compile(r"answer is (\d+)")
 
 def answers_in(output: str) -> list[str]:
     """The numbers of an output's answers, read once through: after each "Answer_1:" the first after "answer is"."""
-    found, place = [], 0
+    answers, place = [], 0
     while (start := BEGINS.search(output, place)) and (end := ENDS.search(output, start.end())):
-        found.append(end[1])
+        answers.append(end[1])
         place = end.end()
-    return found
+    return answers
 
 
 class LongGenBench(TableTask):
@@ -68,7 +68,7 @@ class LongGenBench(TableTask):
         """
         if size not in get_args(Size):
             raise ValueError(f"task.size={size}: one of {', '.join(get_args(Size))}")
-        file = given_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench", 400)
+        file = user_file(data_dir, f"Dataset_{size}.json", "Dataset of the repository mozhu621/LongGenBench", 400)
         super().__init__({"": file}, max_new_tokens)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
@@ -96,7 +96,7 @@ class LongGenBench(TableTask):
         wrong = (kind for kind in CHECKS if not all(part.isdecimal() for part in data[f"checks_{kind}"]))
         return next((f"field checks_{kind}: expected numbers of parts" for kind in wrong), "")
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A prompt."""
         data = row.data
         return Sample(
@@ -116,12 +116,12 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
     A part has its number after the first mention of its type, as in "Floor 7".
     """
     strings = _STRINGS["blocks"]
-    found: dict[int, str] = {}
+    blocks: dict[int, str] = {}
     for block in (meta["prefix"] + output.partition(strings["stop"])[0]).split(strings["separator"]):
         named = re.search(rf"{re.escape(meta['type'])} (\d+)", block)
         if named and len(named[1]) <= MOST_DIGITS:
-            found.setdefault(int(named[1]), block)
-    return found
+            blocks.setdefault(int(named[1]), block)
+    return blocks
 
 
 class ManyProblems(TableTask):
@@ -156,19 +156,19 @@ class ManyProblems(TableTask):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
         name, published = PROBLEMS[problems]
         where = "data/LongGenBench/gsm8k of the repository Linking-ai/SCOPE"
-        super().__init__({"": given_file(data_dir, name, where, published)}, max_new_tokens)
+        super().__init__({"": user_file(data_dir, name, where, published)}, max_new_tokens)
         self.variant = variant
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the problems whose number the output has in their place."""
         pairs = zip(sample.answers, answers_in(output), strict=False)
-        return {"accuracy": sum(gold == found for gold, found in pairs) / len(sample.answers)}
+        return {"accuracy": sum(gold == answer for gold, answer in pairs) / len(sample.answers)}
 
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
         return "" if data["answers"] else "field answers: empty"
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A prompt with all its problems."""
         golds = [GOLD.search(str(answer)) for answer in row.data["answers"]]
         strings, prompt = _STRINGS["gsm8k"], row.data["prompt"]

@@ -18,7 +18,7 @@ import yaml
 
 from kvbench.tasks import Sample
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import HubFile, LocalFile, Row, local_or_hub
+from kvbench.tasks.sources import DataRow, HubFile, LocalFile, local_or_hub
 
 Variant = Literal["chat", "rkv"]
 
@@ -67,7 +67,7 @@ class BoxedAnswers(TableTask):
         answer = data["answer"]
         return "" if str(answer).strip() and not isinstance(answer, bool) else "field answer: no formula and no number"
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A problem."""
         strings, level = _STRINGS[self.variant], row.data.get("level")
         question = row.data["problem"] + strings["after"]

@@ -150,7 +150,7 @@ def _prompt_of_characters(frame: Frame, length: int, depth: Fraction, key: int) 
     minimum = len(frame("", LARGEST_KEY, ""))
     if length < minimum:
         raise _too_short(length, minimum, "characters")
-    return _prompt_around(frame, length - len(frame("", key, "")), depth, key)
+    return _prompt_of_size(frame, length - len(frame("", key, "")), depth, key)
 
 
 def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> str:
@@ -169,12 +169,12 @@ def _prompt_of_tokens(
     frame: Frame, length: int, count: Callable[[str], int], size: int, depth: Fraction, key: int
 ) -> str:
     """`size` characters of filler fit at depth 0; another cut or key may tip over, and then gives up a few more."""
-    text = _prompt_around(frame, size, depth, key)
+    text = _prompt_of_size(frame, size, depth, key)
     while (over := count(text) - length) > 0:
         if not size:
             raise _too_short(length, length + over, "tokens")
         size = max(0, size - over)
-        text = _prompt_around(frame, size, depth, key)
+        text = _prompt_of_size(frame, size, depth, key)
     return text
 
 
@@ -182,7 +182,7 @@ def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> in
     """Most characters of filler for which the prompt, key at depth 0, has at most `length` tokens."""
 
     def tokens(size: int) -> int:
-        return count(_prompt_around(frame, size, Fraction(0), LARGEST_KEY))
+        return count(_prompt_of_size(frame, size, Fraction(0), LARGEST_KEY))
 
     if length < (minimum := tokens(0)):
         raise _too_short(length, minimum, "tokens")
@@ -213,7 +213,7 @@ def _largest(fits: Callable[[int], bool], guess: int) -> int:
     return low
 
 
-def _prompt_around(frame: Frame, size: int, depth: Fraction, key: int) -> str:
+def _prompt_of_size(frame: Frame, size: int, depth: Fraction, key: int) -> str:
     """The prompt with `size` characters of filler, `depth` of them before the key; the rest starts the filler anew."""
     before = int(size * depth)
     filler = " ".join([FILLER] * (size // (len(FILLER) + 1) + 1))

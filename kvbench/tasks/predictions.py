@@ -15,14 +15,14 @@ from pathlib import Path
 from kvbench.config import ConfigError, first_line, nearest
 from kvbench.tasks import Sample, Task, longbench
 from kvbench.tasks.ruler.task import ALL_SUBSETS, Ruler
-from kvbench.tasks.sources import Row, read_jsonl
+from kvbench.tasks.sources import DataRow, read_jsonl
 
 _PART = re.compile(r"-\d+$")  # RULER's scripts write the parts of a task side by side: vt-0.jsonl, vt-1.jsonl
 BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E's, in words; each ends before its number
 
 
 @dataclass(frozen=True)
-class Subset:
+class ScoredSubset:
     """The predictions of one subset, scored.
 
     Attributes:
@@ -48,7 +48,7 @@ class Subset:
         for length, scores in zip(self.lengths, self.scores, strict=False):
             name = next(name for name, end in BINS.items() if end is None or length < end)
             bins[name].append(scores["score"])
-        return {name: 100 * sum(found) / len(found) for name, found in bins.items() if found}
+        return {name: 100 * sum(values) / len(values) for name, values in bins.items() if values}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Predictions:
 
     benchmark: Benchmark
     folder: Path
-    subsets: list[Subset]
+    subsets: list[ScoredSubset]
     missing: list[str]
     others: list[str]
 
@@ -74,11 +74,11 @@ class Predictions:
         return {"score": self._mean("score"), **{name: self._mean(name) for name in sorted(second)}}
 
     def _mean(self, metric: str) -> float:
-        found = [
+        means = [
             sum(scores.get(metric, scores["score"]) for scores in subset.scores) / len(subset.scores)
             for subset in self.subsets
         ]
-        return 100 * sum(found) / len(found)
+        return 100 * sum(means) / len(means)
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,16 @@ def read(kind: str, folder: Path) -> Predictions:
 
 def _files(folder: Path, in_parts: bool) -> dict[str, list[Path]]:
     """The files of each subset, by its name."""
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: (len(path.name), path.name)):
-        found.setdefault(_PART.sub("", path.stem) if in_parts else path.stem, []).append(path)
-    for name, (first, *parts) in found.items():
+        files.setdefault(_PART.sub("", path.stem) if in_parts else path.stem, []).append(path)
+    for name, (first, *parts) in files.items():
         if parts and first.stem == name:
             raise ConfigError(f"{folder}: holds both {first.name} and {parts[0].name}; take away what shall not count")
-    return found
+    return files
 
 
-def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> Subset:
+def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> ScoredSubset:
     rows = list(chain.from_iterable(_rows(benchmark, name, path) for path in paths))
     # The last line's classes serve for all, as officially.
     meta = {"classes": rows[-1].data.get("all_classes")}
@@ -156,14 +156,14 @@ def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> Subset:
     # RULER's length is of another kind.
     lengths = [length for row in rows if type(length := row.data.get("length")) is int and name in longbench.SUBSETS]
     empty = sum(not row.data["pred"].strip() for row in rows)
-    return Subset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
+    return ScoredSubset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
 
 
-def _rows(benchmark: Benchmark, name: str, path: Path) -> list[Row]:
+def _rows(benchmark: Benchmark, name: str, path: Path) -> list[DataRow]:
     """The lines of a file, each as its benchmark writes it."""
-    known = longbench.SUBSETS.get(name)
+    subset = longbench.SUBSETS.get(name)
     fields: dict[str, type] = {"pred": str, benchmark.answers: list}
-    if known and known.classifies:
+    if subset and subset.classifies:
         fields["all_classes"] = list
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError(f"{path}: no file; expected one of predictions, a line each")
@@ -175,12 +175,12 @@ def _rows(benchmark: Benchmark, name: str, path: Path) -> list[Row]:
     if not rows:
         raise ConfigError(f"{path}: empty")
     for row in rows:
-        if reason := longbench.unfit(str(path), row, known) if known else _unfit(str(path), row):
+        if reason := longbench.unfit(str(path), row, subset) if subset else _unfit(str(path), row):
             raise ConfigError(reason)
     return rows
 
 
-def _unfit(label: str, row: Row) -> str:
+def _unfit(label: str, row: DataRow) -> str:
     """Why a line is no prediction of RULER's, or ""."""
     outputs = [] if row.error else row.data["outputs"]
     fit = outputs and all(isinstance(output, str) and output.strip() for output in outputs)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench.config import nearest
 from kvbench.tasks import Sample, Task
-from kvbench.tasks.sources import HubFile, LocalFile, Row, rows_of
+from kvbench.tasks.sources import DataRow, HubFile, LocalFile, rows_of
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
 
-One = TypeVar("One")
+Element = TypeVar("Element")
 
 
 class TableTask(Task):
@@ -36,7 +36,7 @@ class TableTask(Task):
         self.sources = tuple(files.values())
 
     @abstractmethod
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """The sample of a good row."""
 
     def group_of(self, file: str, data: Mapping[str, Any]) -> str:
@@ -56,16 +56,16 @@ class TableTask(Task):
         Raises:
             ValueError: a file cannot be had or read as what it should be.
         """
-        found = [self._sample(group, row) for group, row in self.rows]
-        random.Random(f"{self.name}/{seed}").shuffle(found)
-        yield from found
+        samples = [self._sample(group, row) for group, row in self.rows]
+        random.Random(f"{self.name}/{seed}").shuffle(samples)
+        yield from samples
 
     @functools.cached_property
-    def rows(self) -> list[tuple[str, Row]]:
+    def rows(self) -> list[tuple[str, DataRow]]:
         """What `read` finds."""
         return self.read()
 
-    def read(self) -> list[tuple[str, Row]]:
+    def read(self) -> list[tuple[str, DataRow]]:
         """The rows, each with its group.
 
         Raises:
@@ -74,32 +74,32 @@ class TableTask(Task):
         files = self.files.items()
         return [(group, self._checked(file.label, row)) for group, file in files for row in rows_of(file, self.fields)]
 
-    def _checked(self, label: str, row: Row) -> Row:
+    def _checked(self, label: str, row: DataRow) -> DataRow:
         reason = "" if row.error else self.unfit(row.data)
         return row._replace(error=f"{label}, line {row.line}: {reason}") if reason else row
 
-    def _sample(self, file: str, row: Row) -> Sample:
+    def _sample(self, file: str, row: DataRow) -> Sample:
         id, group = f"{file or self.name}-{row.line - 1}", self.group_of(file, row.data)
         if row.error:
             return Sample(id, "", (), self.max_new_tokens, group=group, error=row.error)
         return self.sample(id, group, row)
 
 
-def check_subsets(subsets: Sequence[str], known: Collection[str]) -> None:
+def check_subsets(subsets: Sequence[str], valid_names: Collection[str]) -> None:
     """Whether `task.subsets` is a list of different known ones.
 
     Raises:
         ValueError: it is not.
     """
     if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
-        raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(known)}")
+        raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(valid_names)}")
     for name in subsets:
-        if str(name) not in known:
-            raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), known)}")
+        if str(name) not in valid_names:
+            raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), valid_names)}")
 
 
-def in_turn(task: str, seed: int, subsets: Mapping[str, list[One]]) -> Iterator[One]:
+def in_turn(task: str, seed: int, subsets: Mapping[str, list[Element]]) -> Iterator[Element]:
     """One sample, or one list of them, of every subset, then the next; in each subset shuffled by the seed alone."""
-    for name, found in subsets.items():
-        random.Random(f"{task}/{seed}/{name}").shuffle(found)
-    return (one for one in chain.from_iterable(zip_longest(*subsets.values())) if one is not None)
+    for name, elements in subsets.items():
+        random.Random(f"{task}/{seed}/{name}").shuffle(elements)
+    return (element for element in chain.from_iterable(zip_longest(*subsets.values())) if element is not None)

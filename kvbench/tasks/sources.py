@@ -124,8 +124,8 @@ class HubFile:
         """The file in the hub's local cache, or None."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.repo, self.name, repo_type="dataset")
-        return Path(found) if isinstance(found, str) else None
+        path = try_to_load_from_cache(self.repo, self.name, repo_type="dataset")
+        return Path(path) if isinstance(path, str) else None
 
     def check(self) -> None:
         """Whether the file is in the cache, or the hub answers and would hand it over.
@@ -183,7 +183,7 @@ def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalF
     return LocalFile(there, hub_file.key, published=hub_file.published)
 
 
-def given_file(data_dir: str | None, name: str, where: str, published: int | None = None) -> LocalFile:
+def user_file(data_dir: str | None, name: str, where: str, published: int | None = None) -> LocalFile:
     """A file that is in no hub, in the user's folder; `published` as of a `LocalFile`.
 
     Raises:
@@ -194,7 +194,7 @@ def given_file(data_dir: str | None, name: str, where: str, published: int | Non
     return LocalFile(Path(str(data_dir)).expanduser() / name, "task.data_dir", published=published)
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A line of a JSONL file: its data, or what is wrong with it."""
 
     line: int
@@ -202,7 +202,7 @@ class Row(NamedTuple):
     error: str = ""
 
 
-def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]) -> list[Row]:
+def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]) -> list[DataRow]:
     """The rows of a table, one or more: of a JSONL file, a JSON list, a parquet or a CSV file, by its name's end.
 
     Args:
@@ -230,17 +230,17 @@ def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type,
 def say_rows(label: str, count: int, published: int | None) -> None:
     """Say how many rows a file has, but where they are as many as were published: part of a file may be missing."""
     if count != published:
-        beside = "" if published is None else f"; {published:,} were published"
-        print(f"{label}: {count:,} rows{beside}", file=sys.stderr)
+        suffix = "" if published is None else f"; {published:,} were published"
+        print(f"{label}: {count:,} rows{suffix}", file=sys.stderr)
 
 
 def _lines(path: Path) -> Iterable[bytes]:
     """Each row of a table as a line of JSON."""
     if path.suffix == ".json":
-        found = parsed_json(path.read_bytes())
-        if not isinstance(found, list):
+        rows = parsed_json(path.read_bytes())
+        if not isinstance(rows, list):
             raise ValueError("expected a list")
-        return [json.dumps(row).encode() for row in found]
+        return [json.dumps(row).encode() for row in rows]
     if path.suffix in (".parquet", ".csv"):
         import pandas
 
@@ -286,7 +286,7 @@ def _refuse_twice(names: Sequence[str]) -> None:
         raise ValueError(f"field {twice}: twice")
 
 
-def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[Row]:
+def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[DataRow]:
     """The lines of a JSONL file, blank ones left out.
 
     Args:
@@ -297,7 +297,7 @@ def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | t
     for number, line in enumerate(lines, 1):
         if line.strip():
             data, error = _parsed(line, fields)
-            yield Row(number, data, f"{label}, line {number}: {error}" if error else "")
+            yield DataRow(number, data, f"{label}, line {number}: {error}" if error else "")
 
 
 def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple[dict[str, Any], str]:
@@ -316,7 +316,7 @@ def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple
             return data, f"field {name}: missing"
         if not isinstance(data[name], kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
+            expected = " or ".join("null" if option is type(None) else option.__name__ for option in kinds)
             return data, f"field {name}: expected {expected}, not {type(data[name]).__name__}"
     return data, ""
 

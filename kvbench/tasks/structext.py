@@ -12,10 +12,10 @@ from typing import Any
 from kvbench.tasks import Sample
 from kvbench.tasks.metrics import rouge_l
 from kvbench.tasks.rows import TableTask
-from kvbench.tasks.sources import Row, given_file
+from kvbench.tasks.sources import DataRow, user_file
 
 FILE = "evaluate_dataset.jsonl"
-ASKED = {"few_shot_num", "rule_hint", "type", "task", "depth", "width"}  # of info
+INFO_FIELDS = {"few_shot_num", "rule_hint", "type", "task", "depth", "width"}  # of info
 LEAST = 0.75  # a lower ROUGE-L counts as 0
 
 
@@ -42,7 +42,7 @@ class StrucText(TableTask):
             data_dir: folder of evaluate_dataset.jsonl.
         """
         where = "as Evaluation/generate_dataset.py of the repository MikeGu721/StrucText-Eval writes it"
-        super().__init__({"": given_file(data_dir, FILE, where)}, max_new_tokens)
+        super().__init__({"": user_file(data_dir, FILE, where)}, max_new_tokens)
         self.shots, self.hint = shots, hint
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
@@ -51,15 +51,15 @@ class StrucText(TableTask):
         similar = rouge_l(sample.answers[0], output)
         return {"score": similar * (similar >= LEAST), "exact": float(output.strip() == sample.answers[0].strip())}
 
-    def read(self) -> list[tuple[str, Row]]:
+    def read(self) -> list[tuple[str, DataRow]]:
         """The questions that are asked for, and bad rows.
 
         Raises:
             ValueError: the file has none, or cannot be had.
         """
-        asked = {"few_shot_num": self.shots, "rule_hint": self.hint}
+        options = {"few_shot_num": self.shots, "rule_hint": self.hint}
         chosen = [
-            (group, row) for group, row in super().read() if row.error or asked.items() <= row.data["info"].items()
+            (group, row) for group, row in super().read() if row.error or options.items() <= row.data["info"].items()
         ]
         if not chosen:
             label = self.files[""].label
@@ -73,10 +73,10 @@ class StrucText(TableTask):
 
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
-        lacking = sorted(ASKED - data["info"].keys())
+        lacking = sorted(INFO_FIELDS - data["info"].keys())
         return f"field info: no {lacking[0]}" if lacking else ""
 
-    def sample(self, id: str, group: str, row: Row) -> Sample:
+    def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A question."""
         info = row.data["info"]
         return Sample(

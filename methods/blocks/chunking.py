@@ -73,7 +73,7 @@ def delimiters(pieces: Sequence[str]) -> Delimiters:
 @lru_cache(maxsize=4)
 def _delimiters(pieces: tuple[str, ...]) -> Delimiters:
     tails = [TO_LAST_WORD.sub("", piece, count=1) for piece in pieces]
-    ends = [next((4 - at for at, found in enumerate(DELIMITERS) if found.search(tail)), 0) for tail in tails]
+    ends = [next((4 - at for at, pattern in enumerate(DELIMITERS) if pattern.search(tail)), 0) for tail in tails]
     if not any(ends):
         raise ValueError(
             f"chunks at delimiters: none of the tokenizer's {len(pieces)} pieces ends a word, a clause or a sentence; "

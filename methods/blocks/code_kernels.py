@@ -21,16 +21,16 @@ def code(keys, tables, codes):  # type: ignore[no-untyped-def]
         for part in range(keys.shape[1]):
             nearest, most = 0, np.float32(-np.inf)
             for centroid in range(tables.shape[2]):
-                own, near = tables[head, part, centroid], np.float32(0)
-                for j in range(len(own)):
-                    near += (keys[head, part, j] - np.float32(0.5) * own[j]) * own[j]
+                center, near = tables[head, part, centroid], np.float32(0)
+                for j in range(len(center)):
+                    near += (keys[head, part, j] - np.float32(0.5) * center[j]) * center[j]
                 if near > most:
                     nearest, most = centroid, near
             codes[head, part] = nearest
 
 
 @kernel
-def attention(query, tables, codes, row, first, scaling, found):  # type: ignore[no-untyped-def]
+def attention(query, tables, codes, row, first, scaling, received):  # type: ignore[no-untyped-def]
     """The attention that tokens get by their codes, summed over the query heads of a group.
 
     Args:
@@ -38,13 +38,13 @@ def attention(query, tables, codes, row, first, scaling, found):  # type: ignore
         tables: as of `code`.
         codes: [B, Hkv, m, S] uint8, of each token, of which `row` and those from `first` on are meant.
         scaling: of the logits.
-        found: [Hkv, n] float32; written.
+        received: [Hkv, n] float32; written.
     """
     heads, group, parts, width = query.shape
-    count = found.shape[1]
+    count = received.shape[1]
     products, weights = np.empty(tables.shape[2], np.float32), np.empty(count + LANES, np.float32)
     for head in range(heads):
-        found[head] = 0
+        received[head] = 0
         for g in range(group):
             weights[:count], weights[count:] = 0, -np.inf
             for part in range(parts):
@@ -53,12 +53,12 @@ def attention(query, tables, codes, row, first, scaling, found):  # type: ignore
                     for j in range(width):
                         product += query[head, g, part, j] * tables[head, part, centroid, j]
                     products[centroid] = product * np.float32(scaling)
-                own = codes[row, head, part, first : first + count]
+                token_codes = codes[row, head, part, first : first + count]
                 for i in range(count):
-                    weights[i] += products[own[i]]
+                    weights[i] += products[token_codes[i]]
             share = 1 / _exponentials(weights, count)
             for i in range(count):
-                found[head, i] += share * weights[i]
+                received[head, i] += share * weights[i]
 
 
 @jit

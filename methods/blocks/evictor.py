@@ -13,7 +13,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
-from methods.blocks.held import Held
+from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Lists
 
@@ -47,28 +47,28 @@ class Evictor(KeepsEnds):
         self.compressor, self.granularity = compressor, granularity
         self.needs = replace(compressor.needs, probabilities=True)
 
-    def note_prompt(self, layer: int, held: Held, prompt: Prompt) -> None:
+    def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
 
-    def note(self, layer: int, held: Held, attention: torch.Tensor) -> None:
-        """Change the numbers by what each token received in this step, [B, H, held.width]."""
+    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
+        """Change the numbers by what each token received in this step, [B, H, tokens.width]."""
         raise NotImplementedError
 
     def stays(self, capacity: int, length: int) -> int:
         """Tokens of a list of a budget and a prompt of so many tokens that stay until the next token comes."""
         return capacity - self.budget.counts_generated
 
-    def worth(self, layer: int, held: Held) -> torch.Tensor:
+    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The numbers by which the least goes, infinite for what stays: here the protected ends."""
         if not any(self.ends):
-            return held.numbers
-        return held.numbers.masked_fill(at_ends(held.ids, self.lengths[layer], self.end_of[layer]), torch.inf)
+            return tokens.numbers
+        return tokens.numbers.masked_fill(at_ends(tokens.ids, self.lengths[layer], self.end_of[layer]), torch.inf)
 
-    def make_room(self, layer: int, held: Held) -> None:
+    def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the token worth least from each list that is full; after the prompt, and after every step."""
-        if held.width > min(self.limits):
-            least = self.worth(layer, held).argmin(dim=2, keepdim=True)
-            held.drop(least, (held.counts > self.limit[layer]).long()[..., None], max(self.limits))
+        if tokens.width > min(self.limits):
+            least = self.worth(layer, tokens).argmin(dim=2, keepdim=True)
+            tokens.drop(least, (tokens.counts > self.limit[layer]).long()[..., None], max(self.limits))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
@@ -83,7 +83,7 @@ class Evictor(KeepsEnds):
         self.lengths, self.end_of = (
             shape.for_layers(torch.tensor(rows)[:, None, None]) for rows in (shape.lengths, self.ends)
         )
-        self.held: dict[int, Held] = {}
+        self.token_lists: dict[int, TokenLists] = {}
         self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
         self.steps = 0
 
@@ -93,12 +93,12 @@ class Evictor(KeepsEnds):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep of the prompt what the scorer chooses."""
-        kept, scores = self.compressor.best(layer, prompt)
-        held = self.held[layer] = Held(kept, scores.gather(2, kept.clamp(min=0)))
-        self.note_prompt(layer, held, prompt)
-        self.make_room(layer, held)
-        self.view.keep(layer, held.ids, DROP_EVERY)
-        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(held.counts.max()) == held.width
+        ids, scores = self.compressor.best(layer, prompt)
+        tokens = self.token_lists[layer] = TokenLists(ids, scores.gather(2, ids.clamp(min=0)))
+        self.note_prompt(layer, tokens, prompt)
+        self.make_room(layer, tokens)
+        self.view.keep(layer, tokens.ids, DROP_EVERY)
+        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(tokens.counts.max()) == tokens.width
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -106,23 +106,27 @@ class Evictor(KeepsEnds):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The current token comes."""
-        self.held[layer].append(self.view.seen(layer) - 1)
+        self.token_lists[layer].append(self.view.seen(layer) - 1)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is held: all that memory holds, while no token has gone."""
-        return None if self.in_memory[layer] and self.held[layer].untouched else Selection(self.held[layer].ids)
+        return (
+            None
+            if self.in_memory[layer] and self.token_lists[layer].untouched
+            else Selection(self.token_lists[layer].ids)
+        )
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""
-        held = self.held[layer]
-        self.note(layer, held, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
-        self.make_room(layer, held)
+        tokens = self.token_lists[layer]
+        self.note(layer, tokens, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
+        self.make_room(layer, tokens)
 
     def end_step(self) -> None:
         """Now and then free the memory of what was evicted."""
         if self.steps % DROP_EVERY == 0:
-            for layer, held in self.held.items():
-                self.view.keep(layer, held.ids, DROP_EVERY)
+            for layer, tokens in self.token_lists.items():
+                self.view.keep(layer, tokens.ids, DROP_EVERY)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What each list may hold; the union of a group is no larger than all of its lists."""

@@ -10,7 +10,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 
-def each_head(
+def for_heads(
     pool: Executor, batch: int, kv_heads: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]
 ) -> list[list[T]]:
     """do(row, head, workspace) for each KV head, in as many threads as there are workspaces; the caller's is one.
@@ -27,7 +27,7 @@ def each_head(
         return [do(row, head, workspaces[number]) for row, head in pairs[number::threads]]
 
     waiting = [pool.submit(share, number) for number in range(1, threads)]
-    shares = [share(0), *(one.result() for one in waiting)]
+    shares = [share(0), *(future.result() for future in waiting)]
     done = [shares[at % threads][at // threads] for at in range(len(pairs))]
     return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]
 
@@ -43,4 +43,4 @@ def in_threads(pool: Executor, count: int, workspaces: Sequence[W], do: Callable
     threads = max(1, min(len(workspaces), count))
     ends = [count * number // threads for number in range(threads + 1)]
     waiting = [pool.submit(do, ends[at], ends[at + 1], workspaces[at]) for at in range(1, threads)]
-    return [do(0, ends[1], workspaces[0]), *(one.result() for one in waiting)]
+    return [do(0, ends[1], workspaces[0]), *(future.result() for future in waiting)]

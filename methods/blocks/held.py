@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 GROWTH = 64  # slots added when a list is full
 
 
-class Held:
+class TokenLists:
     """The tokens of each list of a layer, and what each of them is worth.
 
     Args:

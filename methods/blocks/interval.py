@@ -75,11 +75,11 @@ class Interval(Scorer):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle when each row is cut, to how many tokens, and how many queries are asked then."""
         super().begin(shape, budget, view, context)
-        self.kept = self.budgets[shape.sparse_layers[0]]
+        self.keep_counts = self.budgets[shape.sparse_layers[0]]
         self.intervals = [self._interval(capacity) for capacity in self.capacities]
         # after a cut the window is held without a gap, and so is what has come since
         most = min(self.needs.query_window, QUERIES)
-        self.asked = [min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)]
+        self.query_counts = [min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)]
         self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
         # tokens of each row that are held
         self.sizes, _ = self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
@@ -96,10 +96,11 @@ class Interval(Scorer):
             full = [size >= capacity for size, capacity in zip(sizes, self.capacities, strict=True)]
         else:
             full = [
-                size > kept and self.steps % self.interval == 0 for size, kept in zip(sizes, self.kept, strict=True)
+                size > keeps and self.steps % self.interval == 0
+                for size, keeps in zip(sizes, self.keep_counts, strict=True)
             ]
-        left = [kept if cut else size for size, kept, cut in zip(sizes, self.kept, full, strict=True)]
-        return left, [row for row, cut in enumerate(full) if cut]
+        sizes_after = [keeps if cut else size for size, keeps, cut in zip(sizes, self.keep_counts, full, strict=True)]
+        return sizes_after, [row for row, cut in enumerate(full) if cut]
 
     def first_cut(self, length: int) -> int:
         """As published the prompt stays whole for an interval."""
@@ -107,7 +108,7 @@ class Interval(Scorer):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompts that fill C, where generated tokens count; note the last queries."""
-        most = max(self.asked)
+        most = max(self.query_counts)
         last = prompt.queries[:, :, max(0, prompt.queries.shape[2] - most) :].clone()
         self.queries[layer] = deque(last.unbind(dim=2), maxlen=most)
         rows = [row for row, size in enumerate(self.sizes) if size < prompt.lengths[row]]
@@ -124,33 +125,35 @@ class Interval(Scorer):
         sizes = tuple(size + 1 for size in self.sizes)
         self.sizes, rows = self._cut(sizes)
         for layer in self.shape.sparse_layers if rows else ():
-            held = self.view.resident(layer)
-            keys = self.view.keys(layer, held)
-            values = self.view.values(layer, held) if self.reads_values else keys[..., :0]
+            resident = self.view.resident(layer)
+            keys = self.view.keys(layer, resident)
+            values = self.view.values(layer, resident) if self.reads_values else keys[..., :0]
             noted = [*self.queries[layer]]
             queries = torch.stack(noted, dim=2) if noted else keys[:, :, :0]
-            self._keep(layer, held, Prompt(sizes, held[:, 0, :0], keys, values, queries), rows, self.asked)
+            self._keep(
+                layer, resident, Prompt(sizes, resident[:, 0, :0], keys, values, queries), rows, self.query_counts
+            )
 
     def _keep(
-        self, layer: int, held: torch.Tensor, prompt: Prompt, rows: Collection[int], asked: Sequence[int]
+        self, layer: int, resident: torch.Tensor, prompt: Prompt, rows: Collection[int], query_counts: Sequence[int]
     ) -> None:
         """Keep of what is held, ids [B, Hkv, M], the best tokens of these rows, and all of the others'."""
-        kept = [held[row, :, :size] for row, size in enumerate(prompt.lengths)]
-        self.shown = held
-        for count in {asked[row] for row in rows}:
+        ids = [resident[row, :, :size] for row, size in enumerate(prompt.lengths)]
+        self.shown = resident
+        for count in {query_counts[row] for row in rows}:
             first = max(0, prompt.queries.shape[2] - count)
             best, _ = self.best(layer, replace(prompt, queries=prompt.queries[:, :, first:]))
             for row in rows:
-                if asked[row] == count:
+                if query_counts[row] == count:
                     slots = best[row, :, : self.sizes[row]].expand(self.shape.kv_heads, -1)
-                    kept[row] = kept[row].gather(1, slots)
-        self.view.keep(layer, stacked(kept), self._room())
+                    ids[row] = ids[row].gather(1, slots)
+        self.view.keep(layer, stacked(ids), self._room())
 
     def _room(self) -> int:
         """Tokens that come until some row is cut."""
         if self.budget.counts_generated:
             return min(capacity - size for capacity, size in zip(self.capacities, self.sizes, strict=True))
-        least = min(max(0, kept - size) for kept, size in zip(self.kept, self.sizes, strict=True))
+        least = min(max(0, keeps - size) for keeps, size in zip(self.keep_counts, self.sizes, strict=True))
         return ((self.steps + least) // self.interval + 1) * self.interval - self.steps
 
     def rule(self, layer: int, length: int, generated: int) -> int:

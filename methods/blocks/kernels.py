@@ -96,41 +96,41 @@ def _from_order(number):  # type: ignore[no-untyped-def]
 
 
 @jit
-def best(scores, count, wanted, picked):  # type: ignore[no-untyped-def]
-    """Put the indexes of the `wanted` largest of scores[:count] in `picked`, ascending; returns how many.
+def best(scores, count, k, picked):  # type: ignore[no-untyped-def]
+    """Put the indexes of the `k` largest of scores[:count] in `picked`, ascending; returns how many.
 
     Of equal ones the first count, NaN and -inf never.
     The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
     counts that vectorise, where a heap or a quickselect mispredicts every other branch.
     """
     low, high = -MOST_FLOATS, MOST_FLOATS  # -inf belongs, NaN does not
-    enough = count <= wanted
+    enough = count <= k
     while low < high and not enough:
         middle = (low + high + 1) >> 1
         threshold = _from_order(middle)
         above = np.int32(0)
         for i in range(count):
             above = np.int32(above + (scores[i] >= threshold))
-        enough = above == wanted
-        if above >= wanted:
+        enough = above == k
+        if above >= k:
             low = middle
         else:
             high = middle - 1
     threshold = _from_order(low)
-    equal = wanted
+    equal = k
     if not enough:
         for i in range(count):
             equal -= scores[i] > threshold
     equal = equal if threshold > -np.inf else 0
-    found = 0
+    filled = 0
     for i in range(count):
-        if found == wanted:
+        if filled == k:
             break
         also = scores[i] == threshold and equal > 0
-        picked[found] = i  # another takes its place where it is not among them: no branch depends on a score
-        found += (scores[i] > threshold) | also
+        picked[filled] = i  # another takes its place where it is not among them: no branch depends on a score
+        filled += (scores[i] > threshold) | also
         equal -= also
-    return found
+    return filled
 
 
 @intrinsic
@@ -172,9 +172,9 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
         before, after = byte % 2, 1 - byte % 2
         start = np.int32(0)
         for value in range(256):
-            held = ends[byte, value]
+            bucket_size = ends[byte, value]
             ends[byte, value] = start
-            start += held
+            start += bucket_size
         for i in range(count):
             number = numbers[before, i]
             value = number >> np.uint32(8 * byte) & np.uint32(255)
@@ -188,11 +188,11 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
 @jit
 def write_best(values, count, indexes, scores, picked):  # type: ignore[no-untyped-def]
     """Fill indexes [k] and scores [k] with the best of values[:count], best first, then -1 and -inf."""
-    found = best(values, count, len(indexes), picked)
-    falling = np.empty(found, np.float32)
-    for i in range(found):
+    filled = best(values, count, len(indexes), picked)
+    falling = np.empty(filled, np.float32)
+    for i in range(filled):
         falling[i] = -values[picked[i]]
-    sort(falling, picked, found)
-    indexes[found:], scores[found:] = -1, -np.inf
-    for i in range(found):
+    sort(falling, picked, filled)
+    indexes[filled:], scores[filled:] = -1, -np.inf
+    for i in range(filled):
         indexes[i], scores[i] = picked[i], -falling[i]

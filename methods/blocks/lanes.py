@@ -37,8 +37,8 @@ def looks_up(features: str) -> bool:
 
 def _address(context, builder, kind, array, indexes):  # type: ignore[no-untyped-def]
     """Of the `LANES` bytes from array[indexes] on."""
-    made = context.make_array(kind)(context, builder, array)
-    return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, made, indexes), BYTES.as_pointer())
+    array_struct = context.make_array(kind)(context, builder, array)
+    return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, array_struct, indexes), BYTES.as_pointer())
 
 
 @intrinsic
@@ -53,14 +53,14 @@ def _look_up_quickly(_context, tables, ids, first, sums):  # type: ignore[no-unt
         rows = context.make_array(in_ids)(context, builder, ids)
         total = cgutils.alloca_once_value(builder, NOTHING)
         with cgutils.for_range(builder, cgutils.unpack_tuple(builder, rows.shape, 2)[0]) as row:
-            own = builder.load(_address(context, builder, in_ids, ids, [row.index, first]), align=1)
+            id_vector = builder.load(_address(context, builder, in_ids, ids, [row.index, first]), align=1)
             quarters = [
                 builder.load(_address(context, builder, in_tables, tables, [row.index, WORD(at)]), align=1)
                 for at in range(0, 256, QUARTER)
             ]
-            lower, upper = (builder.call(permute, [quarters[at], own, quarters[at + 1]]) for at in (0, 2))
-            found = builder.select(builder.icmp_signed("<", own, NOTHING), upper, lower)
-            builder.store(builder.add(builder.load(total), found), total)
+            lower, upper = (builder.call(permute, [quarters[at], id_vector, quarters[at + 1]]) for at in (0, 2))
+            values = builder.select(builder.icmp_signed("<", id_vector, NOTHING), upper, lower)
+            builder.store(builder.add(builder.load(total), values), total)
         builder.store(builder.load(total), _address(context, builder, in_sums, sums, [first]), align=1)
         return context.get_dummy_value()
 
@@ -88,10 +88,12 @@ def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         numbers, first, least = arguments
-        own = builder.load(_address(context, builder, signature.args[0], numbers, [first]), align=1)
-        one = builder.insert_element(ir.Constant(BYTES, ir.Undefined), builder.trunc(least, BYTE), ir.IntType(32)(0))
-        every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
-        return builder.bitcast(builder.icmp_unsigned(">=", own, every), WORD)
+        vector = builder.load(_address(context, builder, signature.args[0], numbers, [first]), align=1)
+        first_lane = builder.insert_element(
+            ir.Constant(BYTES, ir.Undefined), builder.trunc(least, BYTE), ir.IntType(32)(0)
+        )
+        every = builder.shuffle_vector(first_lane, first_lane, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
+        return builder.bitcast(builder.icmp_unsigned(">=", vector, every), WORD)
 
     return types.uint64(numbers, types.intp, types.intp), generate
 
@@ -99,15 +101,15 @@ def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
 @intrinsic
 def ones(_context, word):  # type: ignore[no-untyped-def]
     """How many bits of a uint64 are set, int64."""
-    return types.int64(types.uint64), lambda _context, builder, _signature, given: builder.ctpop(given[0])
+    return types.int64(types.uint64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
 @intrinsic
 def lowest(_context, word):  # type: ignore[no-untyped-def]
     """The number of the lowest bit that is set in a uint64 other than 0, int64."""
 
-    def generate(_context, builder, _signature, given):  # type: ignore[no-untyped-def]
-        return builder.cttz(given[0], ir.IntType(1)(1))
+    def generate(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.uint64), generate
 
@@ -115,7 +117,7 @@ def lowest(_context, word):  # type: ignore[no-untyped-def]
 @jit
 def lowest_ones(word, count):  # type: ignore[no-untyped-def]
     """The word with no more than the `count` lowest of its bits."""
-    left = word
+    rest = word
     for _ in range(count):
-        left &= left - np.uint64(1)
-    return word & ~left
+        rest &= rest - np.uint64(1)
+    return word & ~rest

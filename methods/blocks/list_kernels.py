@@ -12,61 +12,61 @@ PIECE = 512  # keys that a thread takes at once
 
 
 @kernel
-def best_lists(threads, scores, counts, found):  # type: ignore[no-untyped-def]
+def best_lists(threads, scores, counts, ids):  # type: ignore[no-untyped-def]
     """The best of each list of scores, best first, in so many threads; see `best` for what is equal or no number.
 
     Args:
         scores: [B, H, n] float32.
         counts: [B, 1 or H] int64, wanted of a row or list.
-        found: [B, H, k] int64; written, trailing -1.
+        ids: [B, H, k] int64; written, trailing -1.
     """
-    in_threads(threads, _best_lists, (np.zeros(1, np.int64), scores, counts, found))
+    in_threads(threads, _best_lists, (np.zeros(1, np.int64), scores, counts, ids))
 
 
 @jit
-def _best_lists(_, claims, scores, counts, found):  # type: ignore[no-untyped-def]
-    lists, count, wanted = scores.shape[1], scores.shape[2], found.shape[2]
-    values, picked = np.empty(wanted, np.float32), np.empty(wanted, np.int32)
+def _best_lists(_, claims, scores, counts, ids):  # type: ignore[no-untyped-def]
+    lists, count, longest = scores.shape[1], scores.shape[2], ids.shape[2]
+    values, picked = np.empty(longest, np.float32), np.empty(longest, np.int32)
     at = claim(claims)
     while at < len(scores) * lists:
         row, head = at // lists, at % lists
-        most = min(wanted, counts[row, head * counts.shape[1] // lists])
-        write_best(scores[row, head], count, found[row, head, :most], values[:most], picked)
-        found[row, head, most:] = -1
+        most = min(longest, counts[row, head * counts.shape[1] // lists])
+        write_best(scores[row, head], count, ids[row, head, :most], values[:most], picked)
+        ids[row, head, most:] = -1
         at = claim(claims)
 
 
 @kernel
-def products(threads, query, keys, stored, found):  # type: ignore[no-untyped-def]
+def products(threads, query, keys, stored, scores):  # type: ignore[no-untyped-def]
     """Products of queries with the keys of their KV head where they lie, in so many threads.
 
     Args:
         query: [B, Hkv, G, D] float32.
         keys: address of the first, and bytes from one row to the next, from one head, and from one token.
         stored: a number of the type of the keys; see `kvbench.kernels.rows.score`.
-        found: [B, Hkv, G, n] float32; written.
+        scores: [B, Hkv, G, n] float32; written.
     """
-    in_threads(threads, _products, (np.zeros(1, np.int64), query, keys, stored, found))
+    in_threads(threads, _products, (np.zeros(1, np.int64), query, keys, stored, scores))
 
 
 @jit
-def _products(_, claims, query, keys, stored, found):  # type: ignore[no-untyped-def]
-    batch, kv_heads, group, count = found.shape
+def _products(_, claims, query, keys, stored, scores):  # type: ignore[no-untyped-def]
+    batch, kv_heads, group, count = scores.shape
     address, of_row, of_head, size = keys
-    asked, block = np.empty(query.shape[2:], np.float32), np.empty((group, BLOCK), np.float32)
+    queries, block = np.empty(query.shape[2:], np.float32), np.empty((group, BLOCK), np.float32)
     rows, pieces = np.empty(BLOCK, np.intp), -(-count // PIECE)
     at = claim(claims)
     while at < batch * kv_heads * pieces:
         row, head, piece = at // pieces // kv_heads, at // pieces % kv_heads, at % pieces
-        lay_out(query[row, head], asked, stored)
+        lay_out(query[row, head], queries, stored)
         for first in range(piece * PIECE, min((piece + 1) * PIECE, count), BLOCK):
             many, key = min(BLOCK, count - first), address + row * of_row + head * of_head + first * size
             for i in range(many):
                 rows[i] = key + i * size
-            score(asked, rows, rows[:0], (0, size), many, (rows[:0], key + BLOCK * size), block, stored)
+            score(queries, rows, rows[:0], (0, size), many, (rows[:0], key + BLOCK * size), block, stored)
             for g in range(group):
                 for i in range(many):
-                    found[row, head, g, first + i] = block[g, i]
+                    scores[row, head, g, first + i] = block[g, i]
         at = claim(claims)
 
 
@@ -81,46 +81,48 @@ def entries(starts, ends, numbers, source):  # type: ignore[no-untyped-def]
     """
     for row in range(len(starts)):
         done = 0
-        for one in range(starts.shape[1]):
-            first = starts[row, one] - done
-            while done < min(ends[row, one], numbers.shape[1]):
-                numbers[row, done], source[row, done] = first + done, one
+        for span in range(starts.shape[1]):
+            first = starts[row, span] - done
+            while done < min(ends[row, span], numbers.shape[1]):
+                numbers[row, done], source[row, done] = first + done, span
                 done += 1
         numbers[row, done:], source[row, done:] = -1, starts.shape[1] - 1
 
 
 @kernel
-def sinks_and_recent(seen, counts, sinks, found):  # type: ignore[no-untyped-def]
-    """Write found [B, H, most] int64, see `methods.blocks.recent.sinks_and_recent`."""
-    for row in range(found.shape[0]):
-        for head in range(found.shape[1]):
+def sinks_and_recent(lengths, counts, sinks, ids):  # type: ignore[no-untyped-def]
+    """Write ids [B, H, most] int64, see `methods.blocks.recent.sinks_and_recent`."""
+    for row in range(ids.shape[0]):
+        for head in range(ids.shape[1]):
             count = counts[row, head]
-            held = min(seen[row], count)
-            for at in range(found.shape[2]):
-                token = seen[row] - 1 - at
+            valid = min(lengths[row], count)
+            for at in range(ids.shape[2]):
+                token = lengths[row] - 1 - at
                 if at >= count - sinks:
                     token = min(token, count - 1 - at)
-                found[row, head, at] = token if at < held else -1
+                ids[row, head, at] = token if at < valid else -1
 
 
 @kernel
-def largest_of_pages(ids, firsts, size, each, found):  # type: ignore[no-untyped-def]
+def largest_of_pages(ids, firsts, size, numbers, largest):  # type: ignore[no-untyped-def]
     """The largest number of each token's page.
 
     Args:
         ids: [B, H, n] int64, ascending, trailing -1, which is in no page.
         firsts: [B] int64, a token with which a page of `size` tokens begins.
-        each: [B, H, n] float32, a number for each token.
-        found: [B, H, n] float32; written.
+        numbers: [B, H, n] float32, a number for each token.
+        largest: [B, H, n] float32; written.
     """
     for row in range(ids.shape[0]):
         for head in range(ids.shape[1]):
-            own, start, stop = ids[row, head], 0, 0
-            while start < len(own):
-                most, page = each[row, head, start], (own[start] - firsts[row]) // size
-                while stop < len(own) and own[stop] >= 0 and (own[stop] - firsts[row]) // size == page:
-                    most = max(most, each[row, head, stop])
+            token_ids, start, stop = ids[row, head], 0, 0
+            while start < len(token_ids):
+                most, page = numbers[row, head, start], (token_ids[start] - firsts[row]) // size
+                while (
+                    stop < len(token_ids) and token_ids[stop] >= 0 and (token_ids[stop] - firsts[row]) // size == page
+                ):
+                    most = max(most, numbers[row, head, stop])
                     stop += 1
                 stop = max(stop, start + 1)
-                found[row, head, start:stop] = most
+                largest[row, head, start:stop] = most
                 start = stop

@@ -108,13 +108,13 @@ class Scorer(KeepsEnds):
         whole = counts == [*prompt.lengths]
         if whole and self.at_rest:
             return
-        kept, _ = self.best(layer, prompt)
+        ids, _ = self.best(layer, prompt)
         if not whole:
-            self.view.keep(layer, kept, ROLLING_WINDOW if self.budget.counts_generated else None)
+            self.view.keep(layer, ids, ROLLING_WINDOW if self.budget.counts_generated else None)
         if not self.at_rest:
             self.scored[layer] = [
                 _without(row[:, :most], *recent)
-                for row, recent, most in zip(kept, self.recents, self._kept_most(layer, prompt), strict=True)
+                for row, recent, most in zip(ids, self.recents, self._most_of_heads(layer, prompt), strict=True)
             ]
 
     def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,14 +136,14 @@ class Scorer(KeepsEnds):
             raise FloatingPointError(f"layer {layer}: a score is no number; keys or queries are too large to square")
         limits = torch.tensor(counts, device=scores.device)
         limits = limits[:, None].expand(scores.shape[:2]) if self.heads is None else self.heads.counts(scores, limits)
-        most = max(self._kept_most(layer, prompt))
-        kept = top_earliest(scores, most, limits)  # the protected ones first
+        most = max(self._most_of_heads(layer, prompt))
+        ids = top_earliest(scores, most, limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
             of_groups = limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
-            kept = interleave(kept, self.shape.kv_heads, most, of_groups)
-        return kept, scores
+            ids = interleave(ids, self.shape.kv_heads, most, of_groups)
+        return ids, scores
 
-    def _kept_most(self, layer: int, prompt: Prompt) -> list[int]:
+    def _most_of_heads(self, layer: int, prompt: Prompt) -> list[int]:
         """Tokens of each row that one of its heads may keep."""
         return [
             self._most_of_head(min(pair), pair[1]) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)

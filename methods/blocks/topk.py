@@ -37,11 +37,11 @@ def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = 
     """
     if is_compiled(scores):
         batch, heads, count = scores.shape
-        found = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
-        wanted = torch.full((batch, 1), found.shape[2]) if counts is None else counts.view(batch, -1).contiguous()
+        best = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
+        limits = torch.full((batch, 1), best.shape[2]) if counts is None else counts.view(batch, -1).contiguous()
         threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
-        list_kernels.best_lists(threads, scores.contiguous().numpy(), wanted.numpy(), found.numpy())
-        return found
+        list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
+        return best
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
     return _cut(values[..., :most], ids[..., :most], counts)
 

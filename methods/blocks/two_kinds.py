@@ -13,17 +13,17 @@ DROP_EVERY = 32  # decode steps between two evictions: between them memory holds
 
 
 class TwoKinds(Method):
-    """Retrieval heads keep all that they have room for, the others less. Subclass; write `rank`, `fitting`, `held`.
+    """Retrieval heads keep all that they have room for, the others less. Subclass; write `rank`, `fitting`, `entries`.
 
     Attributes:
-        apart: entries of a head beside its tokens, once it has dropped some: a compensation token.
+        extra_entries: entries of a head beside its tokens, once it has dropped some: a compensation token.
         ranked: (layer, KV head) of the sparse layers' heads that may retrieve, the best first.
         heads: of all sparse layers.
         starts: of each row, the first recent token of a head that does not retrieve, and of one that does;
             `former_starts`: one step before.
     """
 
-    apart = 0
+    extra_entries = 0
 
     def rank(self, scores: HeadScores) -> list[tuple[int, int]]:
         """(layer, KV head) of a model's heads that may retrieve, the best first."""
@@ -33,7 +33,7 @@ class TwoKinds(Method):
         """How many of them a prompt of `length` tokens leaves room for."""
         raise NotImplementedError
 
-    def held(self, length: int, generated: int) -> tuple[int, int]:
+    def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a retrieval head, and of another, after so many generated tokens."""
         raise NotImplementedError
 
@@ -64,9 +64,9 @@ class TwoKinds(Method):
         self.kinds: dict[int, list[set[bool]]] = {}  # the same of each row, whichever head it is
         for layer in shape.sparse_layers:
             ranks = [rank.get((layer, head), self.heads) for head in range(shape.kv_heads)]
-            own = torch.tensor(ranks) < counts
-            self.retrieves[layer] = own.to(shape.device_of(layer))
-            self.kinds[layer] = [set(row) for row in own.tolist()]
+            retrieving = torch.tensor(ranks) < counts
+            self.retrieves[layer] = retrieving.to(shape.device_of(layer))
+            self.kinds[layer] = [set(row) for row in retrieving.tolist()]
         self.sinks_of = [self.first_tokens(length) for length in shape.lengths]
         self.generated = 0
         self.starts = [(sinks, sinks) for sinks in self.sinks_of]
@@ -74,8 +74,12 @@ class TwoKinds(Method):
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What a head of the layer holds, a retrieval head where it has one."""
-        retrieval, other = self.held(length, generated)
-        return retrieval if any(layer == own for own, _ in self.ranked[: self.fitting(length)]) else other
+        retrieval, other = self.entries(length, generated)
+        return (
+            retrieval
+            if any(layer == ranked_layer for ranked_layer, _ in self.ranked[: self.fitting(length)])
+            else other
+        )
 
     def report(self) -> dict[str, float]:
         """Retrieval heads that had room, a row."""
@@ -85,8 +89,8 @@ class TwoKinds(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop what lies between the sinks and the recent tokens."""
         if self.drops:
-            kept = self._attended(layer, self._first(layer, self.starts))
-            self.view.keep(layer, kept, DROP_EVERY if self.rolls else None)
+            ids = self._attended(layer, self._first(layer, self.starts))
+            self.view.keep(layer, ids, DROP_EVERY if self.rolls else None)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The recent tokens move on."""
@@ -111,8 +115,11 @@ class TwoKinds(Method):
     def _move(self) -> None:
         self.former_starts, self.starts = self.starts, []
         for length, sinks in zip(self.shape.lengths, self.sinks_of, strict=True):
-            seen, (retrieval, other) = length + self.generated, self.held(length, self.generated)
-            first = [seen - (held - sinks - self.apart) if seen > held else sinks for held in (other, retrieval)]
+            total, (retrieval, other) = length + self.generated, self.entries(length, self.generated)
+            first = [
+                total - (entries - sinks - self.extra_entries) if total > entries else sinks
+                for entries in (other, retrieval)
+            ]
             self.starts.append((first[0], first[1]))
 
     def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
@@ -122,10 +129,10 @@ class TwoKinds(Method):
 
     def _attended(self, layer: int, first: torch.Tensor) -> torch.Tensor:
         """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first, the sinks last."""
-        seen, rows = self.view.seen(layer), []
+        lengths, rows = self.view.seen(layer), []
         for row, (length, sinks) in enumerate(zip(self.view.lengths(layer), self.sinks_of, strict=True)):
-            one = slice(row, row + 1)
+            this_row = slice(row, row + 1)
             most = max(length - self.starts[row][kind] + sinks for kind in self.kinds[layer][row])
-            counts = seen[one, None] - first[one] + sinks
-            rows.append(sinks_and_recent(seen[one], counts, sinks, most)[0])
+            counts = lengths[this_row, None] - first[this_row] + sinks
+            rows.append(sinks_and_recent(lengths[this_row], counts, sinks, most)[0])
         return stacked(rows)

@@ -27,12 +27,12 @@ def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterato
     # position of each window query in its row; negative where the row is shorter than the window
     position = lengths[:, None] - queries.shape[2] + torch.arange(queries.shape[2], device=device)
     hidden = torch.arange(count, device=device) > position[..., None]
-    asked = (position >= 0)[:, None, :, None]
+    valid = (position >= 0)[:, None, :, None]
     for head in range(kv_heads):
-        own = queries[:, head * group : (head + 1) * group].float()
-        logits = own @ prompt.keys[:, head, None].float().transpose(2, 3) * scaling
+        head_queries = queries[:, head * group : (head + 1) * group].float()
+        logits = head_queries @ prompt.keys[:, head, None].float().transpose(2, 3) * scaling
         probabilities = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
-        yield torch.where(asked, probabilities, 0)
+        yield torch.where(valid, probabilities, 0)
 
 
 def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:

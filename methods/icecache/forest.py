@@ -15,7 +15,7 @@ from methods.blocks.heads import in_threads
 from methods.icecache import kernels
 from methods.icecache.index import DCITree, ExactScan
 from methods.icecache.kernels import NONE, SIZES, Tree
-from methods.icecache.settings import Options, Search
+from methods.icecache.settings import IceCacheOptions, Search
 from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
@@ -46,13 +46,13 @@ class Forest:
     def __init__(self, trees: Sequence[Sequence[DCITree]], pool: Executor, workspaces: Sequence[Workspace]) -> None:
         self._trees = [tree for heads in trees for tree in heads]
         self._pool, self._workspaces = pool, workspaces
-        self._known: list[Tree | None] = [None] * len(self._trees)
+        self._cached_arrays: list[Tree | None] = [None] * len(self._trees)
         self._directory = np.zeros((len(self._trees), SIZES * len(Tree._fields)), np.int64)
         self._scored = 0  # keys in the last search
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's trees lie elsewhere."""
-        return {**self.__dict__, "_known": [None] * len(self._trees)}
+        return {**self.__dict__, "_cached_arrays": [None] * len(self._trees)}
 
     def attend(self, queries: Floats, regions: Tokens, search: Search, longest: int) -> tuple[Tokens, int]:
         """What each KV head attends, see `kernels.attend`.
@@ -92,7 +92,7 @@ class Forest:
         Raises:
             RefusedError: a key is not finite.
         """
-        wanted, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
+        row_counts, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
         layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
         if layout.levels == "counter":
             directory, tree, greedy = self._find(), self._trees[0].arrays, layout.split == "greedy"
@@ -100,7 +100,7 @@ class Forest:
 
             def add(first: int, stop: int, workspace: Workspace) -> int:
                 work = workspace.fit(tree, 1)
-                kernels.insert_leaves(directory, tree, first, stop, wanted, how, greedy, work, taken)
+                kernels.insert_leaves(directory, tree, first, stop, row_counts, how, greedy, work, taken)
                 return NONE
 
             self._shared(add, max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees))
@@ -108,25 +108,25 @@ class Forest:
 
         def finish(first: int, stop: int, workspace: Workspace) -> int:
             for at in range(first, stop):
-                left = counts[at // heads] - int(taken[at])
+                remaining = counts[at // heads] - int(taken[at])
                 try:
-                    if left:  # a newcomer is promoted, finds no room, or is no number
-                        self._trees[at].insert(left, workspace)
+                    if remaining:  # a newcomer is promoted, finds no room, or is no number
+                        self._trees[at].insert(remaining, workspace)
                 except ValueError as error:
                     words[at] = error
                     return at
             return NONE
 
-        unfinished = taken.sum() < heads * wanted.sum()
+        unfinished = taken.sum() < heads * row_counts.sum()
         refused = self._shared(finish, WORTH_A_THREAD * len(self._workspaces)) if unfinished else NONE
         if refused != NONE:
             raise RefusedError(refused, str(words[refused])) from words[refused]
 
     def _find(self) -> Tokens:
         """The directory, with the arrays that have moved since."""
-        for at, (tree, known) in enumerate(zip(self._trees, self._known, strict=True)):
-            if tree.arrays is not known:
-                self._known[at] = tree.arrays
+        for at, (tree, cached) in enumerate(zip(self._trees, self._cached_arrays, strict=True)):
+            if tree.arrays is not cached:
+                self._cached_arrays[at] = tree.arrays
                 self._directory[at] = tree.arrays.line
                 for workspace in self._workspaces:
                     workspace.fit(tree.arrays, 1)
@@ -144,7 +144,7 @@ class Forest:
 
 
 @cache
-def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: Options) -> None:
+def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: IceCacheOptions) -> None:
     """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before time is taken."""
     keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
     small = replace(options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)

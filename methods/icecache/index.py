@@ -19,7 +19,7 @@ from methods.icecache.tree import Floats, Ints, Keys, PagedTree, Workspace, chec
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchResult:
     """What a query group found.
 
     Attributes:
@@ -62,42 +62,42 @@ class DCITree(PagedTree):
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    def best_pages(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
-        """The `wanted` distinct pages of the best members, for each query [G, D] of a group."""
-        return self._best(kernels.best_pages, kernels.p_dci_pages, queries, wanted, search, workspace)
+    def best_pages(self, queries: Floats, count: int, search: Search, workspace: Workspace) -> SearchResult:
+        """The `count` distinct pages of the best members, for each query [G, D] of a group."""
+        return self._best(kernels.best_pages, kernels.p_dci_pages, queries, count, search, workspace)
 
-    def best_tokens(self, queries: Floats, wanted: int, search: Search, workspace: Workspace) -> Answer:
-        """The tokens of the `wanted` best keys, for each query [G, D] of a group."""
-        found = self._best(kernels.best_rows, kernels.p_dci_rows, queries, wanted, search, workspace)
-        return replace(found, ids=np.where(found.ids == NONE, NONE, self.arrays.token[found.ids]))
+    def best_tokens(self, queries: Floats, count: int, search: Search, workspace: Workspace) -> SearchResult:
+        """The tokens of the `count` best keys, for each query [G, D] of a group."""
+        result = self._best(kernels.best_rows, kernels.p_dci_rows, queries, count, search, workspace)
+        return replace(result, ids=np.where(result.ids == NONE, NONE, self.arrays.token[result.ids]))
 
     def _best(
-        self, kernel: Any, by_p_dci: Any, queries: Floats, wanted: int, search: Search, workspace: Workspace
-    ) -> Answer:
+        self, kernel: Any, by_p_dci: Any, queries: Floats, count: int, search: Search, workspace: Workspace
+    ) -> SearchResult:
         """What a kernel finds among the pages that are listed, or another one by P-DCI, where that is used."""
-        ids, scores = np.empty((len(queries), wanted), np.int32), np.empty((len(queries), wanted), np.float32)
+        ids, scores = np.empty((len(queries), count), np.int32), np.empty((len(queries), count), np.float32)
         if p_dci := self.p_dci(search):
-            ranked, work = 0, self._asked(queries, workspace)
+            ranked, work = 0, self._work_arrays(queries, workspace)
             evaluated = by_p_dci(self.arrays, queries, search.fov, p_dci, ids, scores, work)
         else:
             ranked, runs, work = self._listed(queries, search, workspace)
             kernel(self.arrays, runs, queries, ids, scores, work)
             evaluated = int(work.starts[runs])
-        return Answer(ids, scores, ranked, evaluated)
+        return SearchResult(ids, scores, ranked, evaluated)
 
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
         """Composite indices, simple ones of each, and the share of a node's children for P-DCI; None: it is unused."""
         composites, simple = self.layout.projections
         return (composites, simple, float(search.prop_to_retrieve)) if composites else None
 
-    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.WorkArrays]:
         """Nodes ranked, pages to be scored; which ones is in the workspace."""
-        work = self._asked(queries, workspace)
+        work = self._work_arrays(queries, workspace)
         by_centroid = search.rank_by == "centroid"
         ranked, runs = kernels.search(self.arrays, queries, search.fov, search.exhaustive_below, by_centroid, work)
         return ranked, runs, work
 
-    def _asked(self, queries: Floats, workspace: Workspace) -> kernels.Workspace:
+    def _work_arrays(self, queries: Floats, workspace: Workspace) -> kernels.WorkArrays:
         """Memory to ask in, once the queries have been looked at."""
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.arrays.keys.shape[1]:
             raise ValueError(f"queries must be float32 [G, {self.arrays.keys.shape[1]}], got {kind(queries)}")
@@ -223,6 +223,6 @@ class ExactScan(DCITree):
     def p_dci(self, search: Search) -> None:
         """Never."""
 
-    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.Workspace]:
-        work = self._asked(queries, workspace)
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.WorkArrays]:
+        work = self._work_arrays(queries, workspace)
         return 0, kernels.scan(self.arrays, work), work

@@ -21,7 +21,7 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.kernels import stored
 from methods.icecache.forest import Forest, RefusedError, compile_kernels
 from methods.icecache.index import DCITree, ExactScan
-from methods.icecache.settings import Options
+from methods.icecache.settings import IceCacheOptions
 from methods.icecache.tree import Keys, Workspace
 
 
@@ -61,9 +61,9 @@ class IceCache(Method):
     """
 
     needs = Needs(home="host", host_keys=True)
-    options_type = Options
+    options_type = IceCacheOptions
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: IceCacheOptions) -> None:
         self.options = options
         self.tree = {"dci": DCITree, "exact": ExactScan}[options.index]
 
@@ -159,13 +159,13 @@ class IceCache(Method):
             return
         self._follow(layer)
         lengths = self.view.lengths(layer)
-        left = [
+        departed = [
             regions.indexed(length) - len(heads[0])
             for regions, length, heads in zip(self.regions, lengths, self.trees[layer], strict=True)
         ]
-        if any(left):
+        if any(departed):
             with self.context.spans("insert"), self._named(layer):
-                self.forests[layer].insert(left)
+                self.forests[layer].insert(departed)
 
     def _follow(self, layer: int) -> None:
         """Point the trees to the keys' new memory if the store has grown."""

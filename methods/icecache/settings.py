@@ -79,7 +79,7 @@ class Search(Breadth):
 
 
 @dataclass(frozen=True)
-class Options(Layout, Search):
+class IceCacheOptions(Layout, Search):
     """All options of the method."""
 
     small_page_size: int = 8  # tokens of a page where less than half of the slots would be left to recall

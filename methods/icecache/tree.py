@@ -33,18 +33,18 @@ class Workspace:
     """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it meets."""
 
     def __init__(self) -> None:
-        self._arrays = kernels.Workspace(*[np.zeros(0)] * len(kernels.Workspace._fields))
+        self._arrays = kernels.WorkArrays(*[np.zeros(0)] * len(kernels.WorkArrays._fields))
         self._sizes = (0, 0, 0)
 
-    def fit(self, tree: Tree, group: int) -> kernels.Workspace:
+    def fit(self, tree: Tree, group: int) -> kernels.WorkArrays:
         """Arrays for `tree` and a group of queries."""
         points, nodes = len(tree.point) + max(3, tree.slots.shape[1]), len(tree.node) + 3
-        wanted = (group, points, nodes)
-        if any(size > held for size, held in zip(wanted, self._sizes, strict=True)):
-            group, points, nodes = map(max, wanted, self._sizes)
+        required = (group, points, nodes)
+        if any(size > available for size, available in zip(required, self._sizes, strict=True)):
+            group, points, nodes = map(max, required, self._sizes)
             longest = max(points, nodes)  # a page has a member, so there are no more pages than points
             self._sizes = (group, points, nodes)
-            self._arrays = kernels.Workspace(
+            self._arrays = kernels.WorkArrays(
                 nodes=np.empty(nodes, np.int32),
                 node_score=np.empty((max(group, kernels.BLOCK), nodes), np.float32),
                 marked=np.empty(nodes, np.uint8),
@@ -147,11 +147,11 @@ class PagedTree:
         """
         tree, count = self.arrays, len(self)
         slots = tree.slots[: self.pages]
-        held = slots != NONE
-        order = slots[held]
+        occupied = slots != NONE
+        order = slots[occupied]
         rows = np.empty(count, np.int32)
         rows[order] = np.arange(count, dtype=np.int32)
-        slots[held] = np.arange(count, dtype=np.int32)
+        slots[occupied] = np.arange(count, dtype=np.int32)
         tree.point[:count] = tree.point[order]
         for array in (tree.projection, tree.sketch, tree.step):
             array[:count] = array[order]

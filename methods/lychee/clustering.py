@@ -20,7 +20,7 @@ FINE_ITERATIONS = 2
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """How chunks are clustered."""
 
     cluster_size: int = 2  # chunks in a fine cluster, on average
@@ -70,12 +70,12 @@ class Clustering(NamedTuple):
     units: torch.Tensor
 
 
-def clustered(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+def clustered(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
     """Cluster chunks by their representatives [H, M, D]; `generator` draws the first centroids."""
     return (_two_level if layout.build == "two_level" else _full)(points, layout, generator)
 
 
-def _full(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+def _full(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
     """k-means of chunks, and k-means of its centroids."""
     clusters = ceil(points.shape[1] / layout.cluster_size)
     centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
@@ -84,7 +84,7 @@ def _full(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> C
     return Clustering(rows_at(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units)
 
 
-def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator) -> Clustering:
+def _two_level(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
     """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a size at once."""
     heads, count, width = points.shape
     units = _units(ceil(count / layout.cluster_size), layout)
@@ -94,12 +94,12 @@ def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator)
     sizes = starts.diff(dim=1)
 
     # units whose sizes differ by less than a quarter get as many clusters and are clustered at once
-    alike = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
+    size_class = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
     clusters, groups = torch.zeros_like(sizes), []
-    for size in alike.unique().tolist():
-        group = alike == size
-        wanted = round(float(sizes[group].float().mean()) / layout.cluster_size)
-        clusters[group] = min(max(1, wanted), int(sizes[group].min()))
+    for size in size_class.unique().tolist():
+        group = size_class == size
+        target = round(float(sizes[group].float().mean()) / layout.cluster_size)
+        clusters[group] = min(max(1, target), int(sizes[group].min()))
         groups.append(group)
     end = clusters.cumsum(dim=1)
     most, head = int(end[:, -1].max()), torch.arange(heads, device=points.device)[:, None]
@@ -108,21 +108,23 @@ def _two_level(points: torch.Tensor, layout: Layout, generator: torch.Generator)
     centroids, assigned = points.new_zeros(heads * most, width), members.new_empty(heads * count)
     iterations = min(FINE_ITERATIONS, layout.iterations)
     for group in groups:
-        wanted, inside = int(clusters[group][0]), sizes[group]
-        if not wanted:
+        target, inside = int(clusters[group][0]), sizes[group]
+        if not target:
             continue
         indexes, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
         chunks, present = members[indexes.clamp(min=0)], indexes >= 0
-        found, local = spherical_kmeans(points[chunks], wanted, iterations, generator, inside)
+        group_centroids, local = spherical_kmeans(points[chunks], target, iterations, generator, inside)
         first = (end - clusters)[group][:, None]
         assigned[chunks[present]] = (first + local)[present]
-        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(wanted, device=first.device)] = found
+        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(target, device=first.device)] = (
+            group_centroids
+        )
     index = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
     of_unit = torch.searchsorted(end, index, right=True)
     return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
 
 
-def _units(clusters: int, layout: Layout) -> int:
+def _units(clusters: int, layout: ClusterLayout) -> int:
     return min(layout.units, ceil(sqrt(clusters)))
 
 

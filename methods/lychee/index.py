@@ -26,14 +26,14 @@ from methods.blocks.kernels import stored
 from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
 from methods.lychee import kernels
-from methods.lychee.clustering import Layout, clustered, rows_at
+from methods.lychee.clustering import ClusterLayout, clustered, rows_at
 
 LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
 SPARE_CHUNKS = 64  # room for grafts that is added at once
 
 
 @dataclass(frozen=True)
-class Search:
+class ChunkSearch:
     """How chunks are searched.
 
     Attributes:
@@ -79,34 +79,34 @@ class ClusterIndex:
         self,
         representatives: torch.Tensor,
         lengths: torch.Tensor,
-        layout: Layout,
+        layout: ClusterLayout,
         dtype: torch.dtype,
         generator: torch.Generator,
     ) -> None:
         self.layout, self.count = layout, representatives.shape[1]
         self._read: tuple[Any, ...] | None = None  # all of it as compiled code reads it, until the next graft
-        found = clustered(representatives, layout, generator)
-        clusters, units = found.centroids.shape[1], found.unit_centroids.shape[1]
-        self.centroids, self.unit_centroids = found.centroids.to(dtype), found.unit_centroids.to(dtype)
-        members, starts = lists_of(found.assigned, clusters)
+        clustering = clustered(representatives, layout, generator)
+        clusters, units = clustering.centroids.shape[1], clustering.unit_centroids.shape[1]
+        self.centroids, self.unit_centroids = clustering.centroids.to(dtype), clustering.unit_centroids.to(dtype)
+        members, starts = lists_of(clustering.assigned, clusters)
         self.members, self.starts = members.int(), starts.int()
-        self.unit_starts = lists_of(found.units, units)[1].int()
-        unit_of_chunk = found.units.gather(1, found.assigned)
+        self.unit_starts = lists_of(clustering.units, units)[1].int()
+        unit_of_chunk = clustering.units.gather(1, clustering.assigned)
         self.unit_tokens = torch.zeros_like(self.unit_starts[:, 1:])
         self.unit_tokens.scatter_add_(1, unit_of_chunk, lengths.int().expand_as(unit_of_chunk))
 
         self.codes = _coded(representatives) if layout.radii == "exact" else None
-        distance = self._distance(representatives, rows_at(self.centroids, found.assigned))
-        self.radii = self._up(_largest(distance, found.assigned, clusters))
-        around = rows_at(self.unit_centroids, found.units.clamp(max=units - 1))
-        reach = self._reach(self.centroids, self.radii, around).masked_fill(self.starts.diff(dim=1) == 0, 0)
-        self.unit_radii = self._up(_largest(reach, found.units, units + 1)[:, :units])
+        distance = self._distance(representatives, rows_at(self.centroids, clustering.assigned))
+        self.radii = self._up(_largest(distance, clustering.assigned, clusters))
+        unit_of_cluster = rows_at(self.unit_centroids, clustering.units.clamp(max=units - 1))
+        reach = self._reach(self.centroids, self.radii, unit_of_cluster).masked_fill(self.starts.diff(dim=1) == 0, 0)
+        self.unit_radii = self._up(_largest(reach, clustering.units, units + 1)[:, :units])
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's arrays lie elsewhere."""
         return {**self.__dict__, "_read": None}
 
-    def best_chunks(self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: Search) -> torch.Tensor:
+    def best_chunks(self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: ChunkSearch) -> torch.Tensor:
         """Chunks in the order of their clusters' upper bounds, searched from the top down.
 
         Inside a cluster the chunks nearest to the query come first, where representatives are kept.
@@ -123,9 +123,9 @@ class ClusterIndex:
         score = queries @ self.unit_centroids.float().transpose(1, 2) + slack * self.unit_radii[:, None]
         score = score.masked_fill(self.unit_tokens[:, None] == 0, -torch.inf)
         order = score.argsort(dim=2, descending=True)
-        held = _pick(self.unit_tokens, order)
+        unit_tokens = _pick(self.unit_tokens, order)
         rank = torch.arange(order.shape[2], device=order.device)
-        searched = (rank < search.units) | (held.cumsum(dim=2) - held < 2 * room)
+        searched = (rank < search.units) | (unit_tokens.cumsum(dim=2) - unit_tokens < 2 * room)
         sizes = _pick(self.unit_starts.diff(dim=1), order).masked_fill(~searched, 0)
         clusters, _ = entries(_pick(self.unit_starts, order), sizes)
 
@@ -152,9 +152,9 @@ class ClusterIndex:
         mean: bool,
         chunks: Chunks,
         room: int,
-        search: Search,
+        search: ChunkSearch,
         fixed: NDArray[np.int64],
-        found: NDArray[np.int64],
+        tokens: NDArray[np.int64],
     ) -> int:
         """As `best_chunks`, in one call into compiled code, for an index that `is_readable`.
 
@@ -164,7 +164,7 @@ class ClusterIndex:
             chunks: those of the sequence.
             room: most tokens of chunks.
             fixed: tokens that come before those of chunks, [n].
-            found: [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the best chunks
+            tokens: [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the best chunks
                 in their order, as many whole chunks as fit, and trailing -1. Tokens of the longest are returned.
         """
         if self._read is None:
@@ -174,7 +174,7 @@ class ClusterIndex:
             self._read = units, clusters, none if self.codes is None else self.codes.numpy()
         how = search.units, search.ub_weight, search.most(room)
         threads, bounds = torch.get_num_threads(), chunks.bounds.numpy()
-        return int(kernels.best_tokens(threads, queries, mean, *self._read, bounds, how, room, fixed, found))
+        return int(kernels.best_tokens(threads, queries, mean, *self._read, bounds, how, room, fixed, tokens))
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
@@ -235,11 +235,11 @@ class ClusterIndex:
         self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor, old_unit: torch.Tensor
     ) -> None:
         """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved centroids away from the old ones."""
-        centroid, around = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
+        centroid, unit_centroid = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
         radius = self._grown(self.radii.gather(1, cluster), old, centroid, self._distance(point, centroid))
         self.radii.scatter_(1, cluster, radius)
-        reach = self._reach(centroid, radius, around)
-        self.unit_radii.scatter_(1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, around, reach))
+        reach = self._reach(centroid, radius, unit_centroid)
+        self.unit_radii.scatter_(1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, unit_centroid, reach))
 
     def _grown(self, radius: torch.Tensor, old: torch.Tensor, new: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
         """A radius that holds what lies at `reach`; in "strict" all that it held around the old centroid, too."""
@@ -252,9 +252,9 @@ class ClusterIndex:
         rounding = 0.0 if self.codes is None else sqrt(points.shape[2]) / (2 * LEVELS)
         return (points - centroids.float()).norm(dim=2) + rounding
 
-    def _reach(self, centroids: torch.Tensor, radii: torch.Tensor, around: torch.Tensor) -> torch.Tensor:
+    def _reach(self, centroids: torch.Tensor, radii: torch.Tensor, unit_centroids: torch.Tensor) -> torch.Tensor:
         """How far from a unit's centroid its clusters reach, balls and all; in "paper" their centroids."""
-        distance = (centroids.float() - around.float()).norm(dim=2)
+        distance = (centroids.float() - unit_centroids.float()).norm(dim=2)
         return distance if self.layout.radii == "paper" else distance + radii
 
     def _up(self, radii: torch.Tensor) -> torch.Tensor:
@@ -270,10 +270,10 @@ def _arrays(*tensors: torch.Tensor) -> list[Any]:
 def compile_kernels(dtype: torch.dtype) -> None:
     """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
     representatives, lengths = torch.ones(1, 2, 8), torch.tensor([1, 1])
-    index = ClusterIndex(representatives, lengths, Layout(), dtype, torch.Generator())
-    found = np.empty((1, 2), np.int64)
+    index = ClusterIndex(representatives, lengths, ClusterLayout(), dtype, torch.Generator())
+    tokens = np.empty((1, 2), np.int64)
     queries, fixed = representatives[:, :1].numpy(), np.zeros(1, np.int64)
-    index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, Search(), fixed, found)
+    index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, ChunkSearch(), fixed, tokens)
 
 
 def _average(centroids: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, point: torch.Tensor) -> None:

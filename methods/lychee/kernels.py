@@ -31,12 +31,12 @@ def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-u
         if tokens[unit]:
             falling[unit] = -_bound(centroids[unit], query, slack, radii[unit])
     sort(falling, order, len(order))
-    count = held = 0
+    count = total = 0
     for rank in range(len(order)):
         unit = order[rank]
-        if rank >= searched and held >= 2 * room:
+        if rank >= searched and total >= 2 * room:
             break
-        held += tokens[unit]
+        total += tokens[unit]
         for cluster in range(starts[unit], starts[unit + 1]):
             chosen[count] = cluster
             count += 1
@@ -58,7 +58,7 @@ def _members(clusters, cluster, codes, query, chunks, falling):  # type: ignore[
 
 
 @jit
-def _asked(queries, asks, mean, query):  # type: ignore[no-untyped-def]
+def _load_query(queries, asks, mean, query):  # type: ignore[no-untyped-def]
     """Put query `asks` of a group [G, D] in `query`, or the mean query; its norm, or the mean norm."""
     first, stop = (0, len(queries)) if mean else (asks, asks + 1)
     query[:], norms = 0, np.float32(0)
@@ -72,7 +72,7 @@ def _asked(queries, asks, mean, query):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, room, fixed, found):  # type: ignore[no-untyped-def]
+def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists):  # type: ignore[no-untyped-def]
     """`fixed` tokens and, of the best clusters' chunks, as many whole chunks as fit into `room` tokens.
 
     KV heads are shared out between so many threads.
@@ -86,14 +86,14 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
         bounds: [M + 1], where chunks begin and the last one ends.
         search: units searched, weight of the radii, most clusters ranked.
         fixed: [n].
-        found: [lists, n + room or more] int64; written, trailing -1.
+        lists: [lists, n + room or more] int64; written, trailing -1.
 
     Returns:
         tokens of the longest list.
     """
     lengths = np.zeros(len(queries), np.int64)
-    given = queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths
-    in_threads(threads, _best_tokens, (np.zeros(1, np.int64), *given))
+    arguments = queries, mean, units, clusters, codes, bounds, search, room, fixed, lists, lengths
+    in_threads(threads, _best_tokens, (np.zeros(1, np.int64), *arguments))
     longest = 0
     for head in range(len(lengths)):
         longest = max(longest, lengths[head])
@@ -101,9 +101,9 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
 
 
 @jit
-def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, found, lengths):  # type: ignore[no-untyped-def]
+def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists, lengths):  # type: ignore[no-untyped-def]
     searched, weight, most_ranked = search
-    many, asked = clusters[1].shape[1], 1 if mean else queries.shape[1]
+    many, queries_per_head = clusters[1].shape[1], 1 if mean else queries.shape[1]
     chosen, picked, scores = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
     most = clusters[3].shape[1]
     chunks, falling, query = (
@@ -113,26 +113,26 @@ def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, searc
     )
     head = claim(claims)
     while head < len(queries):
-        own = clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
+        head_clusters = clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
         above = units[0][head], units[1][head], units[2][head], units[3][head]
-        for asks in range(asked):
-            slack = np.float32(weight) * _asked(queries[head], asks, mean, query)
+        for asks in range(queries_per_head):
+            slack = np.float32(weight) * _load_query(queries[head], asks, mean, query)
             count = _clusters(above, query, slack, searched, room, chosen)
             for i in range(count):
                 scores[i] = -np.inf
-                if own[2][chosen[i] + 1] > own[2][chosen[i]]:
-                    scores[i] = _bound(own[0][chosen[i]], query, slack, own[1][chosen[i]])
-            wanted = min(most_ranked, count)
-            ranked, ranked_scores = np.empty(wanted, np.int32), np.empty(wanted, np.float32)
+                if head_clusters[2][chosen[i] + 1] > head_clusters[2][chosen[i]]:
+                    scores[i] = _bound(head_clusters[0][chosen[i]], query, slack, head_clusters[1][chosen[i]])
+            ranked_count = min(most_ranked, count)
+            ranked, ranked_scores = np.empty(ranked_count, np.int32), np.empty(ranked_count, np.float32)
             write_best(scores, count, ranked, ranked_scores, picked)
-            out, end = found[head * asked + asks], len(fixed)
+            out, end = lists[head * queries_per_head + asks], len(fixed)
             for i in range(end):
                 out[i] = fixed[i]
             full = end + room
             for i in ranked:
                 if i < 0 or end > full:
                     break
-                for j in range(_members(own, chosen[i], codes[head], query, chunks, falling)):
+                for j in range(_members(head_clusters, chosen[i], codes[head], query, chunks, falling)):
                     first, stop = bounds[chunks[j]], bounds[chunks[j] + 1]
                     if end + stop - first > full:
                         full = -1  # the lists end at the first chunk that is too long

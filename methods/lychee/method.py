@@ -22,12 +22,12 @@ from methods.blocks.chunking import Chunking, Packing, Text, cutter, keys_of_row
 from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
-from methods.lychee.clustering import Layout, pooled
-from methods.lychee.index import ClusterIndex, Search, compile_kernels
+from methods.lychee.clustering import ClusterLayout, pooled
+from methods.lychee.index import ChunkSearch, ClusterIndex, compile_kernels
 
 
 @dataclass(frozen=True)
-class Regions:
+class RowRegions:
     """How the past of one row is divided; the same in all layers and heads, for chunks follow the text alone.
 
     Attributes:
@@ -56,7 +56,7 @@ class Regions:
 
 
 @dataclass(frozen=True)
-class Options(Layout):
+class LycheeOptions(ClusterLayout):
     """All options of the method."""
 
     sinks: int = 16  # first tokens, always attended
@@ -68,7 +68,7 @@ class Options(Layout):
     max_chunk: int = 16
     # by the mean bound over the query group, one choice for all; query_head: each its own
     selection: Literal["kv_head", "query_head"] = "kv_head"
-    ub_weight: Literal[1, 0] = 1  # see `Search`, this and the next
+    ub_weight: Literal[1, 0] = 1  # see `ChunkSearch`, this and the next
     units_searched: int = 16
 
     def __post_init__(self) -> None:
@@ -88,9 +88,9 @@ class LycheeCluster(Method):
     built once there are more chunks than a step attends.
     """
 
-    options_type = Options
+    options_type = LycheeOptions
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LycheeOptions) -> None:
         self.options = options
         self.needs = Needs(token_text=options.chunking == "structure")
 
@@ -101,7 +101,7 @@ class LycheeCluster(Method):
             compile_kernels(shape.dtype)
         options = self.options
         self.cutter = cutter(options.chunking, options.min_chunk, options.max_chunk, context.pieces)
-        self.rows: list[Regions] = []
+        self.rows: list[RowRegions] = []
         self.fixed: list[torch.Tensor] = []  # of each row, the same in all layers of a step
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
 
@@ -133,11 +133,11 @@ class LycheeCluster(Method):
             for number, (row, keys) in enumerate(zip(self.rows, prompt.keys, strict=True))
         ]
 
-    def _regions(self, ids: torch.Tensor, capacity: int) -> Regions:
+    def _regions(self, ids: torch.Tensor, capacity: int) -> RowRegions:
         sinks, buffer, room = self._split(capacity)
         sinks, packing = min(sinks, len(ids)), self.options.packing
         text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.options.seed_buffer, packing)
-        return Regions(text, capacity, sinks, room)
+        return RowRegions(text, capacity, sinks, room)
 
     def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
         """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
@@ -168,9 +168,9 @@ class LycheeCluster(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """The buffer, newest first, the sinks, and the chunks of the best clusters."""
-        own = self.options.selection == "query_head" and not self.budget.counts_generated
-        heads = self.shape.query_heads if own else self.shape.kv_heads
-        if not own and not any(row.sparse for row in self.rows):
+        per_query_head = self.options.selection == "query_head" and not self.budget.counts_generated
+        heads = self.shape.query_heads if per_query_head else self.shape.kv_heads
+        if not per_query_head and not any(row.sparse for row in self.rows):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
         if is_readable(query) and not (self.options.selection == "query_head" and self.budget.counts_generated):
@@ -187,21 +187,23 @@ class LycheeCluster(Method):
         """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G, D]."""
         rows = [*zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True)]
         room = max(len(fixed) + (0 if index is None else row.room) for row, fixed, index, _ in rows)
-        found, longest = np.empty((len(rows), heads, room), np.int64), 0
-        for (row, fixed, index, queries), own in zip(rows, found, strict=True):
+        lists, longest = np.empty((len(rows), heads, room), np.int64), 0
+        for (row, fixed, index, queries), row_lists in zip(rows, lists, strict=True):
             if index is None:
-                own[:, : len(fixed)], own[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
+                row_lists[:, : len(fixed)], row_lists[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
             else:
                 mean, chunks = self.options.selection == "kv_head", row.text.chunks
-                most = index.write_best_tokens(queries, mean, chunks, row.room, self._search(row), fixed.numpy(), own)
+                most = index.write_best_tokens(
+                    queries, mean, chunks, row.room, self._search(row), fixed.numpy(), row_lists
+                )
             longest = max(longest, most)
-        return torch.from_numpy(found)[:, :, :longest]
+        return torch.from_numpy(lists)[:, :, :longest]
 
-    def _search(self, row: Regions) -> Search:
+    def _search(self, row: RowRegions) -> ChunkSearch:
         options = self.options
-        return Search(options.units_searched, options.ub_weight, options.min_chunk, row.text.short)
+        return ChunkSearch(options.units_searched, options.ub_weight, options.min_chunk, row.text.short)
 
-    def _best(self, row: Regions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
+    def _best(self, row: RowRegions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
         norms = queries.norm(dim=2)
         if self.options.selection == "kv_head":

@@ -37,7 +37,7 @@ def fill(codes, starts, members):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sample(threads, products, query, keys, tables, always, limit, room, found, weights, counts):  # type: ignore[no-untyped-def]
+def sample(threads, products, query, keys, tables, always, limit, room, ids, weights, counts):  # type: ignore[no-untyped-def]
     """The tokens that each query head attends, and what is added to their logits, in so many threads.
 
     First those that are always attended, then the keys that it meets in two tables or more. A KV head's query heads
@@ -54,38 +54,40 @@ def sample(threads, products, query, keys, tables, always, limit, room, found, w
         always: tokens 0 to the first of these three numbers - 1 are always attended, and from the second to the
             third - 1.
         limit: keys from this one on are not looked for.
-        found, weights: [Hq, always + n] int64 and float32; written up to the longest list, trailing -1 and 0.
+        ids, weights: [Hq, always + n] int64 and float32; written up to the longest list, trailing -1 and 0.
         counts: [Hq] int64, zeros; written: keys sampled.
 
     Returns:
         tokens of the longest list.
     """
-    given = np.zeros(1, np.int64), products, query, keys, tables, always, limit, room, found, weights, counts
-    in_threads(threads, _sample, given)
+    arguments = np.zeros(1, np.int64), products, query, keys, tables, always, limit, room, ids, weights, counts
+    in_threads(threads, _sample, arguments)
     first = always[0] + always[2] - always[1]
     longest = first + counts.max()
     for head in range(len(counts)):
-        found[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = -1, 0
+        ids[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = -1, 0
     return longest
 
 
 @jit
-def _sample(_, claims, products, query, keys, tables, always, limit, room, found, weights, counts):  # type: ignore[no-untyped-def]
-    members, (sinks, start, seen) = tables[1], always
-    group, free = len(query) // len(members), sinks + seen - start
+def _sample(_, claims, products, query, keys, tables, always, limit, room, ids, weights, counts):  # type: ignore[no-untyped-def]
+    members, (sinks, start, length) = tables[1], always
+    group, free = len(query) // len(members), sinks + length - start
     codes, times = np.empty((group, members.shape[1]), np.int32), np.empty((group, members.shape[2]), np.uint8)
     kv_head = claim(claims)
     while kv_head < len(members):
-        own = slice(kv_head * group, (kv_head + 1) * group)
-        for head in range(own.start, own.stop):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        for head in range(heads.start, heads.stop):
             for token in range(sinks):
-                found[head, token] = token
-            for token in range(start, seen):
-                found[head, sinks + token - start] = token
+                ids[head, token] = token
+            for token in range(start, length):
+                ids[head, sinks + token - start] = token
             weights[head, :free] = 0
-        _code(products[own], tables[4], codes)
-        used = _look_up(codes, kv_head, keys[kv_head], tables, limit, room, times, found[own, free:], counts[own])
-        _weigh(query[own], kv_head, keys[kv_head], tables, used, counts[own], found[own, free:], weights[own, free:])
+        _code(products[heads], tables[4], codes)
+        used = _look_up(codes, kv_head, keys[kv_head], tables, limit, room, times, ids[heads, free:], counts[heads])
+        _weigh(
+            query[heads], kv_head, keys[kv_head], tables, used, counts[heads], ids[heads, free:], weights[heads, free:]
+        )
         kv_head = claim(claims)
 
 
@@ -101,40 +103,40 @@ def _code(products, bits, codes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _look_up(codes, kv_head, keys, tables, limit, room, times, found, counts):  # type: ignore[no-untyped-def]
+def _look_up(codes, kv_head, keys, tables, limit, room, times, ids, counts):  # type: ignore[no-untyped-def]
     """The keys that queries with codes [G, L] meet, and how many; returns the tables that were looked up."""
     starts, members = tables[0][kv_head], tables[1][kv_head]
     group, line = len(codes), 64 // keys.itemsize
-    shared, before, together = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64), 0
+    shared, before, union = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64), 0
     times[:] = 0
     for table in range(len(members)):
-        for own in range(group):
+        for head in range(group):
             if table + 2 * AHEAD < len(members):
-                prefetch(starts, table + 2 * AHEAD, codes[own, table + 2 * AHEAD])
+                prefetch(starts, table + 2 * AHEAD, codes[head, table + 2 * AHEAD])
             if table + AHEAD < len(members):
-                prefetch(members, table + AHEAD, starts[table + AHEAD, codes[own, table + AHEAD]])
-            before[own] = counts[own]
-            bucket = codes[own, table]
+                prefetch(members, table + AHEAD, starts[table + AHEAD, codes[head, table + AHEAD]])
+            before[head] = counts[head]
+            bucket = codes[head, table]
             for at in range(starts[table, bucket], starts[table, bucket + 1]):
                 key = members[table, at]
                 if key >= limit:
                     break
-                times[own, key] += times[own, key] < ENOUGH + 1  # no further, whatever the number of tables
-                if times[own, key] == ENOUGH:
-                    found[own, counts[own]] = key
-                    counts[own] += 1
-                    together += shared[key] == 0
+                times[head, key] += times[head, key] < ENOUGH + 1  # no further, whatever the number of tables
+                if times[head, key] == ENOUGH:
+                    ids[head, counts[head]] = key
+                    counts[head] += 1
+                    union += shared[key] == 0
                     shared[key] = 1
                     for d in range(0, keys.shape[1], line):
                         prefetch(keys, tables[5] + key, d)
-        if together > room:
+        if union > room:
             counts[:] = before
             return table
     return len(members)
 
 
 @jit
-def _weigh(query, kv_head, keys, tables, used, counts, found, weights):  # type: ignore[no-untyped-def]
+def _weigh(query, kv_head, keys, tables, used, counts, ids, weights):  # type: ignore[no-untyped-def]
     """Make tokens of the keys found, and write minus the logarithm of how likely each was to be.
 
     A key at an angle of theta shares a code of K bits with p = (1 - theta / pi)^K, and two of L or more with
@@ -143,20 +145,20 @@ def _weigh(query, kv_head, keys, tables, used, counts, found, weights):  # type:
     _, _, mean, norms, bits, first = tables
     agree, met, missed = np.empty((3, counts.max()))
     for head in range(len(query)):
-        asked, count, squares, shift = query[head], counts[head], np.float32(0), np.float32(0)
-        for d in range(len(asked)):
-            squares += asked[d] * asked[d]
-            shift += asked[d] * mean[kv_head, d]
+        head_query, count, squares, shift = query[head], counts[head], np.float32(0), np.float32(0)
+        for d in range(len(head_query)):
+            squares += head_query[d] * head_query[d]
+            shift += head_query[d] * mean[kv_head, d]
         norm = math.sqrt(squares)
         for at in range(count):
-            key = found[head, at]
-            own, product = keys[first + key], np.float32(0)
-            for d in range(len(asked)):
-                product += asked[d] * widen(own[d])
+            key = ids[head, at]
+            key_row, product = keys[first + key], np.float32(0)
+            for d in range(len(head_query)):
+                product += head_query[d] * widen(key_row[d])
             both = norm * norms[kv_head, key]
             cosine = (product - shift) / both if both > 0 else 0.0
             agree[at] = 1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi
-            found[head, at] = first + key
+            ids[head, at] = first + key
         _raise(agree[:count], bits, met[:count])
         for at in range(count):
             agree[at] = 1 - met[at]

@@ -95,8 +95,8 @@ class MagicPIG(Method):
             bits, tables = self._sizes(keys.float(), queries.float(), self.capacities[row] - sinks - local)
         return Tables(keys, sinks, self.directions[row][:tables], bits)
 
-    def _sizes(self, keys: torch.Tensor, queries: torch.Tensor, wanted: int) -> tuple[int, int]:
-        """Bits and tables with which `wanted` of keys [Hkv, n, D] are sampled on average, by queries [Hq, W, D]."""
+    def _sizes(self, keys: torch.Tensor, queries: torch.Tensor, target: int) -> tuple[int, int]:
+        """Bits and tables with which `target` of keys [Hkv, n, D] are sampled on average, by queries [Hq, W, D]."""
         centred = keys - keys.mean(dim=1, keepdim=True)
         grouped = queries.unflatten(0, (len(keys), -1))  # [Hkv, G, W, D]
         products = grouped @ centred[:, None].transpose(2, 3)
@@ -107,7 +107,7 @@ class MagicPIG(Method):
             sampled = likelihood(meets(cosines, bits), tables)
             if self.budget.unified:
                 sampled = 1 - (1 - sampled).prod(dim=1, keepdim=True)  # by any head of the group
-            return float(sampled.sum(dim=3, dtype=torch.float64).mean()) >= wanted
+            return float(sampled.sum(dim=3, dtype=torch.float64).mean()) >= target
 
         bits = 1 + bisect_right(range(2, self.bits + 1), False, key=lambda bits: not enough(bits, self.tables))
         tables = 2 + bisect_left(range(2, self.tables), True, key=lambda tables: enough(bits, tables))
@@ -117,8 +117,8 @@ class MagicPIG(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Tokens that are always attended, then those that the tables sample, with their weights."""
-        asked, keys = query[:, :, 0].float().cpu(), self.view.host_keys(layer)
-        rows = [self._attended(layer, row, asked[row], keys[row]) for row in range(len(asked))]
+        queries, keys = query[:, :, 0].float().cpu(), self.view.host_keys(layer)
+        rows = [self._attended(layer, row, queries[row], keys[row]) for row in range(len(queries))]
         index, weights = zip(*rows, strict=True)
         return Selection(stacked(index), stacked(weights).to(query.device))
 
@@ -126,16 +126,16 @@ class MagicPIG(Method):
         self, layer: int, row: int, query: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [Hq, n] that query [Hq, D] of a row with keys [Hkv, S, D] attends, trailing -1, and their weights."""
-        seen, (sinks, _), tables = self.view.lengths(layer)[row], self._zones(row), self.hashed[layer][row]
+        length, (sinks, _), tables = self.view.lengths(layer)[row], self._zones(row), self.hashed[layer][row]
         whole = self._attends_all(layer, row)
-        sinks, start = (seen, seen) if whole else (sinks, self._start(layer, row))
-        always = sinks + seen - start
+        sinks, start = (length, length) if whole else (sinks, self._start(layer, row))
+        always = sinks + length - start
         if tables is None or whole:
-            index = torch.cat([torch.arange(sinks), torch.arange(start, seen)]).expand(len(query), -1)
+            index = torch.cat([torch.arange(sinks), torch.arange(start, length)]).expand(len(query), -1)
             weights, sampled = torch.zeros(index.shape), [0] * len(query)
         else:
             room = self.capacities[row] - always if self.budget.unified else None
-            index, weights, sampled = tables.sample(query, keys, (sinks, start, seen), room)
+            index, weights, sampled = tables.sample(query, keys, (sinks, start, length), room)
         self._count(layer, row, always, sampled)
         return index, weights
 
@@ -145,7 +145,7 @@ class MagicPIG(Method):
         free = 0 if self.budget.counts_generated else self.view.lengths(layer)[row] - self.shape.lengths[row]
         counts = [always - free + count for count in sampled]
         more = len(counts), sum(counts), sum(count * count for count in counts)
-        self.moments = [held + new for held, new in zip(self.moments, more, strict=True)]
+        self.moments = [total + new for total, new in zip(self.moments, more, strict=True)]
 
     def _attends_all(self, layer: int, row: int) -> bool:
         """Whether a row leaves nothing to sample from, or its budget has room for all that it has seen."""

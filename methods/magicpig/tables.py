@@ -69,28 +69,28 @@ class Tables:
         """
         heads, tables, count = self.members.shape
         most = always[0] + always[2] - always[1] + count
-        found, counts = torch.empty(len(query), most, dtype=torch.int64), np.zeros(len(query), np.int64)
+        ids, counts = torch.empty(len(query), most, dtype=torch.int64), np.zeros(len(query), np.int64)
         weights = torch.empty(len(query), most)
         directions = self.directions.flatten(0, 1)[None, None]
         products = list_products(query[None, :, None], directions).view(len(query), *self.directions.shape[:2])
         # float16, which no kernel reads, as a copy
-        held = stored(keys if is_readable(keys) else keys.float())
+        stored_keys = stored(keys if is_readable(keys) else keys.float())
         built = self.starts, self.members, self.mean, self.norms, self.bits, self.first
         threads = min(torch.get_num_threads(), max(1, (len(query) * tables * count >> self.bits) // WORTH_A_THREAD))
         longest = kernels.sample(
             threads,
             products.numpy(),
             query.contiguous().numpy(),
-            held,
+            stored_keys,
             built,
             always,
             min(always[1] - self.first, count),
             count if room is None else room,
-            found.numpy(),
+            ids.numpy(),
             weights.numpy(),
             counts,
         )
-        return found[:, :longest], weights[:, :longest], counts.tolist()
+        return ids[:, :longest], weights[:, :longest], counts.tolist()
 
 
 def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:

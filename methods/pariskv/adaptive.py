@@ -29,15 +29,15 @@ def enough(
         order [H, most], the best first, and k [H, 1], 1 at least; above `most` where these are not enough.
     """
     peak = torch.cat([always, logits], dim=1).amax(dim=1, keepdim=True)  # none may always be attended
-    held = ((always - peak).exp() * always_norms).sum(dim=1, keepdim=True)
+    certain = ((always - peak).exp() * always_norms).sum(dim=1, keepdim=True)
     benefit = ((logits - peak).exp() * norms).nan_to_num()  # where not even the peak is a number, none is better
     order = top_earliest(benefit[None], most)[0]
-    short = held + benefit.gather(1, order).cumsum(dim=1) < theta * (held + benefit.sum(dim=1, keepdim=True))
+    short = certain + benefit.gather(1, order).cumsum(dim=1) < theta * (certain + benefit.sum(dim=1, keepdim=True))
     return order, short.sum(dim=1, keepdim=True) + 1
 
 
 @kernel
-def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta, least, found):  # type: ignore[no-untyped-def]
+def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta, least, ids):  # type: ignore[no-untyped-def]
     """The best candidates by benefit, as many as are enough, of all KV heads of a row on a CPU.
 
     Args:
@@ -48,12 +48,12 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
         tokens: [H, C] int64, candidates, trailing -1.
         estimates: [H, C] float32, of their products with the mean query.
         least: how many are attended whatever they hold.
-        found: [H, most] int64; written, the best first, trailing -1.
+        ids: [H, most] int64; written, the best first, trailing -1.
 
     Returns:
         how many all heads attend together.
     """
-    count, most, kept = tokens.shape[1], found.shape[1], 0
+    count, most, total = tokens.shape[1], ids.shape[1], 0
     logits, benefit = np.empty(len(always), np.float32), np.empty(count, np.float32)
     order, picked, scores = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32)
     mean = np.empty(keys.shape[2], np.float32)
@@ -72,18 +72,18 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
             peak = max(peak, logits[at])
         for at in range(count):
             peak = max(peak, scaling * estimates[head, at])
-        held, whole = 0.0, 0.0
+        certain, whole = 0.0, 0.0
         for at in range(len(always)):
-            held += np.exp(logits[at] - peak) * norms[head, always[at]]
+            certain += np.exp(logits[at] - peak) * norms[head, always[at]]
         for at in range(count):
             benefit[at] = np.exp(scaling * estimates[head, at] - peak) * norms[head, max(tokens[head, at], 0)]
             whole += benefit[at]
         write_best(benefit, count, order, scores, picked)
-        used, sum = 0, held
-        while used < most and (used < least or used == 0 or sum < theta * (held + whole)):
-            found[head, used] = tokens[head, order[used]] if order[used] >= 0 else -1
+        used, sum = 0, certain
+        while used < most and (used < least or used == 0 or sum < theta * (certain + whole)):
+            ids[head, used] = tokens[head, order[used]] if order[used] >= 0 else -1
             sum += max(scores[used], 0.0)
             used += 1
-        found[head, used:] = -1
-        kept += used
-    return kept
+        ids[head, used:] = -1
+        total += used
+    return total

@@ -82,7 +82,9 @@ def quotas(count: int, k: int, beta: float | None = None, rho: float | None = No
         rho: keys that vote in each subspace, as a share of the zone.
         tiers: 6, or 1: one vote for each subspace in reach.
     """
-    of_length = next(((own, near) for below, own, near in SHARES if count < below), SHARES_BEYOND)
+    of_length = next(
+        ((candidate_share, near) for below, candidate_share, near in SHARES if count < below), SHARES_BEYOND
+    )
     beta = of_length[0] if beta is None else beta
     rho = of_length[1] if rho is None else rho
     spans = tuple(_share(count, rho * share) for share in TIERS[-tiers:])

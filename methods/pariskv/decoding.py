@@ -34,12 +34,14 @@ def _quickly(_context, codes, halves, token, first, rotated, terms):  # type: ig
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         in_codes, in_halves, _, _, in_rotated, in_terms = signature.args
         codes, halves, token, first, rotated, terms = arguments
-        one, number = ir.IntType(32), ir.FloatType()
-        words, numbers = ir.VectorType(one, EIGHT), ir.VectorType(number, EIGHT)
+        word, number = ir.IntType(32), ir.FloatType()
+        words, numbers = ir.VectorType(word, EIGHT), ir.VectorType(number, EIGHT)
 
         def pointer(kind, array, indexes, of):  # type: ignore[no-untyped-def]
-            made = context.make_array(kind)(context, builder, array)
-            return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, made, indexes), of.as_pointer())
+            array_struct = context.make_array(kind)(context, builder, array)
+            return builder.bitcast(
+                cgutils.get_item_pointer(context, builder, kind, array_struct, indexes), of.as_pointer()
+            )
 
         def every(value):  # type: ignore[no-untyped-def]
             return ir.Constant(words, [value] * EIGHT)
@@ -48,9 +50,9 @@ def _quickly(_context, codes, halves, token, first, rotated, terms):  # type: ig
             builder.module, ir.FunctionType(numbers, [numbers, words]), "llvm.x86.avx2.permps"
         )
         levels = ir.Constant(numbers, [float(level) for level in LEVELS])
-        own, summands = builder.load(pointer(in_codes, codes, [token, first], words), align=1), []
+        code_words, summands = builder.load(pointer(in_codes, codes, [token, first], words), align=1), []
         for coordinate in range(SUBSPACE):
-            code = builder.lshr(own, every(4 * coordinate)) if coordinate else own
+            code = builder.lshr(code_words, every(4 * coordinate)) if coordinate else code_words
             level = builder.bitcast(builder.call(look_up, [levels, code]), words)
             negative = builder.and_(builder.not_(builder.shl(code, every(28))), every(1 << 31))
             decoded = builder.bitcast(builder.xor(level, negative), numbers)

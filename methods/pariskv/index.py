@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from methods.blocks.heads import each_head
+from methods.blocks.heads import for_heads
 from methods.blocks.lanes import LANES
 from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
@@ -101,13 +101,13 @@ class VectorIndex(Index):
         self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """See `Index.ranked`."""
-        found = {}
+        results = {}
         for row, of_row in quotas.items():
             used = slice(self.lengths[row])
             zone = self.ids[row, :, :, used], self.codes[row, :, used], self.counts[row]
             tokens, estimates = vectorised.search(*zone, queries[row], self.signs, of_row)
-            found[row] = torch.where(tokens < 0, -1, self.begins[row] + tokens), estimates
-        return found
+            results[row] = torch.where(tokens < 0, -1, self.begins[row] + tokens), estimates
+        return results
 
 
 class KernelIndex(Index):
@@ -132,7 +132,7 @@ class KernelIndex(Index):
         def encode(_: int, head: int, __: int) -> int:
             return kernels.encode(keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head))
 
-        (wrong,) = each_head(self._pool, 1, keys.shape[0], range(torch.get_num_threads()), encode)
+        (wrong,) = for_heads(self._pool, 1, keys.shape[0], range(torch.get_num_threads()), encode)
         if max(wrong) >= 0:
             raise ValueError("a key is not finite, or too large to square")
 
@@ -143,13 +143,15 @@ class KernelIndex(Index):
         if not quotas:
             return {}
         heads = self.counts.shape[1]
-        rows, spans = _asked(tuple((row, self.lengths[row], self.begins[row], of) for row, of in quotas.items()))
-        found = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
-        estimated = np.empty(found.shape, np.float32)
-        asked, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
+        rows, spans = _search_arrays(
+            tuple((row, self.lengths[row], self.begins[row], of) for row, of in quotas.items())
+        )
+        ids = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
+        estimated = np.empty(ids.shape, np.float32)
+        query_array, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
         threads = min(torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD))
-        kernels.search(threads, zone, asked, signs, rows, spans, found, estimated)
-        answers = [torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (found, estimated)]
+        kernels.search(threads, zone, query_array, signs, rows, spans, ids, estimated)
+        answers = [torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (ids, estimated)]
         return {
             row: (tokens[:, : of.retrieved], estimates[:, : of.retrieved])
             for (row, of), tokens, estimates in zip(quotas.items(), *answers, strict=True)
@@ -162,7 +164,7 @@ class KernelIndex(Index):
 
 
 @lru_cache(maxsize=64)  # all layers of a step ask for the same
-def _asked(rows: tuple[tuple[int, int, int, Quotas], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _search_arrays(rows: tuple[tuple[int, int, int, Quotas], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows and spans as `kernels.search` takes them, of rows, their zones' lengths and beginnings, and quotas."""
     numbers = [(row, length, begin, of.candidates, of.retrieved) for row, length, begin, of in rows]
     return np.array(numbers), np.array([of.tiers for *_, of in rows])

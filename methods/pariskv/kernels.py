@@ -98,17 +98,17 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
     for i in range(1, CENTROIDS):
         largest = max(largest, score[i])
     for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
-        least, held = np.float32(half) * largest / np.float32(2), 0
+        least, reached = np.float32(half) * largest / np.float32(2), 0
         for i in range(CENTROIDS):
-            held += counts[i] if score[i] >= least else 0
-        if held >= reach:
+            reached += counts[i] if score[i] >= least else 0
+        if reached >= reach:
             break
-    found = 0
+    filled = 0
     for i in range(CENTROIDS):
-        falling[found], number[found] = -score[i], i
-        found += score[i] >= least and counts[i] > 0
-    sort(falling, number, found)
-    return found
+        falling[filled], number[filled] = -score[i], i
+        filled += score[i] >= least and counts[i] > 0
+    sort(falling, number, filled)
+    return filled
 
 
 @inner
@@ -131,15 +131,15 @@ def tables(queries, signs, counts, spans, votes_of, rotated):  # type: ignore[no
     falling, number = np.empty(CENTROIDS, np.float32), np.empty(CENTROIDS, np.int32)
     votes_of[:] = 0
     for subspace in range(counts.shape[0]):
-        own = z[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
+        subvector = z[subspace * SUBSPACE : (subspace + 1) * SUBSPACE]
         nearer = tier = 0
-        for rank in range(_nearest(own, counts[subspace], spans[-1], falling, number)):
+        for rank in range(_nearest(subvector, counts[subspace], spans[-1], falling, number)):
             while tier < len(spans) and nearer >= spans[tier]:
                 tier += 1
             votes_of[subspace, number[rank]] = len(spans) - tier
             nearer += counts[subspace, number[rank]]
         for j in range(SUBSPACE):
-            rotated[j, subspace] = own[j]
+            rotated[j, subspace] = subvector[j]
 
 
 @inner
@@ -172,21 +172,21 @@ def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-unt
             least = middle
         else:
             more = middle - 1
-    left = len(candidates)  # for those that have just these votes
+    remaining = len(candidates)  # for those that have just these votes
     for first in range(0, length, LANES):
-        left -= ones(_having(votes, length, first, least + 1))
-    found = 0
+        remaining -= ones(_having(votes, length, first, least + 1))
+    filled = 0
     for first in range(0, length, LANES):
         above = _having(votes, length, first, least + 1)
         equal = _having(votes, length, first, least) & ~above
-        if ones(equal) > left:
-            equal = lowest_ones(equal, left)
-        left -= ones(equal)
+        if ones(equal) > remaining:
+            equal = lowest_ones(equal, remaining)
+        remaining -= ones(equal)
         taken = above | equal
         while taken:
-            candidates[found] = first + lowest(taken)
+            candidates[filled] = first + lowest(taken)
             taken &= taken - np.uint64(1)
-            found += 1
+            filled += 1
 
 
 @inner
@@ -220,7 +220,7 @@ def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores
 
 
 @kernel
-def search(threads, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
+def search(threads, zone, queries, signs, rows, spans, retrieved, estimated):  # type: ignore[no-untyped-def]
     """Search the zones of all KV heads of the rows that ask, in so many threads.
 
     Args:
@@ -229,33 +229,33 @@ def search(threads, zone, queries, signs, rows, spans, found, estimated):  # typ
         rows: [R, 5], of each row that asks: which, tokens of its zone, the first of these, candidates, and tokens to
             retrieve.
         spans: [R, tiers] int64, `Quotas.tiers`.
-        found: [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
+        retrieved: [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
         estimated: [R * Hkv, k] float32, written: their estimates, then -inf.
     """
-    in_threads(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, found, estimated))
+    in_threads(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, retrieved, estimated))
 
 
 @inner
-def _search(_, claims, zone, queries, signs, rows, spans, found, estimated):  # type: ignore[no-untyped-def]
+def _search(_, claims, zone, queries, signs, rows, spans, retrieved, estimated):  # type: ignore[no-untyped-def]
     ids, codes, halves, counts = zone
-    subspaces, most_wanted = ids.shape[2], 0
+    subspaces, most_candidates = ids.shape[2], 0
     for row in range(len(rows)):
-        most_wanted = max(most_wanted, rows[row, 3])
+        most_candidates = max(most_candidates, rows[row, 3])
     votes, votes_of = np.empty(ids.shape[3], np.uint8), np.empty((subspaces, CENTROIDS), np.uint8)
-    candidates, picked = np.empty(most_wanted, np.int32), np.empty(most_wanted, np.int32)
-    estimates = np.empty(most_wanted, np.float32)
+    candidates, picked = np.empty(most_candidates, np.int32), np.empty(most_candidates, np.int32)
+    estimates = np.empty(most_candidates, np.float32)
     rotated = np.empty((SUBSPACE, subspaces), np.float32)
     at = claim(claims)
-    while at < len(found):
-        row, length, begin, wanted, k = rows[at // ids.shape[1]]
+    while at < len(retrieved):
+        row, length, begin, candidate_count, k = rows[at // ids.shape[1]]
         head = at % ids.shape[1]
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
         tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, rotated)
         most = spans.shape[1] * len(votes_of)
-        vote(ids[row, head], length, votes_of, most, votes, candidates[:wanted])
+        vote(ids[row, head], length, votes_of, most, votes, candidates[:candidate_count])
         of_zone = codes[row, head, :length], halves[row, head, :length]
-        rerank(of_zone[0], of_zone[1], rotated, candidates[:wanted], estimates, picked, tokens, scores)
-        found[at, k:], estimated[at, k:] = -1, -np.inf
+        rerank(of_zone[0], of_zone[1], rotated, candidates[:candidate_count], estimates, picked, tokens, scores)
+        retrieved[at, k:], estimated[at, k:] = -1, -np.inf
         for i in range(k):
-            found[at, i], estimated[at, i] = -1 if tokens[i] < 0 else begin + tokens[i], scores[i]
+            retrieved[at, i], estimated[at, i] = -1 if tokens[i] < 0 else begin + tokens[i], scores[i]
         at = claim(claims)

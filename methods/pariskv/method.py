@@ -56,7 +56,7 @@ class Zones:
 
 
 @dataclass(frozen=True)
-class Options:
+class ParisKVOptions:
     """All options of the method."""
 
     # of runs without a budget, see `Zones`
@@ -87,9 +87,9 @@ class ParisKV(Method):
     """
 
     needs = Needs(home="host")
-    options_type = Options
+    options_type = ParisKVOptions
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ParisKVOptions) -> None:
         self.options = options
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -158,23 +158,23 @@ class ParisKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
-        index, options, asked, found = self.index[layer], self.options, {}, {}
+        index, options, row_quotas, retrieved = self.index[layer], self.options, {}, {}
         lengths = self.view.lengths(layer)
         for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
             if length > zones.dense and zone > zones.k:
-                asked[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
-        self.searches += len(asked)
-        self.candidates += sum(one.candidates for one in asked.values())
+                row_quotas[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
+        self.searches += len(row_quotas)
+        self.candidates += sum(quota.candidates for quota in row_quotas.values())
         grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         with self.context.spans("query"):
             if self.options.theta is None:
-                found = index.search(grouped, asked)
-                self.retrieved += sum(one.retrieved for one in asked.values())
+                retrieved = index.search(grouped, row_quotas)
+                self.retrieved += sum(quota.retrieved for quota in row_quotas.values())
             else:
-                everyone = {row: replace(one, retrieved=one.candidates) for row, one in asked.items()}
+                everyone = {row: replace(quota, retrieved=quota.candidates) for row, quota in row_quotas.items()}
                 for row, ranked in index.ranked(grouped, everyone).items():
-                    found[row] = self._enough(layer, row, grouped[row], *ranked)
-        return Selection(stacked([self._attended(layer, row, found.get(row)) for row in range(self.shape.batch)]))
+                    retrieved[row] = self._enough(layer, row, grouped[row], *ranked)
+        return Selection(stacked([self._attended(layer, row, retrieved.get(row)) for row in range(self.shape.batch)]))
 
     def _note(self, layer: int, value: torch.Tensor) -> None:
         """Add the norms of the current tokens' values, [B, Hkv, 1, D]."""
@@ -203,11 +203,11 @@ class ParisKV(Method):
         keys, most = self.view.keys(layer, ids)[row].float(), min(zones.k, tokens.shape[1])
         least, scaling = min(least, most), self.shape.scaling
         if self.on_cpu:
-            found = torch.empty(len(tokens), most, dtype=torch.int64)
+            best = torch.empty(len(tokens), most, dtype=torch.int64)
             parts = (keys, queries.float().cpu(), norms, whole[0], tokens, estimates)
             arrays = [part.contiguous().numpy() for part in parts]
-            self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, found.numpy()) / len(tokens)
-            return found
+            self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, best.numpy()) / len(tokens)
+            return best
         order, count = enough(
             scaling * (keys @ queries.float().mean(dim=1).to(keys.device)[..., None]).squeeze(2).to(tokens.device),
             norms[:, whole[0]],
@@ -234,8 +234,8 @@ class ParisKV(Method):
     def _whole(self, layer: int, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
         """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a device."""
         device = self.signs[layer].device
-        known, whole = self.whole.get((row, device), ((0, 0), torch.empty(0)))
-        if known != (length, end):
+        cached_span, whole = self.whole.get((row, device), ((0, 0), torch.empty(0)))
+        if cached_span != (length, end):
             recent = torch.arange(length - 1, end - 1, -1, device=device)
             whole = torch.cat([recent, torch.arange(sinks, device=device)])[None]
             self.whole[row, device] = (length, end), whole

@@ -98,8 +98,8 @@ def tables(
     for coordinate in rotated.split(1, dim=-1):  # <z_b, c> of every sign pattern c, the first coordinate its lowest bit
         score = torch.cat([score - coordinate, score + coordinate], dim=-1)
     order = score.argsort(dim=-1, descending=True, stable=True)
-    held = counts.gather(2, order)
-    nearer = held.cumsum(dim=-1) - held
+    ordered_counts = counts.gather(2, order)
+    nearer = ordered_counts.cumsum(dim=-1) - ordered_counts
     votes = sum((nearer < span).to(torch.uint8) for span in quotas.tiers)
     assert isinstance(votes, torch.Tensor)
     return rotated, torch.zeros_like(votes).scatter_(2, order, votes)

@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool1d
 from kvbench.method import Shape, View
 from methods.racc.ratio import share
 from methods.racc.residents import NO_TOKEN, Residents, ascending, packed
-from methods.racc.settings import Options
+from methods.racc.settings import RACCOptions
 
 
 class Compressor:
@@ -25,7 +25,7 @@ class Compressor:
         voting: the votes of each layer, while its window votes.
     """
 
-    def __init__(self, options: Options, shape: Shape, view: View) -> None:
+    def __init__(self, options: RACCOptions, shape: Shape, view: View) -> None:
         self.options, self.shape, self.view = options, shape, view
         self.voting: dict[int, Voting] = {}
 
@@ -56,12 +56,12 @@ class Compressor:
 
     def _present(self, residents: Residents, lengths: Sequence[int]) -> torch.Tensor:
         """[B, H, n] bool: which of the tokens on the device, in their order, each list holds."""
-        own, resident = ascending(residents.all(lengths)), residents.of_kv_heads(lengths)
-        slots = slots_of(own, resident).masked_fill(own == NO_TOKEN, resident.shape[2])
-        present = torch.zeros(*own.shape[:2], resident.shape[2] + 1, dtype=torch.bool, device=own.device)
+        list_ids, resident = ascending(residents.all(lengths)), residents.of_kv_heads(lengths)
+        slots = slots_of(list_ids, resident).masked_fill(list_ids == NO_TOKEN, resident.shape[2])
+        present = torch.zeros(*list_ids.shape[:2], resident.shape[2] + 1, dtype=torch.bool, device=list_ids.device)
         return present.scatter(2, slots, True)[..., :-1]
 
-    def kept(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pop_best(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The share alpha of L2 with most votes, and what is lost: see `Voting.best`. The next window votes anew."""
         return self.voting.pop(layer).best(self.options)
 
@@ -71,7 +71,7 @@ class Voting:
     """The votes of one window for the tokens of L2.
 
     Attributes:
-        ids: [B, H, M] in the order of `Options.vote_order`, `NO_TOKEN` after the last; H as in `Residents`.
+        ids: [B, H, M] in the order of `RACCOptions.vote_order`, `NO_TOKEN` after the last; H as in `Residents`.
         slots: their index among the tokens on the device, [B, H, M].
         first: the smallest of these.
         votes: [B, H, M] fp32, summed over queries, and over the query heads that share a list.
@@ -88,7 +88,7 @@ class Voting:
         slots = slots_of(ids, resident)
         return cls(ids, slots, int(slots.min()), torch.zeros(ids.shape, device=ids.device))
 
-    def best(self, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(self, options: RACCOptions) -> tuple[torch.Tensor, torch.Tensor]:
         """The share alpha of each head's tokens with most votes, smoothed by mean pooling, in the order of `ids`.
 
         With `shifted`, as in the published code, the token before each chosen one stays in its stead. Before the first
@@ -108,8 +108,8 @@ class Voting:
             chosen = torch.nn.functional.pad(chosen[:, :, 1:], (0, 1))
             last = self.ids.gather(2, (sizes - 1).clamp(min=0)[..., None])
             lost = torch.where(sizes[..., None] > 0, last, -1)
-        kept = packed(torch.where(chosen, self.ids, -1))
-        return kept[:, :, : max(map(max, counts))], lost
+        retained = packed(torch.where(chosen, self.ids, -1))
+        return retained[:, :, : max(map(max, counts))], lost
 
 
 def slots_of(ids: torch.Tensor, resident: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from methods.racc.settings import Options
+from methods.racc.settings import RACCOptions
 
 try:
     import faiss
@@ -60,7 +60,7 @@ class KeyIndex:
         rebuilds: how often an index that was there was made anew: M was exceeded, or lists had outgrown their training.
     """
 
-    def __init__(self, options: Options, read: Callable[[Tokens], Floats], seed: int = 0) -> None:
+    def __init__(self, options: RACCOptions, read: Callable[[Tokens], Floats], seed: int = 0) -> None:
         self.options, self.seed = options, seed
         self.tokens: Tokens = np.empty(0, np.int64)
         self.keys_read = self.rebuilds = 0
@@ -108,8 +108,8 @@ class KeyIndex:
             return np.empty(0, np.int64)
         point = np.zeros((1, self._index.d), np.float32)  # upsilon(q), and zeros beyond
         point[0, : len(query)] = _normalised(query[None])[0] if self.options.metric == "cosine" else query
-        found = self._index.search(point, min(k, len(self)))[1][0]
-        return self.tokens[found[found >= 0]]
+        nearest = self._index.search(point, min(k, len(self)))[1][0]
+        return self.tokens[nearest[nearest >= 0]]
 
     def _read(self, tokens: Tokens) -> Floats:
         keys = np.ascontiguousarray(self._read_keys(tokens))

@@ -21,9 +21,9 @@ from methods.pyramidkv import PyramidKV
 from methods.racc.compressor import Compressor
 from methods.racc.ratio import actual_ratio, retained, share
 from methods.racc.residents import Residents, packed
-from methods.racc.retrieval import Answer, Retrieval
+from methods.racc.retrieval import Retrieval, RetrievedTokens
 from methods.racc.scenario import of_compressor, refuse_budget, settled, with_share
-from methods.racc.settings import Options
+from methods.racc.settings import RACCOptions
 from methods.snapkv import SnapKV
 
 FIRST_INDEXED = 2  # the published code, which links at compressions, indexes from the second one on
@@ -44,10 +44,10 @@ class Evictions:
 class RACC(Method):
     """Compress the prompt, the generated tokens or both, and attend evicted tokens that a search found."""
 
-    options_type = Options
+    options_type = RACCOptions
 
-    def __init__(self, options: Options) -> None:
-        self.asked, window = options, options.prompt_window
+    def __init__(self, options: RACCOptions) -> None:
+        self.requested_options, window = options, options.prompt_window
         kind = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "none": None}[options.compressor]
         settings: dict[str, Any] = {name: getattr(options, name) for name in ("kernel", "pooling", "granularity")}
         self.compressor = kind(window=window, **settings) if kind else None
@@ -79,20 +79,20 @@ class RACC(Method):
     def check_budget(self) -> None:
         """Settle the scenario, and refuse a budget that it has no rule for."""
         answer = self.context.new_tokens
-        self.scenario = settled(self.asked.scenario, self.budget, self.shape.lengths, answer)
+        self.scenario = settled(self.requested_options.scenario, self.budget, self.shape.lengths, answer)
         if self.scenario == "liso":
             super().check_budget()
         else:
             refuse_budget(self.scenario, self.budget, answer)
 
-    def _with_budget(self) -> Options:
+    def _with_budget(self) -> RACCOptions:
         """The options with the alpha of scenario and budget; in liso no generated token goes, whatever alpha."""
         answer = self.context.new_tokens
         if self.scenario == "liso":
-            return replace(self.asked, alpha=1)
+            return replace(self.requested_options, alpha=1)
         if self.budget.size is None or answer is None:
-            return self.asked
-        return with_share(self.asked, float(self.budget.size), answer)
+            return self.requested_options
+        return with_share(self.requested_options, float(self.budget.size), answer)
 
     def _capacity(self, length: int) -> int:
         """C of a prompt of `length` tokens."""
@@ -127,13 +127,13 @@ class RACC(Method):
         assert self.of_generated is not None
         residents, lengths = self.residents[layer], self.view.lengths(layer)
         window = residents.range([length - self.options.window for length in lengths], lengths)
-        kept, lost = self.of_generated.kept(layer)
+        retained, lost = self.of_generated.pop_best(layer)
         residents.lost = torch.cat([residents.lost, lost], dim=2)
-        lists = [kept, window]
+        lists = [retained, window]
         if self.moves and layer in self.retrieval.layers:
-            found = self.retrieval.layers[layer].latest(self.steps)
-            self.retrieval.log.late += found is None
-            lists = lists if found is None else [self._for_all(found), *lists]
+            retrieved = self.retrieval.layers[layer].latest(self.steps)
+            self.retrieval.log.late += retrieved is None
+            lists = lists if retrieved is None else [self._for_all(retrieved), *lists]
         residents.generated = torch.cat(lists, dim=2)
         self._keep(layer, torch.cat([residents.prompt, residents.generated], dim=2))
 
@@ -147,32 +147,32 @@ class RACC(Method):
         """What is on the device, and the tokens on the host that the latest search found."""
         if self.of_generated is not None and self.options.votes(self.steps):
             self.of_generated.vote(layer, query, self.residents[layer])
-        found = self._retrieved(layer, query)
-        self.from_host[layer] = 0 if found is None else found.tokens.shape[2]
+        retrieved = self._retrieved(layer, query)
+        self.from_host[layer] = 0 if retrieved is None else retrieved.tokens.shape[2]
         rolls = self.of_prompt if self.budget.counts_generated else None
         rolling = rolls.select(layer, query) if rolls is not None else None
-        if found is None and rolling is None and self.group == 1:
+        if retrieved is None and rolling is None and self.group == 1:
             return None
-        others = [] if found is None else [self._for_all(found)]
+        others = [] if retrieved is None else [self._for_all(retrieved)]
         if rolling is None:
             return Selection(self.residents[layer].all(self.view.lengths(layer), *others))
         here = self._of_long_rows(layer, rolling.index)
         return Selection(packed(torch.cat([here, *others], dim=2)) if others else here)
 
-    def _for_all(self, found: Answer) -> torch.Tensor:
+    def _for_all(self, retrieved: RetrievedTokens) -> torch.Tensor:
         """What a search found, for each list of a KV head: [B, H, k]."""
-        return found.tokens if self.group == 1 else found.tokens.repeat_interleave(self.group, dim=1)
+        return retrieved.tokens if self.group == 1 else retrieved.tokens.repeat_interleave(self.group, dim=1)
 
-    def _retrieved(self, layer: int, query: torch.Tensor) -> Answer | None:
+    def _retrieved(self, layer: int, query: torch.Tensor) -> RetrievedTokens | None:
         """Ask if it is time to; what to attend of earlier answers, if they do not return to the cache."""
         if layer not in self.retrieval.layers:
             return None
         if self.options.asks(self.steps):
-            counts = [self._wanted(row, length) for row, length in enumerate(self.view.lengths(layer))]
+            counts = [self._retrieval_count(row, length) for row, length in enumerate(self.view.lengths(layer))]
             self.retrieval.ask(layer, self.steps, query, counts)
         return None if self.moves else self.retrieval.layers[layer].latest(self.steps)
 
-    def _wanted(self, row: int, length: int) -> int:
+    def _retrieval_count(self, row: int, length: int) -> int:
         """Tokens to retrieve for a row of `length` tokens: of a budget that counts them what the compressor leaves."""
         if self.budget.counts_generated and self.of_prompt is not None:
             prompt = self.shape.lengths[row]
@@ -182,8 +182,8 @@ class RACC(Method):
     def _of_long_rows(self, layer: int, rolling: torch.Tensor) -> torch.Tensor:
         """What the compressor selected [B, H, M], and all of the rows that fit their budget."""
         rows = [
-            torch.arange(length, device=own.device).expand(len(own), -1) if self._capacity(prompt) >= length else own
-            for prompt, length, own in zip(self.shape.lengths, self.view.lengths(layer), rolling, strict=True)
+            torch.arange(length, device=ids.device).expand(len(ids), -1) if self._capacity(prompt) >= length else ids
+            for prompt, length, ids in zip(self.shape.lengths, self.view.lengths(layer), rolling, strict=True)
         ]
         return stacked(rows)
 
@@ -204,8 +204,8 @@ class RACC(Method):
         """What stays of the prompt, what the cycles so far leave of the generated tokens, and what is retrieved."""
         retrieved = share(self.options.beta, length + generated)
         if self.of_prompt is not None and self.budget.counts_generated:
-            capacity, own = self._capacity(length), self.of_prompt.budget.tokens(length)
-            return max(capacity, self.of_prompt.rule(layer, length, generated) + capacity - own)
+            capacity, compressor_budget = self._capacity(length), self.of_prompt.budget.tokens(length)
+            return max(capacity, self.of_prompt.rule(layer, length, generated) + capacity - compressor_budget)
         if self.scenario == "liso":
             return retrieved + self.of_prompt.rule(layer, length, generated) if self.of_prompt else length + generated
         prompt = self.of_prompt.rule(layer, length, 0) if self.of_prompt else length
@@ -222,10 +222,14 @@ class RACC(Method):
 
     def _entries(self) -> float:
         """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
-        held = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
-        since = sum(self.view.lengths(layer)[0] - own.since[0] for layer, own in held.items())
-        count = sum(own.count for own in held.values()) + since + sum(self.from_host.values())
-        return count / len(held) - self._uncounted()
+        residents = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
+        since = sum(
+            self.view.lengths(layer)[0] - layer_residents.since[0] for layer, layer_residents in residents.items()
+        )
+        count = (
+            sum(layer_residents.count for layer_residents in residents.values()) + since + sum(self.from_host.values())
+        )
+        return count / len(residents) - self._uncounted()
 
     def _uncounted(self) -> float:
         """Tokens of a mean prompt, which silo's ratio leaves out."""

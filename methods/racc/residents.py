@@ -23,11 +23,11 @@ class Residents:
         search_prompt: prompt tokens that are evicted may be found again.
 
     Attributes:
-        held: tokens on the device since the last eviction, [B, H, M] with H = kv_heads * group, trailing -1.
+        device_ids: tokens on the device since the last eviction, [B, H, M] with H = kv_heads * group, trailing -1.
         since: tokens of each row that there were then; all later ones are on the device, too.
-        count: tokens of `held` per list, on average.
+        count: tokens of `device_ids` per list, on average.
         prompt: L1, [B, H, M].
-        generated: those of `held` that are not L1, [B, H, M], in the order of the cache.
+        generated: those of `device_ids` that are not L1, [B, H, M], in the order of the cache.
         lost: tokens that no search shall find, [B, H, M], -1 = none.
     """
 
@@ -47,16 +47,16 @@ class Residents:
 
     def end_prompt(self) -> None:
         """What is held now is L1."""
-        self.prompt, self.generated = self.held, self.held[:, :, :0]
+        self.prompt, self.generated = self.device_ids, self.device_ids[:, :, :0]
 
     def hold(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
         """Note that of the tokens so far `ids` [B, H, M] are on the device."""
-        self.held, self.since = packed(ids), lengths
+        self.device_ids, self.since = packed(ids), lengths
         self.count = float((ids >= 0).sum()) / (ids.shape[0] * ids.shape[1])
 
     def all(self, lengths: Sequence[int], *others: torch.Tensor) -> torch.Tensor:
         """All tokens on the device when rows have `lengths`, newer ones first, then others: [B, H, M], trailing -1."""
-        return packed(torch.cat([self.range(self.since, lengths), self.held, *others], dim=2))
+        return packed(torch.cat([self.range(self.since, lengths), self.device_ids, *others], dim=2))
 
     def of_kv_heads(self, lengths: Sequence[int]) -> torch.Tensor:
         """The same, a group's lists joined, by position: [B, Hkv, M], `NO_TOKEN` after the last."""
@@ -73,11 +73,11 @@ class Residents:
 
     def evicted(self) -> list[list[Tokens]]:
         """[B][Hkv] tokens that are on the host since the last eviction, and may be found there."""
-        held = torch.cat([self.held, self.lost], dim=2).cpu()
-        held = held.reshape(held.shape[0], self._kv_heads, -1)
+        on_device = torch.cat([self.device_ids, self.lost], dim=2).cpu()
+        on_device = on_device.reshape(on_device.shape[0], self._kv_heads, -1)
         longest = max(self.since)
-        gone = torch.ones(*held.shape[:2], longest + 1, dtype=torch.bool)
-        gone.scatter_(2, torch.where(held < 0, longest, held), False)
+        gone = torch.ones(*on_device.shape[:2], longest + 1, dtype=torch.bool)
+        gone.scatter_(2, torch.where(on_device < 0, longest, on_device), False)
         return [
             [first + head[first:length].nonzero()[:, 0].numpy() for head in heads]
             for heads, first, length in zip(gone, self._searched_from, self.since, strict=True)

@@ -21,7 +21,7 @@ import torch
 from kvbench.method import Context, Shape, View
 from methods.racc.background import Batch
 from methods.racc.index import Floats, KeyIndex, Tokens
-from methods.racc.settings import Options
+from methods.racc.settings import RACCOptions
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Log:
     """What became of the searches of one generation, all layers together.
 
     Attributes:
-        asked: requests; late: steps that could not ask, or not link, since a search was still running; failed: raised.
+        requests: in all; late: steps that could not ask, or not link, since a search was still running; failed: raised.
         used: steps times layers that had an answer; staleness: steps between its request and its use, summed.
         rebuilds: see `KeyIndex`.
     """
 
-    asked: int = 0
+    requests: int = 0
     late: int = 0
     failed: int = 0
     used: int = 0
@@ -51,7 +51,7 @@ class Log:
     def report(self) -> dict[str, float]:
         """The numbers for a sample's record."""
         return {
-            "searches": self.asked,
+            "searches": self.requests,
             "searches_late": self.late,
             "searches_failed": self.failed,
             "staleness_mean": self.staleness / self.used if self.used else 0.0,
@@ -60,14 +60,14 @@ class Log:
         }
 
 
-class Answer(NamedTuple):
-    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of step `asked` and on their device."""
+class RetrievedTokens(NamedTuple):
+    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of `step` and on their device."""
 
-    asked: int
+    step: int
     tokens: torch.Tensor
 
 
-class _Found(NamedTuple):
+class _JobResult(NamedTuple):
     """What a job did: tokens found (None: it searched nothing), keys it read, indexes it had to rebuild."""
 
     tokens: torch.Tensor | None
@@ -92,15 +92,15 @@ class Retriever:
         layer: int,
         index: Sequence[Sequence[KeyIndex]],
         submit: Callable[..., Future[Any]],
-        options: Options,
+        options: RACCOptions,
         count_read: Callable[[int], None],
         log: Log,
     ) -> None:
         self.layer, self.index, self.options, self.log = layer, index, options, log
         self._submit, self._count_read = submit, count_read
-        self._pending: deque[tuple[int, Future[_Found]]] = deque()
-        self._last: Future[_Found] | None = None
-        self._answer: Answer | None = None
+        self._pending: deque[tuple[int, Future[_JobResult]]] = deque()
+        self._last: Future[_JobResult] | None = None
+        self._answer: RetrievedTokens | None = None
         self._device = torch.device("cpu")
 
     @property
@@ -128,35 +128,35 @@ class Retriever:
         if self._free and self.busy:
             self.log.late += 1
             return
-        self.log.asked += 1
+        self.log.requests += 1
         self._device = queries.device
         self._enqueue(step, None, queries.float().cpu().numpy(), counts)
 
-    def latest(self, step: int) -> Answer | None:
+    def latest(self, step: int) -> RetrievedTokens | None:
         """The answer to use at `step`, if there is one.
 
         Raises:
             FloatingPointError: a key is not finite (deterministic).
         """
         while self._pending and self._due(*self._pending[0], step):
-            asked, job = self._pending.popleft()
+            request_step, job = self._pending.popleft()
             try:
-                found = job.result()
+                result = job.result()
             except Exception:
                 if not self._free:
                     raise
                 self.log.failed += 1
                 continue
-            self._count_read(found.keys_read)
-            self.log.rebuilds += found.rebuilds
-            if found.tokens is not None:
-                self._answer = Answer(asked, found.tokens.to(self._device))
+            self._count_read(result.keys_read)
+            self.log.rebuilds += result.rebuilds
+            if result.tokens is not None:
+                self._answer = RetrievedTokens(request_step, result.tokens.to(self._device))
         if self._answer is not None:
-            self.log.use(step - self._answer.asked)
+            self.log.use(step - self._answer.step)
         return self._answer
 
-    def _due(self, asked: int, job: Future[_Found], step: int) -> bool:
-        return job.done() if self._free else asked <= step - self.options.lag
+    def _due(self, request_step: int, job: Future[_JobResult], step: int) -> bool:
+        return job.done() if self._free else request_step <= step - self.options.lag
 
     def _enqueue(
         self, step: int, tokens: Sequence[Sequence[Tokens]] | None, queries: Floats | None, counts: Sequence[int]
@@ -166,16 +166,16 @@ class Retriever:
 
     def _work(
         self,
-        before: Future[_Found] | None,
+        before: Future[_JobResult] | None,
         tokens: Sequence[Sequence[Tokens]] | None,
         queries: Floats | None,
         counts: Sequence[int],
-    ) -> _Found:
+    ) -> _JobResult:
         if before is not None:
             wait([before])  # one thread at a time in an index; what the other raised it reports itself
         faiss.omp_set_num_threads(1)
         indexes = [index for row in self.index for index in row]
-        read, rebuilds = (sum(getattr(one, name) for one in indexes) for name in ("keys_read", "rebuilds"))
+        read, rebuilds = (sum(getattr(key_index, name) for key_index in indexes) for name in ("keys_read", "rebuilds"))
         if tokens is not None:
             for evicted, row in zip(tokens, self.index, strict=True):
                 for head, index in enumerate(row):
@@ -183,20 +183,20 @@ class Retriever:
                         index.cover(evicted[head])
                     except ValueError as error:
                         raise FloatingPointError(f"layer {self.layer}, KV head {head}: {error}") from error
-        found = None if queries is None else self._search(queries, counts)
-        return _Found(
-            found,
-            sum(one.keys_read for one in indexes) - read,
-            sum(one.rebuilds for one in indexes) - rebuilds,
+        nearest = None if queries is None else self._search(queries, counts)
+        return _JobResult(
+            nearest,
+            sum(key_index.keys_read for key_index in indexes) - read,
+            sum(key_index.rebuilds for key_index in indexes) - rebuilds,
         )
 
     def _search(self, queries: Floats, counts: Sequence[int]) -> torch.Tensor:
-        found = np.full((*queries.shape[:2], max(counts)), -1)
+        ids = np.full((*queries.shape[:2], max(counts)), -1)
         for row, heads in enumerate(self.index):
             for head, index in enumerate(heads):
                 nearest = index.search(queries[row, head], counts[row])
-                found[row, head, : len(nearest)] = nearest
-        return torch.from_numpy(found)
+                ids[row, head, : len(nearest)] = nearest
+        return torch.from_numpy(ids)
 
 
 class Retrieval:
@@ -207,7 +207,7 @@ class Retrieval:
         log: see `Log`.
     """
 
-    def __init__(self, options: Options, shape: Shape, view: View, context: Context) -> None:
+    def __init__(self, options: RACCOptions, shape: Shape, view: View, context: Context) -> None:
         self.options, self.shape, self.view, self.context = options, shape, view, context
         self.layers: dict[int, Retriever] = {}
         self.log = Log()

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from kvbench.budget import Budget
 from methods.racc.ratio import alpha_for
-from methods.racc.settings import Options, Scenario
+from methods.racc.settings import RACCOptions, Scenario
 
 
-def settled(asked: Scenario, budget: Budget, lengths: Sequence[int], new_tokens: int | None) -> Scenario:
+def settled(requested: Scenario, budget: Budget, lengths: Sequence[int], new_tokens: int | None) -> Scenario:
     """What "auto" comes to: liso where the answer is shorter than every prompt, or where the budget counts tokens.
 
     Elsewhere silo.
@@ -24,8 +24,8 @@ def settled(asked: Scenario, budget: Budget, lengths: Sequence[int], new_tokens:
         lengths: tokens of each prompt.
         new_tokens: tokens of the answer, None: unknown.
     """
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     counts_tokens = isinstance(budget.size, int) or budget.counts_generated
     short = new_tokens is None or new_tokens < min(lengths)
     return "liso" if counts_tokens or short else "silo"
@@ -52,7 +52,7 @@ def refuse_budget(scenario: Scenario, budget: Budget, new_tokens: int | None) ->
         )
 
 
-def with_share(options: Options, share: float, new_tokens: int) -> Options:
+def with_share(options: RACCOptions, share: float, new_tokens: int) -> RACCOptions:
     """The options whose alpha keeps so large a share of all tokens, those retrieved (beta) among them.
 
     Raises:

@@ -12,7 +12,7 @@ Scenario = Literal["auto", "liso", "silo", "lilo"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RACCOptions:
     """What a user may set (sections 4.1 to 4.3; where the published code differs from the paper, both are there)."""
 
     # the prompt

@@ -78,22 +78,22 @@ class FourBitKeys:
         lists = lists.view(batch, query_heads, -1)
         weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
-        found = lists.gather(2, order)
-        enough = torch.tensor([math.inf if share == 1 else share for share in p], device=found.device)
-        kept = found.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
-        self.counted += torch.stack([(found >= 0).sum(), (kept >= 0).sum()])
-        return kept
+        ranked_ids = lists.gather(2, order)
+        enough = torch.tensor([math.inf if share == 1 else share for share in p], device=ranked_ids.device)
+        ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
+        self.counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
+        return ids
 
     def top_p_compiled(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on a CPU."""
         batch, query_heads, _, head_dim = query.shape
-        found = torch.empty(batch, query_heads, index.shape[2], dtype=torch.int64)
-        asked = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
-        arrays = asked, self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy(), np.array(p, float)
-        threads = min(torch.get_num_threads(), max(1, found.numel() * head_dim // WORTH_A_THREAD))
-        return found[..., : kernels.top_p(threads, *arrays, found.numpy(), self.counted.numpy())]
+        ids = torch.empty(batch, query_heads, index.shape[2], dtype=torch.int64)
+        scaled = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
+        arrays = scaled, self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy(), np.array(p, float)
+        threads = min(torch.get_num_threads(), max(1, ids.numel() * head_dim // WORTH_A_THREAD))
+        return ids[..., : kernels.top_p(threads, *arrays, ids.numpy(), self.counted.numpy())]
 
     def counts(
         self, row: int, queries: torch.Tensor, length: int, most: int, scaling: float, p: torch.Tensor
@@ -104,15 +104,15 @@ class FourBitKeys:
             queries: [Hq, W, D], the last of the row's `length` tokens, each of which sees those up to its own.
         """
         codes, steps = self.codes[row, :, :length], self.steps[row, :, :length]
-        asked = queries.float().unflatten(0, (codes.shape[0], -1))
-        logits = asked @ restored(codes, steps)[:, None].transpose(2, 3) * scaling
+        grouped = queries.float().unflatten(0, (codes.shape[0], -1))
+        logits = grouped @ restored(codes, steps)[:, None].transpose(2, 3) * scaling
         position = torch.arange(length, device=logits.device)
         logits = logits.masked_fill(position > position[-queries.shape[1] :, None], -torch.inf)
         weights = logits.topk(min(most, length), dim=3).values.double().softmax(dim=3)
         before = (weights.cumsum(dim=3) - weights).flatten(0, 2)
         there = weights.flatten(0, 2) > 0
-        held = torch.searchsorted(before, p.expand(len(before), -1).contiguous())
-        return torch.minimum(held, there.sum(dim=1, keepdim=True)).double().mean(dim=0)
+        smallest = torch.searchsorted(before, p.expand(len(before), -1).contiguous())
+        return torch.minimum(smallest, there.sum(dim=1, keepdim=True)).double().mean(dim=0)
 
 
 def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

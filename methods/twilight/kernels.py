@@ -33,7 +33,7 @@ def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def top_p(threads, query, codes, steps, index, p, found, counted):  # type: ignore[no-untyped-def]
+def top_p(threads, query, codes, steps, index, p, ids, counted):  # type: ignore[no-untyped-def]
     """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so many threads.
 
     Args:
@@ -42,21 +42,21 @@ def top_p(threads, query, codes, steps, index, p, found, counted):  # type: igno
         steps: [B, Hkv, S, 2] float32, the step and the smallest number of each key.
         index: [B, Hs, M] int64 token ids, trailing -1.
         p: [B] float64, of each row.
-        found: [B, Hq, M] int64, written: the largest weight first, trailing -1.
+        ids: [B, Hq, M] int64, written: the largest weight first, trailing -1.
         counted: [2] int64, to which tokens weighed and tokens kept are added.
 
     Returns:
         tokens of the longest list.
     """
-    counts = np.zeros((2, found.shape[0] * found.shape[1]), np.int64)
-    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, found, counts))
+    counts = np.zeros((2, ids.shape[0] * ids.shape[1]), np.int64)
+    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, ids, counts))
     counted[0] += counts[0].sum()
     counted[1] += counts[1].sum()
     return counts[1].max()
 
 
 @jit
-def _top_p(_, claims, query, codes, steps, index, p, found, counts):  # type: ignore[no-untyped-def]
+def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: ignore[no-untyped-def]
     query_heads, count = query.shape[1], index.shape[2]
     weights, order = np.empty(count, np.float32), np.empty(count, np.int32)
     low, high = np.empty(codes.shape[3], np.float32), np.empty(codes.shape[3], np.float32)
@@ -64,29 +64,29 @@ def _top_p(_, claims, query, codes, steps, index, p, found, counts):  # type: ig
     while at < counts.shape[1]:
         row, head = at // query_heads, at % query_heads
         kv_head, tokens = head * codes.shape[1] // query_heads, index[row, head * index.shape[1] // query_heads]
-        own_codes, own_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
+        head_codes, head_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
         for k in range(len(low)):
             low[k], high[k] = query[row, head, 2 * k], query[row, head, 2 * k + 1]
             whole += low[k] + high[k]
-        asked, most = 0, np.float32(-np.inf)
-        while asked < count and tokens[asked] >= 0:
-            token = tokens[asked]
-            coded, total = own_codes[token], np.float32(0)
+        valid, most = 0, np.float32(-np.inf)
+        while valid < count and tokens[valid] >= 0:
+            token = tokens[valid]
+            coded, total = head_codes[token], np.float32(0)
             for k in range(len(low)):
                 total += np.float32(coded[k] & 15) * low[k] + np.float32(coded[k] >> 4) * high[k]
-            weights[asked] = own_steps[token, 0] * total + own_steps[token, 1] * whole
-            most, order[asked] = max(most, weights[asked]), asked
-            asked += 1
-        held = 0.0
-        for i in range(asked):
+            weights[valid] = head_steps[token, 0] * total + head_steps[token, 1] * whole
+            most, order[valid] = max(most, weights[valid]), valid
+            valid += 1
+        mass = 0.0
+        for i in range(valid):
             weights[i] = -np.exp(weights[i] - most)
-            held -= weights[i]
-        sort(weights, order, asked)
-        enough, held, used = p[row] * held, 0.0, 0
-        while used < asked and (p[row] == 1 or held < enough):
-            found[row, head, used] = tokens[order[used]]
-            held -= weights[used]
+            mass -= weights[i]
+        sort(weights, order, valid)
+        enough, mass, used = p[row] * mass, 0.0, 0
+        while used < valid and (p[row] == 1 or mass < enough):
+            ids[row, head, used] = tokens[order[used]]
+            mass -= weights[used]
             used += 1
-        found[row, head, used:] = -1
-        counts[0, at], counts[1, at] = asked, used
+        ids[row, head, used:] = -1
+        counts[0, at], counts[1, at] = valid, used
         at = claim(claims)

@@ -107,8 +107,8 @@ class Twilight(Method):
 
     def report(self) -> dict[str, float]:
         """Share of the proposed tokens that was attended, the mean over query heads, layers and steps; and p."""
-        proposed, kept = map(sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True))
-        return {"kept_share": kept / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
+        proposed, attended = map(sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True))
+        return {"kept_share": attended / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
 
 
 def _times(budget: Budget, factor: int) -> Budget:

@@ -17,7 +17,7 @@ from kvbench.backends.hf.given import (
     check_length,
     check_rows,
     columns,
-    left_padded,
+    lengths_and_offsets,
     refuse_packed,
     shown_tokens,
 )
@@ -99,7 +99,7 @@ class KVCache(WatchedCache):
         self.reset()
 
     def __repr__(self) -> str:
-        return f"KVCache(method={self._name}, budget={self._plan.budget.size}, {_held(self.engine)})"
+        return f"KVCache(method={self._name}, budget={self._plan.budget.size}, {_content(self.engine)})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -200,31 +200,31 @@ class KVCache(WatchedCache):
             check_rows(self.batch_size, len(input_ids))
             self._transcript.check(input_ids)
 
-    def before(self, given: dict[str, Any]) -> dict[str, Any]:
+    def before(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Look at what a forward pass of the model is given; returns what it shall be given.
 
         Raises:
             ValueError: what it is given does not fit what was read.
         """
-        seen, read = self.get_seq_length(), self.engine is not None and self.engine.prefilled
-        name, rows, width, mask = reads = Columns.of(given, seen)
-        tokens = reads.last_tokens(given)
+        past, read = self.get_seq_length(), self.engine is not None and self.engine.prefilled
+        name, rows, width, mask = reads = Columns.of(arguments, past)
+        tokens = reads.last_tokens(arguments)
         check_rows(self.batch_size, rows)
-        check_length(None if read else self.prompt_length, seen + width)
+        check_length(None if read else self.prompt_length, past + width)
         lengths = _lengths_after(self.engine, mask, self.prompt_length, width)
         if self.engine is not None:
-            tokens = shown_tokens(tokens, mask, self._offsets, seen)
+            tokens = shown_tokens(tokens, mask, self._offsets, past)
         if not read:
-            refuse_packed(given.get("position_ids"), mask)
+            refuse_packed(arguments.get("position_ids"), mask)
         if self._stretched:
             rotary.refuse_mixed(self.model, lengths)
         if read and width > 1 and self._question == "decode":
             for at in range(width - 1):
-                self.model(**columns(given, name, at, seen), past_key_values=self, use_cache=True, logits_to_keep=1)
-            given = given | columns(given, name, width - 1, seen)
+                self.model(**columns(arguments, name, at, past), past_key_values=self, use_cache=True, logits_to_keep=1)
+            arguments = arguments | columns(arguments, name, width - 1, past)
         rotary.note(lengths)
-        self.expected, self._tokens = seen + width, tokens
-        return given
+        self.expected, self._tokens = past + width, tokens
+        return arguments
 
     def begin_pass(self) -> None:
         """A forward pass begins.
@@ -265,7 +265,7 @@ class KVCache(WatchedCache):
         ids = _ids_of(query)
         if self.engine is None:
             columns = self.prompt_length or width
-            lengths, self._offsets = left_padded(padding, batch, columns)
+            lengths, self._offsets = lengths_and_offsets(padding, batch, columns)
             self.engine = self._plan.engine(lengths, self._offsets, columns)
             self.engine.windowed = self._windowed
         if self._method.view is not self.engine.view:
@@ -299,7 +299,7 @@ def _ids_of(query: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def _held(engine: Engine | None) -> str:
+def _content(engine: Engine | None) -> str:
     """Tokens of each row that were read, and the bytes that keys and values take."""
     if engine is None or not engine.prefilled:
         return "tokens=[], bytes=0" if engine is None else "in the prompt"
@@ -310,5 +310,5 @@ def _held(engine: Engine | None) -> str:
 def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int) -> list[int]:
     """Tokens of each row once the next `width` columns are read; in a prompt, once all of it is."""
     if engine is None:
-        return left_padded(mask, 1, prompt or width)[0]
+        return lengths_and_offsets(mask, 1, prompt or width)[0]
     return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]

@@ -21,7 +21,7 @@ from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.backends.hf.rotary import angles_of
 from kvbench.engine.engine import Engine
-from kvbench.engine.together import Together
+from kvbench.engine.together import EngineGroup
 from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
@@ -32,7 +32,7 @@ Draw = Callable[[torch.Tensor], torch.Tensor]  # from logits [B, vocabulary] to 
 class EngineCache(CountingCache):
     """The measured loop's cache: that loop itself says which phase each forward pass belongs to."""
 
-    def __init__(self, engine: Engine | Together) -> None:
+    def __init__(self, engine: Engine | EngineGroup) -> None:
         super().__init__(engine.shape.layers, windows_of(engine))
         self.engine, self.scaling = engine, engine.shape.scaling
         if engine.prefilled:
@@ -43,7 +43,7 @@ class EngineCache(CountingCache):
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
 
 
-def windows_of(engine: Engine | Together) -> Mapping[int, Any]:
+def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
     """The layers with a window of a generation, by their index; new ones where it has none yet."""
     engine.windowed = engine.windowed or windowed_layers(engine.shape.windows)
     return engine.windowed
@@ -79,7 +79,7 @@ class Stops:
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionTokens:
     """What follows the prompts and is read through what the method has made of these.
 
     Attributes:
@@ -96,7 +96,7 @@ class Question:
 
 
 class Choice:
-    """What the new tokens are: the likeliest, drawn ones, or those given.
+    """What the new tokens are: the likeliest, drawn ones, or forced ones.
 
     Args:
         draw: draws every new token, fresh for one generation.
@@ -104,17 +104,21 @@ class Choice:
             else.
     """
 
-    def __init__(self, draw: Draw | None = None, given: Sequence[Sequence[int]] | None = None) -> None:
-        self.draw, self._lengths = draw, None if given is None else list(map(len, given))
-        self._given = None if given is None else pad_sequence([torch.tensor(row) for row in given], batch_first=True)
+    def __init__(self, draw: Draw | None = None, forced_tokens: Sequence[Sequence[int]] | None = None) -> None:
+        self.draw, self._lengths = draw, None if forced_tokens is None else list(map(len, forced_tokens))
+        self._forced_tokens = (
+            None
+            if forced_tokens is None
+            else pad_sequence([torch.tensor(row) for row in forced_tokens], batch_first=True)
+        )
 
     def first(self, tokens: torch.Tensor) -> torch.Tensor:
         """The first ones, [B], where those of the prefill are `tokens`."""
-        return tokens if self._given is None else self._given[:, 0]
+        return tokens if self._forced_tokens is None else self._forced_tokens[:, 0]
 
     def __call__(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """Those of a decode step, [B] on the CPU, of its logits [B, vocabulary]."""
-        return chosen_tokens(logits, draw=self.draw) if self._given is None else self._given[:, step]
+        return chosen_tokens(logits, draw=self.draw) if self._forced_tokens is None else self._forced_tokens[:, step]
 
     def goes_on(self, row: int, tokens: Sequence[int], stops: Stops) -> bool:
         """Whether a row that has these new tokens generates another."""
@@ -192,7 +196,7 @@ class Decoding:
     ) -> None:
         self.engine, self._most, self._stops, self._watch = engine, max_new_tokens, stops, watch
         self._choice, self._question = choice or Choice(), list(question)
-        self.made: list[list[int]] = [[] for _ in tokens]
+        self.generated: list[list[int]] = [[] for _ in tokens]
         self.active, self.steps = [True] * len(tokens), 0
         self.tokens = self._question[0] if self._question else self._choice.first(tokens)
         if not self._question:
@@ -243,8 +247,8 @@ class Decoding:
     def _add(self, tokens: torch.Tensor) -> None:
         for row, token in enumerate(tokens.tolist()):
             if self.active[row]:
-                self.made[row].append(token)
-                self.active[row] = self._choice.goes_on(row, self.made[row], self._stops)
+                self.generated[row].append(token)
+                self.active[row] = self._choice.goes_on(row, self.generated[row], self._stops)
 
 
 @torch.inference_mode()
@@ -254,7 +258,7 @@ def begin(
     prefilled: Lender,
     *,
     choice: Choice | None = None,
-    question: Question = Question(),
+    question: QuestionTokens = QuestionTokens(),
     **ends: Any,
 ) -> Decoding:
     """A generation that begins from a prefill of its prompts, with a question that is read at once read.
@@ -269,7 +273,9 @@ def begin(
     return _reading(model, engine, prefilled.first_tokens(draw), question, choice=choice, **ends)
 
 
-def _reading(model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: Question, **ends: Any) -> Decoding:
+def _reading(
+    model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: QuestionTokens, **ends: Any
+) -> Decoding:
     """The generation of an engine that has read its prompts: `tokens` come first where nothing is asked."""
     if question.at_once and len(question) > 1:
         logits = turn_logits(model, torch.tensor(question.rows), EngineCache(engine))
@@ -288,7 +294,7 @@ def generate(
     stops: Stops = Stops(),
     choice: Choice | None = None,
     prefill_chunk: int | None = None,
-    question: Question = Question(),
+    question: QuestionTokens = QuestionTokens(),
     prefilled: Lender | None = None,
     watch: Callable[[torch.Tensor], object] | None = None,
     warmup: int = 0,
@@ -327,7 +333,7 @@ def generate(
         else:
             decoding = begin(model, engine, prefilled, question=question, **ends)
     start += _read_question(model, decoding, cache)
-    generation = Generation(decoding.made, time.perf_counter() - start, shared_prefill=prefilled is not None)
+    generation = Generation(decoding.generated, time.perf_counter() - start, shared_prefill=prefilled is not None)
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
     while not decoding.over:
         logits, took = _step(model, decoding, cache)
@@ -392,7 +398,7 @@ def prefill_logits(
         for column in range(0, ids.shape[1], chunk or ids.shape[1]):
             part = ids[:, column : column + (chunk or ids.shape[1])]
             end = column + part.shape[1]
-            ending = [row for row, own in enumerate(ends) if column < own <= end]
+            ending = [row for row, row_end in enumerate(ends) if column < row_end <= end]
             columns = sorted({ends[row] - 1 - column for row in ending})
             engine.start_chunk(part)
             first, length = uploaded(torch.tensor([engine.offsets, [*engine.shape.lengths]]), ids.device)[..., None]

@@ -15,7 +15,7 @@ UNPADDED = (
 )
 
 
-def left_padded(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
+def lengths_and_offsets(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
     if padding is None:
         return [columns] * batch, [0] * batch
@@ -39,14 +39,14 @@ def check_length(length: int | None, columns: int, ended: bool = False) -> None:
         raise ConfigError(f"prompt_length={length}: the prompt has {columns} columns{more}; expected those")
 
 
-def check_rows(held: int, rows: int) -> None:
+def check_rows(cached_rows: int, rows: int) -> None:
     """Whether a cache that holds so many rows, -1 before the first, may read so many.
 
     Raises:
         ValueError: it may not.
     """
-    if held not in (-1, rows):
-        raise ValueError(f"this KVCache holds {held} rows and is given {rows}: take a new one")
+    if cached_rows not in (-1, rows):
+        raise ValueError(f"this KVCache holds {cached_rows} rows and is given {rows}: take a new one")
 
 
 class Columns(NamedTuple):
@@ -64,29 +64,29 @@ class Columns(NamedTuple):
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], seen: int) -> Columns:
-        """Of a pass after `seen` columns.
+    def of(cls, arguments: Mapping[str, Any], past: int) -> Columns:
+        """Of a pass after `past` columns.
 
         Raises:
             ValueError: its mask is no 2D one of all columns, those seen among them.
         """
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        (rows, width), mask = given[name].shape[:2], given.get("attention_mask")
+        name = "input_ids" if arguments.get("input_ids") is not None else "inputs_embeds"
+        (rows, width), mask = arguments[name].shape[:2], arguments.get("attention_mask")
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        if mask is not None and shape != [rows, seen + width]:
+        if mask is not None and shape != [rows, past + width]:
             raise ValueError(
-                f"attention_mask={shape}: this KVCache has read {seen} tokens and is given {width}, so expected "
-                f"[{rows}, {seen + width}]; a KVCache serves one conversation at a time"
+                f"attention_mask={shape}: this KVCache has read {past} tokens and is given {width}, so expected "
+                f"[{rows}, {past + width}]; a KVCache serves one conversation at a time"
             )
         return cls(name, rows, width, mask)
 
-    def last_tokens(self, given: Mapping[str, Any]) -> torch.Tensor:
+    def last_tokens(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The token ids of the last column, [rows]; -1 of embeddings."""
-        ids: torch.Tensor | None = given.get("input_ids")
+        ids: torch.Tensor | None = arguments.get("input_ids")
         return torch.full((self.rows,), -1) if ids is None else ids[:, -1]
 
 
-def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Sequence[int], seen: int) -> torch.Tensor:
+def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Sequence[int], past: int) -> torch.Tensor:
     """Tokens [B] on the CPU, and with them, as a GPU makes the host wait for each, a look at the mask of their pass.
 
     Raises:
@@ -101,7 +101,7 @@ def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Seque
         both = torch.cat([tokens, fits.to(tokens).view(1)]).cpu()
         tokens, fits = both[:-1], both[-1]
     if not fits:
-        _refuse_mask(_misfits(mask, offsets), offsets, seen)
+        _refuse_mask(_misfits(mask, offsets), offsets, past)
     return tokens.cpu()
 
 
@@ -111,12 +111,12 @@ def _misfits(mask: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
     return (mask == 0) != (torch.arange(mask.shape[1], device=mask.device) < first)
 
 
-def _refuse_mask(misfits: torch.Tensor, offsets: Sequence[int], seen: int) -> NoReturn:
+def _refuse_mask(misfits: torch.Tensor, offsets: Sequence[int], past: int) -> NoReturn:
     row, column = misfits.nonzero()[0].tolist()
     if column < offsets[row]:
         raise ValueError(f"attention_mask: {UNPADDED}")
     where = f"attention_mask: hides column {column} of row {row}"
-    if column >= seen:
+    if column >= past:
         raise ValueError(
             f"{where}, a new token, as where a later turn was padded; expected turns of one length, or a KVCache for "
             "each row, and ones for a row that has ended"
@@ -148,11 +148,11 @@ def refuse_packed(positions: torch.Tensor | None, mask: torch.Tensor | None) -> 
         )
 
 
-def columns(given: dict[str, Any], name: str, at: int, seen: int) -> dict[str, Any]:
-    """What a forward pass was given of its token `at` alone, after `seen` tokens read before it."""
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+def columns(arguments: dict[str, Any], name: str, at: int, past: int) -> dict[str, Any]:
+    """What a forward pass was given of its token `at` alone, after `past` tokens read before it."""
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     return {
-        name: given[name][:, at : at + 1],
-        "attention_mask": None if mask is None else mask[:, : seen + at + 1],
+        name: arguments[name][:, at : at + 1],
+        "attention_mask": None if mask is None else mask[:, : past + at + 1],
         "position_ids": None if positions is None else positions[..., at : at + 1],
     }

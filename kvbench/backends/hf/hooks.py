@@ -74,7 +74,7 @@ class CountingLayer(CacheLayerMixin):
 
     def __init__(self, owner: CountingCache, layer: int) -> None:
         super().__init__()
-        self.owner, self.layer, self.seen = owner, layer, 0
+        self.owner, self.layer, self.counted = owner, layer, 0
         self.is_initialized = True
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
@@ -87,16 +87,16 @@ class CountingLayer(CacheLayerMixin):
             self.owner.refuse_strange_model()
         if self.layer == self.owner.first:
             self.owner.begin_pass()
-        self.seen += key_states.shape[-2]
+        self.counted += key_states.shape[-2]
         mailbox.call = Call(self.owner, self.layer, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
-        return self.seen
+        return self.counted
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         mailbox.masking = True
-        return self.seen + query_length, 0
+        return self.counted + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -105,7 +105,7 @@ class CountingLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.seen = 0
+        self.counted = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
@@ -126,11 +126,11 @@ class WindowedLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
         assert self.keys is not None and self.values is not None
         if key_states.shape[-2] > 1:  # a part of a prompt would stay in memory whole
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        return seen
+        return states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         mailbox.masking = False
@@ -176,7 +176,7 @@ class CountingCache(Cache):
         """So many tokens of every row are there without a pass through this cache; fewer than none: taken back."""
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
-                layer.seen += tokens
+                layer.counted += tokens
 
     def begin_pass(self) -> None:
         """A forward pass begins; nothing of it is counted yet."""
@@ -270,18 +270,18 @@ def _with_parts(config: Any) -> Iterator[Any]:
             yield from _with_parts(part)
 
 
-def _own_name(config: Any) -> str | None:
+def _switched_name(config: Any) -> str | None:
     """The attention that a switched config asks for by itself; None: kvbench's, or none is switched."""
     switched = _switched.get(id(config))
     return None if switched is None or switched.name == NAME else switched.name
 
 
-def _own_attention(module: Any, given: Mapping[str, Any]) -> Callable[..., Any]:
+def _model_attention(module: Any, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """What computes a call that no cache of kvbench's has a part in."""
-    name = _own_name(getattr(module, "config", None))
+    name = _switched_name(getattr(module, "config", None))
     if name is not None:
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, beside(module, "eager_attention_forward"))
-    return sdpa_attention_forward if given.get("s_aux") is None else _eager_attention
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, module_function(module, "eager_attention_forward"))
+    return sdpa_attention_forward if arguments.get("s_aux") is None else _eager_attention
 
 
 # -- a layer's attention and its mask ----------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     note, mailbox.call = mailbox.call, None
     if note is None:
-        return _own_attention(module, kwargs)(module, query, key, value, attention_mask, **kwargs)
+        return _model_attention(module, kwargs)(module, query, key, value, attention_mask, **kwargs)
     cache = note.cache
     if not cache.belongs_to(module):
         cache.refuse_strange_model()
@@ -318,19 +318,19 @@ def _unfit(
     mask: torch.Tensor | None,
     note: Call,
     scaling: float,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why kvbench would compute a call of a layer's attention wrong."""
     if note.layer != module.layer_idx:
         yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
-    if given.get("dropout"):
-        yield f"its attention leaves weights out at random (dropout={given['dropout']}); expected model.eval()"
+    if arguments.get("dropout"):
+        yield f"its attention leaves weights out at random (dropout={arguments['dropout']}); expected model.eval()"
     for name in ("softcap", "position_bias"):
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             yield f"its attention has a {name}, which kvbench does not compute"
     if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding, or `_HIDES`
         yield "it gives its attention a mask of its own, or of a window that its config does not tell"
-    causal = given.get("is_causal")  # what the call says goes before what the module says, as in sdpa
+    causal = arguments.get("is_causal")  # what the call says goes before what the module says, as in sdpa
     if not getattr(module, "is_causal", True) if causal is None else not causal and query.shape[2] > 1:
         yield "its attention looks ahead (is_causal=False)"
     if not (_same(key, note.key) and _same(value, note.value)):
@@ -342,9 +342,9 @@ def _unfit(
         yield f"its attention is scaled by {scaling:.6g} in layer {note.layer}, by {note.cache.scaling:.6g} elsewhere"
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold the same; of most models they are one."""
-    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
+    return first.shape == second.shape and (first.data_ptr() == second.data_ptr() or torch.equal(first, second))
 
 
 def _eager_attention(
@@ -362,7 +362,7 @@ def _eager_attention(
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
         )
-    return beside(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
+    return module_function(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -373,11 +373,11 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
     """
     ours, mailbox.masking = mailbox.masking, False
     if not ours:
-        own = _own_name(kwargs.get("config"))
-        if own is None:
+        switched_name = _switched_name(kwargs.get("config"))
+        if switched_name is None:
             return sdpa_mask(attention_mask=attention_mask, **kwargs)
         masks = ALL_MASK_ATTENTION_FUNCTIONS
-        return masks[own](attention_mask=attention_mask, **kwargs) if own in masks else None
+        return masks[switched_name](attention_mask=attention_mask, **kwargs) if switched_name in masks else None
     if (window := kwargs.get("local_size")) is not None and window < kwargs["kv_length"]:
         return _HIDES  # some models make one that no layer is given
     if not _is_causal(attention_mask, **kwargs):
@@ -398,11 +398,11 @@ def _is_causal(attention_mask: torch.Tensor | None, **kwargs: Any) -> bool:
     if kwargs.get("allow_is_causal_skip") or kwargs.get("mask_function") is causal_mask_function:
         return True  # nothing was added to it: what is, forbids to leave it out
     full = {"attention_mask": attention_mask, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    asked = sdpa_mask(**kwargs | full)
-    return torch.equal(asked, sdpa_mask(**kwargs | full | {"mask_function": causal_mask_function, "use_vmap": False}))
+    mask = sdpa_mask(**kwargs | full)
+    return torch.equal(mask, sdpa_mask(**kwargs | full | {"mask_function": causal_mask_function, "use_vmap": False}))
 
 
-def beside(module: torch.nn.Module, name: str) -> Any:
+def module_function(module: torch.nn.Module, name: str) -> Any:
     """A function of the file that has the module's class, or the one of which that is a kind; None: they have none."""
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
     return next((getattr(file, name) for file in files if hasattr(file, name)), None)

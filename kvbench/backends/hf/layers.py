@@ -41,11 +41,11 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     reading = _Reading(config.num_hidden_layers)
     token = next(token for token in (3, 4) if token != config.pad_token_id)  # whose embedding may be zero
     ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
-    given = {} if position is None else {"position_ids": torch.full_like(ids, position)}
+    arguments = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     begin_attending(model)
     try:
         # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
-        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **given)
+        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **arguments)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -74,8 +74,8 @@ def reading_of(model: PreTrainedModel) -> _Reading:
         ConfigError: as there.
     """
     modules = [id(module) for module in model.modules()]
-    known, reading = _read.get(model, ([], None))
-    if reading is None or known != modules:
+    cached_modules, reading = _read.get(model, ([], None))
+    if reading is None or cached_modules != modules:
         reading = read_token(model)
         _read[model] = modules, reading
     return reading

@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from kvbench.backends.hf import spread
 from kvbench.backends.hf.hooks import NAME
-from kvbench.backends.hf.model import refuse_own_attention, use_kvbench_attention
+from kvbench.backends.hf.model import refuse_custom_attention, use_kvbench_attention
 from kvbench.config import ConfigError, first_line
 from kvbench.models import gguf, hub
 from kvbench.models.digests import fingerprint
@@ -177,14 +177,14 @@ def _random(
     seed: int,
     try_out: Callable[[PreTrainedTokenizerBase], None],
 ) -> Loaded:
-    own, name = copy.deepcopy(dict(shape)), source.name
-    if own["vocab_size"] < BYTE_VOCABULARY:
-        raise ConfigError(f"model.config.vocab_size={own['vocab_size']}: bytes need {BYTE_VOCABULARY} or more")
+    values, name = copy.deepcopy(dict(shape)), source.name
+    if values["vocab_size"] < BYTE_VOCABULARY:
+        raise ConfigError(f"model.config.vocab_size={values['vocab_size']}: bytes need {BYTE_VOCABULARY} or more")
     tokenizer = byte_tokenizer()
     # A shape's own special ids belong to a vocabulary that is not here.
-    own |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    values |= {f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")}
     with _shape_explained(name):
-        model_config = AutoConfig.for_model(**own)
+        model_config = AutoConfig.for_model(**values)
     _refuse_unsupported(model_config, name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on the host.
@@ -202,7 +202,7 @@ def _refuse_unsupported(model_config: PreTrainedConfig, name: str) -> None:
     refuse_unsupported(model_config.to_dict(), name)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if isinstance(kind, type):
-        refuse_own_attention(kind, name)
+        refuse_custom_attention(kind, name)
 
 
 @contextlib.contextmanager
@@ -270,7 +270,7 @@ def _pretrained(
 ) -> Loaded:
     described = describe(source, path, try_out)
     with _explained(path):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             described.where_from,
             config=described.config,
             dtype=dtype,
@@ -279,46 +279,48 @@ def _pretrained(
             ignore_mismatched_sizes=True,
             **described.settings,
         )
-    _refuse_random_weights(found, path)
-    _refuse_left_out(found, model, path)
+    _refuse_random_weights(loading_info, path)
+    _refuse_unread(loading_info, model, path)
     if getattr(described.config, "quantization_config", None) is None:
         with _explained(path):
             _refuse_whole_numbers(source.folder or _snapshot(path), model, path)
     return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
 
-def _refuse_random_weights(found: Mapping[str, Any], path: str, shape: str = "config.json") -> None:
+def _refuse_random_weights(loading_info: Mapping[str, Any], path: str, shape: str = "config.json") -> None:
     """Refuse weights that are not those of config.json, in whose place transformers goes on with random ones.
 
     Args:
-        found: transformers' `output_loading_info`.
+        loading_info: transformers' `output_loading_info`.
         path: what messages call the model.
         shape: which weights there are.
     """
-    for name, there, wanted in sorted(map(tuple, found["mismatched_keys"])):
+    for name, there, expected in sorted(map(tuple, loading_info["mismatched_keys"])):
         raise ConfigError(
-            f"model.path={path}: {name} has the shape {list(there)} where {shape} makes it {list(wanted)}"
+            f"model.path={path}: {name} has the shape {list(there)} where {shape} makes it {list(expected)}"
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"model.path={path}: its weights are without {missing[0]}{more}, which are in {shape}")
 
 
-def _refuse_left_out(found: Mapping[str, Any], model: PreTrainedModel, path: str) -> None:
+def _refuse_unread(loading_info: Mapping[str, Any], model: PreTrainedModel, path: str) -> None:
     """Refuse weights that belong to what config.json has: of layers after its last, or of a part whose others are read.
 
     Weights of other parts, such as a head, or layers for predicting several tokens, are nobody's loss.
 
     Args:
-        found, path: as of `_refuse_random_weights`.
+        loading_info, path: as of `_refuse_random_weights`.
     """
     parts = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    left = sorted(
-        name for name in found["unexpected_keys"] if (part := name.rpartition(".")[0]) in parts or _first(part) in parts
+    unread = sorted(
+        name
+        for name in loading_info["unexpected_keys"]
+        if (part := name.rpartition(".")[0]) in parts or _first(part) in parts
     )
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise ConfigError(f"model.path={path}: its weights hold {left[0]}{more}, for which config.json has no place")
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise ConfigError(f"model.path={path}: its weights hold {unread[0]}{more}, for which config.json has no place")
 
 
 def _refuse_whole_numbers(folder: Path, model: PreTrainedModel, path: str) -> None:
@@ -326,7 +328,7 @@ def _refuse_whole_numbers(folder: Path, model: PreTrainedModel, path: str) -> No
 
     Args:
         folder: of the files; what of them the model has no weight for is passed over.
-        model, path: as of `_refuse_left_out`.
+        model, path: as of `_refuse_unread`.
     """
     prefix = f"{model.base_model_prefix}."
     names = {
@@ -385,7 +387,7 @@ def read_gguf(
             with tokenizing(str(file)):
                 try_out(tokenizer)
             quantised = GgufConfig(gguf_file=file.name, dequantize=True)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 **where_from, config=config, quantization_config=quantised, dtype=dtype, output_loading_info=True
             )
             read = _tensors_read(model, header.arch)
@@ -395,7 +397,7 @@ def read_gguf(
         raise
     except Exception as error:  # whatever a damaged file makes of the parser
         raise ConfigError(f"model.path={file}: cannot be read as GGUF: {first_line(error)}") from error
-    _refuse_random_weights(found, str(file), "the file's keys")
+    _refuse_random_weights(loading_info, str(file), "the file's keys")
     gguf.refuse_unread(header, read)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it is not any more, and could not be saved
@@ -409,13 +411,13 @@ def _read_once() -> Iterator[None]:
     """
     import gguf as package
 
-    own = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    originals = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        for name, function in own.items():
+        for name, function in originals.items():
             setattr(package, name, functools.cache(function))
         yield
     finally:
-        for name, function in own.items():
+        for name, function in originals.items():
             setattr(package, name, function)
 
 
@@ -455,14 +457,14 @@ def _explained(path: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Keep compiled code, which panics in several lines of its own, from writing to stderr."""
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
 
 
 TEXT = "The year is 1984:\n\té, 北京 🙂"  # letters, digits, marks, spaces, and characters of several bytes
@@ -527,16 +529,16 @@ def device_of(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        wanted = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device}: no such device; expected auto, cpu, cuda or cuda:N") from error
-    if wanted.type == "cuda":
+    if parsed.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu or device=auto")
-        if (wanted.index or 0) >= count:
+        if (parsed.index or 0) >= count:
             raise ConfigError(f"device={device}: expected cuda:N with N below {count}, the devices torch sees here")
-    return wanted
+    return parsed
 
 
 def dtype_of(dtype: str, device: torch.device) -> torch.dtype:

@@ -64,7 +64,7 @@ def make_ready(model: PreTrainedModel) -> None:
     refuse_compiled_layers(model)
     refuse_training(model)
     refuse_unsupported(model.config.to_dict(), name)
-    refuse_own_attention(type(model), name)
+    refuse_custom_attention(type(model), name)
     devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(devices) > 1 and (away := sorted(devices & {"cpu", "disk"})):
         raise ConfigError(
@@ -80,8 +80,8 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     Raises:
         ConfigError: names the model.
     """
-    made = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
-    if made or hasattr(model.forward, "_torchdynamo_orig_callable") or torch.compiler.is_compiling():
+    compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    if compiled or hasattr(model.forward, "_torchdynamo_orig_callable") or torch.compiler.is_compiling():
         _say_compiled(type(getattr(model, "_orig_mod", model)).__name__)
 
 
@@ -97,8 +97,8 @@ def refuse_compiled_layers(model: torch.nn.Module) -> None:
         ConfigError: names the model.
     """
     for part in model.modules():
-        made = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-        if made and any(hasattr(inner, "layer_idx") for inner in part.modules()):
+        compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        if compiled and any(hasattr(inner, "layer_idx") for inner in part.modules()):
             _say_compiled(f"{type(model).__name__}, its {type(getattr(part, '_orig_mod', part)).__name__}")
 
 
@@ -115,7 +115,7 @@ def refuse_training(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_own_attention(kind: type[PreTrainedModel], name: str) -> None:
+def refuse_custom_attention(kind: type[PreTrainedModel], name: str) -> None:
     """Refuse a class of models that computes attention in a way of its own.
 
     Raises:
@@ -163,7 +163,9 @@ class EnginePlan:
         make_ready(model)
         dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
         shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
-        more = needed(model, shape, method, budget, kv, tokenizer) | {"head_scores": head_scores_of(model, method)}
+        more = engine_requirements(model, shape, method, budget, kv, tokenizer) | {
+            "head_scores": head_scores_of(model, method)
+        }
         executor(settings["attention"], shape, kv)
         return cls(model, method, budget, tokenizer, shape, dense, {**settings, **more})
 
@@ -174,8 +176,8 @@ class EnginePlan:
 
     def engine(self, lengths: Sequence[int], offsets: Sequence[int], columns: int) -> Engine:
         """An engine for prompts of these lengths; `offsets`, `columns`: as of `Engine`."""
-        own = self.model, lengths, self.method, self.budget, self.dense_layers, self.tokenizer
-        return engine_for(*own, offsets=offsets, columns=columns, **self.settings)
+        arguments = self.model, lengths, self.method, self.budget, self.dense_layers, self.tokenizer
+        return engine_for(*arguments, offsets=offsets, columns=columns, **self.settings)
 
     def refuse_assisted(self, question: str) -> None:
         """Refuse assisted decoding where tokens cannot be taken back, or some logits of a turn are missing.
@@ -217,7 +219,7 @@ def engine_for(
     """
     shape = shape_of(model, lengths, dense_layers, model.dtype, model.device)
     if "rotary" not in settings:
-        settings |= needed(model, shape, method, budget, settings.get("kv", NATIVE), tokenizer)
+        settings |= engine_requirements(model, shape, method, budget, settings.get("kv", NATIVE), tokenizer)
     rotary.refuse_recomputed(model, lengths, settings.get("new_tokens") or 0)
     if method.needs.token_text:
         settings["pieces"] = vocabulary_text(tokenizer)
@@ -241,7 +243,7 @@ def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
     return weight.T.unflatten(0, (-1, head_dim))
 
 
-def needed(
+def engine_requirements(
     model: PreTrainedModel,
     shape: Shape,
     method: Method,
@@ -265,11 +267,11 @@ def needed(
         raise ConfigError(reason)
     if needs.token_text and tokenizer is None:
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")
-    found: dict[str, Any] = {"rotary": None, "template": template_of(tokenizer, name) if needs.prefix else None}
+    requirements: dict[str, Any] = {"rotary": None, "template": template_of(tokenizer, name) if needs.prefix else None}
     if needs.positions == "cache" or needs.rotation:
         instead = "positions=original" if needs.positions == "cache" else "another method"
-        found["rotary"] = RotaryOf(model, shape.sparse_layers, instead)
-    return found
+        requirements["rotary"] = RotaryOf(model, shape.sparse_layers, instead)
+    return requirements
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -297,16 +299,16 @@ def head_scores_of(model: PreTrainedModel, method: Method) -> HeadScores | None:
     Raises:
         ConfigError: there are none, or those of the file are of another model.
     """
-    asked, path = method.needs.head_scores, model.config._name_or_path
-    if asked is None:
+    source, path = method.needs.head_scores, model.config._name_or_path
+    if source is None:
         return None
     if path:
-        found = heads.calibration_of(hub.ModelSource(Path(path).name, path, ()), asked, f"model.path={path}")
+        calibration = heads.calibration_of(hub.ModelSource(Path(path).name, path, ()), source, f"model.path={path}")
     else:  # made of a config, and not read from files
-        found = None if asked == heads.AUTO else heads.read(Path(asked).expanduser())
-    if found is None:
+        calibration = None if source == heads.AUTO else heads.read(Path(source).expanduser())
+    if calibration is None:
         raise ConfigError("heads=auto: the model is not from a file; give heads=FILE of kvbench calibrate")
-    return found.scores
+    return calibration.scores
 
 
 def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, Any], str]:

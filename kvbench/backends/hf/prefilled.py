@@ -76,24 +76,24 @@ class Prefilled:
         self._capacity = engine.capacity
         self.reference: list[torch.Tensor] | None = None
         self._lent: list[LayerStore] = []
-        self.again, self._kept = False, dict[object, Engine]()
+        self.again, self._begun_engines = False, dict[object, Engine]()
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds: keys and values, and what methods are shown beside them."""
-        parts = [part for one in self._sealed.values() for part in (one.key, one.value)]
+        parts = [part for entry in self._sealed.values() for part in (entry.key, entry.value)]
         parts += [prompt.queries for prompt in self._prompts.values()]
         parts += [prompt.attention_sums for prompt in self._prompts.values() if prompt.attention_sums is not None]
-        shown = (one for layers in self._replays.values() for passes in layers.values() for one in passes)
-        return sum(part.nbytes for part in parts) + sum(one.queries.nbytes + one.keys.nbytes for one in shown)
+        shown = (entry for layers in self._replays.values() for passes in layers.values() for entry in passes)
+        return sum(part.nbytes for part in parts) + sum(entry.queries.nbytes + entry.keys.nbytes for entry in shown)
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
         return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
 
-    def has_kept(self, owner: object) -> bool:
+    def has_begun(self, owner: object) -> bool:
         """Whether an engine of this owner has begun here, and a copy of it is kept."""
-        return owner in self._kept
+        return owner in self._begun_engines
 
     @torch.inference_mode()
     def engine(self, owner: object, make: Callable[[], Engine]) -> Engine:
@@ -103,12 +103,12 @@ class Prefilled:
             ConfigError: more will be asked, and the method cannot be copied.
             ValueError: as `lend`.
         """
-        engine = self._kept.pop(owner, None)
+        engine = self._begun_engines.pop(owner, None)
         if engine is None:
             self.lend(engine := make())
         if self.again:
             try:
-                self._kept[owner] = copy.deepcopy(engine)
+                self._begun_engines[owner] = copy.deepcopy(engine)
             except TypeError as error:
                 raise ConfigError(
                     f"{type(engine.method).__name__}: several questions about one context need a copy of what the "
@@ -128,14 +128,14 @@ class Prefilled:
             raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
         if engine.capacity > self._capacity:
             raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
-        prompts = {layer: self._seen_by(engine.method, layer, prompt) for layer, prompt in self._prompts.items()}
+        prompts = {layer: self._shown_to(engine.method, layer, prompt) for layer, prompt in self._prompts.items()}
         similar = engine.method.needs.layer_similarity
         if similar and self._similarity is None:
             raise ValueError(RECORDED_LESS)
         for store in self._lent:
             store.close()
         self._lent = []
-        sealed = self._own()
+        sealed = self._prompt_memory()
         for layer, prompt in prompts.items():
             store = engine.adopt(layer, sealed.pop(layer), prompt)
             if self._original is None:
@@ -149,24 +149,25 @@ class Prefilled:
         """From now on the engines that begin here may all go on, each with tokens of its own after the prompt."""
         if self._original is not None:
             return
-        self._original = Original([part for one in self._sealed.values() for part in (one.key, one.value)])
+        self._original = Original([part for sealed in self._sealed.values() for part in (sealed.key, sealed.value)])
         # What lies in the original needs its own memory no more.
         for layer, prompt in self._prompts.items():
             self._prompts[layer] = replace(prompt, keys=prompt.keys.to("meta"), values=prompt.values.to("meta"))
-        for layer, one in self._sealed.items():
-            self._sealed[layer] = one._replace(key=one.key.to("meta"), value=one.value.to("meta"))
+        for layer, sealed in self._sealed.items():
+            self._sealed[layer] = sealed._replace(key=sealed.key.to("meta"), value=sealed.value.to("meta"))
 
-    def _own(self) -> dict[int, Sealed]:
+    def _prompt_memory(self) -> dict[int, Sealed]:
         """The prompt of each layer in the memory that an engine shall have."""
         if self._original is None:
             return dict(self._sealed)
         parts = self._original.copy()
         pairs = zip(parts[::2], parts[1::2], strict=True)
         return {
-            layer: Sealed(*pair, one.lengths) for pair, (layer, one) in zip(pairs, self._sealed.items(), strict=True)
+            layer: Sealed(*pair, sealed.lengths)
+            for pair, (layer, sealed) in zip(pairs, self._sealed.items(), strict=True)
         }
 
-    def _seen_by(self, method: Method, layer: int, prompt: Prompt) -> Prompt:
+    def _shown_to(self, method: Method, layer: int, prompt: Prompt) -> Prompt:
         window, replay = min(method.needs.query_window, max(prompt.lengths)), method.needs.replay
         if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
             raise ValueError(RECORDED_LESS)

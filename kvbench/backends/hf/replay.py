@@ -40,7 +40,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase | None, name: str) -> Templat
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id in raw_ids("", tokenizer) else None
     if not tokenizer.chat_template:
         return Template(encode, bos=bos)
-    wrapped = [chat_text(one, tokenizer) for one in TEXTS]
+    wrapped = [chat_text(content, tokenizer) for content in TEXTS]
     header = commonprefix([encode(text) for text in wrapped])
     return Template(encode, tuple(header), tuple(encode(wrapped[0].rpartition(TEXTS[0])[2])), bos)
 
@@ -58,25 +58,29 @@ def read_again(model: PreTrainedModel, engine: Engine) -> None:
     if min(map(min, rows)) < 0:
         raise ConfigError(f"inputs_embeds: {type(engine.method).__name__} reads prompts again; expected input_ids")
     with engine.spans("replay"):
-        found = replayed(model, engine, template.passes(rows, replay))
-    engine.begin_layers(found)
+        replays = replayed(model, engine, template.passes(rows, replay))
+    engine.begin_layers(replays)
 
 
 def replayed(model: PreTrainedModel, engine: Engine, passes: Iterable[Pass]) -> dict[int, tuple[Replayed, ...]]:
     """What passes over prompts, all of which are in the engine's stores, show of each layer with full attention."""
-    found: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
-    for one in passes:
-        cache, norms, length = ReplayCache(engine, one.row), dict[int, torch.Tensor](), engine.shape.lengths[one.row]
-        end, offset = cache.get_seq_length() + len(one.ids), engine.offsets[one.row]
-        ids = torch.tensor([one.ids], device=model.device)
-        positions = torch.arange(length, length + len(one.ids), device=ids.device)[None]
+    by_layer: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
+    for replay_pass in passes:
+        cache, norms, length = (
+            ReplayCache(engine, replay_pass.row),
+            dict[int, torch.Tensor](),
+            engine.shape.lengths[replay_pass.row],
+        )
+        end, offset = cache.get_seq_length() + len(replay_pass.ids), engine.offsets[replay_pass.row]
+        ids = torch.tensor([replay_pass.ids], device=model.device)
+        positions = torch.arange(length, length + len(replay_pass.ids), device=ids.device)[None]
         padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None
-        given = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
-        with _norms_noted(model, norms), angles_of([length + len(one.ids)]):
-            model.base_model(**given, past_key_values=cache, use_cache=True)  # its head is not asked
-        for layer, (query, key) in cache.seen.items():
-            found[layer].append(Replayed(*one[:3], query[0], key[0], norms[layer]))
-    return {layer: tuple(shown) for layer, shown in found.items()}
+        arguments = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
+        with _norms_noted(model, norms), angles_of([length + len(replay_pass.ids)]):
+            model.base_model(**arguments, past_key_values=cache, use_cache=True)  # its head is not asked
+        for layer, (query, key) in cache.captured.items():
+            by_layer[layer].append(Replayed(*replay_pass[:3], query[0], key[0], norms[layer]))
+    return {layer: tuple(shown) for layer, shown in by_layer.items()}
 
 
 class ReplayCache(CountingCache):
@@ -92,7 +96,7 @@ class ReplayCache(CountingCache):
         self.scaling, self._stores, self._row = engine.shape.scaling, engine.stores, row
         self._length = engine.shape.lengths[row]
         self.count(engine.offsets[row] + self._length)
-        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before the pass, and those of it in a layer that has been read."""
@@ -101,7 +105,7 @@ class ReplayCache(CountingCache):
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention over the whole row, and over what comes in this pass."""
         check_finite(call.layer, query, call.key, False)
-        self.seen[call.layer] = query, call.key
+        self.captured[call.layer] = query, call.key
         device = self._stores[call.layer].device
         key, value = (block[self._row : self._row + 1, :, : self._length] for block in (device.key, device.value))
         return dense.turn(query, call.key, call.value, (key, value, None), call.scaling, call.sinks)
@@ -109,11 +113,11 @@ class ReplayCache(CountingCache):
 
 def _row_of(windowed: Any, row: int) -> WindowedLayer:
     """A row of what a layer with a window holds."""
-    one = WindowedLayer(windowed.sliding_window)
-    one.begin_from(windowed)
-    assert one.keys is not None and one.values is not None
-    one.keys, one.values = one.keys[row : row + 1], one.values[row : row + 1]
-    return one
+    window = WindowedLayer(windowed.sliding_window)
+    window.begin_from(windowed)
+    assert window.keys is not None and window.values is not None
+    window.keys, window.values = window.keys[row : row + 1], window.values[row : row + 1]
+    return window
 
 
 @contextmanager

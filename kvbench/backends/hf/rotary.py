@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.hooks import CountingCache, CountingLayer, beside
+from kvbench.backends.hf.hooks import CountingCache, CountingLayer, module_function
 from kvbench.backends.hf.layers import attention_modules, read_token
 from kvbench.config import ConfigError
 from kvbench.engine.positions import Angles
@@ -52,7 +52,7 @@ class RotaryOf:
         else:
             self._rotary = rotary[0]
             self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]), 1.0)
-            self._apply = beside(attention_modules(model)[0], "apply_rotary_pos_emb")
+            self._apply = module_function(attention_modules(model)[0], "apply_rotary_pos_emb")
             reason = self._tried(model, layers)
         if reason:
             raise ConfigError(
@@ -198,10 +198,10 @@ def drops_cache(model: PreTrainedModel, read: int) -> bool:
     cache = CountingCache(model.config.get_text_config().num_hidden_layers, {})
     for layer in cache.layers:
         assert isinstance(layer, CountingLayer)
-        layer.seen = read
+        layer.counted = read
     ids = torch.zeros(1, read + 1, dtype=torch.int64, device=model.device)
-    given = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
-    prepared = type(model).prepare_inputs_for_generation(model, ids, next_sequence_length=1, **given)
+    arguments = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+    prepared = type(model).prepare_inputs_for_generation(model, ids, next_sequence_length=1, **arguments)
     return prepared.get("past_key_values") is not cache
 
 
@@ -216,15 +216,15 @@ def _follows_length(rope_type: str) -> bool:
 def _stretches(module: Any) -> dict[str, Stretch]:
     """What of a module follows the length, by the prefix of its buffers: "", or a kind of layer's."""
     kinds, parameters = getattr(module, "rope_type", "default"), getattr(module.config, "rope_parameters", None) or {}
-    each = {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
-    found = {}
-    for prefix, (kind, own) in (each or {"": (kinds, parameters)}).items():
+    by_kind = {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    stretches = {}
+    for prefix, (kind, kind_parameters) in (by_kind or {"": (kinds, parameters)}).items():
         if kind == "longrope":
             key = "original_max_position_embeddings"
-            found[prefix] = Stretch(kind, own[key], key)
+            stretches[prefix] = Stretch(kind, kind_parameters[key], key)
         elif _follows_length(kind):
-            found[prefix] = Stretch(kind, module.original_max_seq_len, "max_position_embeddings")
-    return found
+            stretches[prefix] = Stretch(kind, module.original_max_seq_len, "max_position_embeddings")
+    return stretches
 
 
 def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -232,21 +232,23 @@ def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     lengths = _noted.lengths
     if lengths is None:
         return output
-    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    positions = given.pop("position_ids")
+    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    positions = arguments.pop("position_ids")
     if len(positions) != len(lengths) or len(set(lengths)) == 1:  # one list of positions is for all rows
         rows = [(positions, max(lengths))]
     else:
         rows = [(positions[row : row + 1], length) for row, length in enumerate(lengths)]
-    found = [_for_length(module, own, length, given) for own, length in rows]
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    angles = [_for_length(module, row_positions, length, arguments) for row_positions, length in rows]
+    return tuple(torch.cat(parts) for parts in zip(*angles, strict=True))
 
 
-def _for_length(module: Any, positions: torch.Tensor, length: int, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _for_length(
+    module: Any, positions: torch.Tensor, length: int, arguments: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     """The module's own, but as it was made, and of positions the last of which is the text's."""
     _renew(module)
     last = positions.new_full((len(positions), 1), length - 1)
-    out = module.forward(position_ids=torch.cat([positions, last], dim=1), **given)
+    out = module.forward(position_ids=torch.cat([positions, last], dim=1), **arguments)
     _renew(module)
     return tuple(part[:, :-1] for part in out)
 

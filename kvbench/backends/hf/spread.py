@@ -53,9 +53,9 @@ def places_of(model: PreTrainedModel, device_map: str, devices: Sequence[torch.d
 
     whole = list(model._no_split_modules or ())
     room = get_balanced_memory(model, no_split_module_classes=whole)
-    found = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    placement = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
     names = {id(module): name for name, module in model.named_modules()}
-    places = [_entry(found, names[id(layer)]) for layer in layers]
+    places = [_entry(placement, names[id(layer)]) for layer in layers]
     if away := [place for place in places if not isinstance(place, int)]:
         raise ConfigError(
             f"model.device_map={device_map}: {len(away)} of {len(layers)} layers have no room on {len(devices)} GPUs; "
@@ -66,8 +66,8 @@ def places_of(model: PreTrainedModel, device_map: str, devices: Sequence[torch.d
 
 def _entry(device_map: dict[str, Any], name: str) -> Any:
     """What a map of modules says of one of them: the entry of its name, or of the longest module around it."""
-    around = (key for key in device_map if not key or f"{name}.".startswith(f"{key}."))
-    return device_map[max(around, key=len)]
+    enclosing = (key for key in device_map if not key or f"{name}.".startswith(f"{key}."))
+    return device_map[max(enclosing, key=len)]
 
 
 def spread(model: PreTrainedModel, places: Sequence[torch.device]) -> None:
@@ -118,10 +118,10 @@ def _bring(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> tuple[
     return _on(device, args), _on(device, kwargs)
 
 
-def _on(device: torch.device, given: Any) -> Any:
+def _on(device: torch.device, value: Any) -> Any:
     """What a module is given, its tensors on a device."""
-    if isinstance(given, torch.Tensor):
-        return given.to(device, non_blocking=True)
-    if isinstance(given, dict):
-        return {key: _on(device, one) for key, one in given.items()}
-    return type(given)(_on(device, one) for one in given) if type(given) in (list, tuple) else given
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _on(device, part) for key, part in value.items()}
+    return type(value)(_on(device, part) for part in value) if type(value) in (list, tuple) else value

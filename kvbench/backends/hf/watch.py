@@ -35,7 +35,7 @@ class WatchedCache(CountingCache):
     prompt_length: int | None = None
     expected = 0
 
-    def before(self, given: dict[str, Any]) -> dict[str, Any]:
+    def before(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Look at what a forward pass of the model is given; returns what it shall be given."""
         raise NotImplementedError
 
@@ -80,18 +80,18 @@ def watch(model: PreTrainedModel) -> None:
 def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
     if not any(isinstance(value, WatchedCache) for value in (*args, *kwargs.values())):
         return None
-    given = kwargs
+    arguments = kwargs
     if args:
-        given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-    cache = given.get("past_key_values")
+        arguments = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    cache = arguments.get("past_key_values")
     if not isinstance(cache, WatchedCache) or (mailbox.passing is not None and mailbox.passing.cache is cache):
         return None  # the pass of a model, in which its part without the head is called
     _end_pass()  # one that was broken off
-    _refuse(module, cache, given)
-    given = cache.before(given)
-    mailbox.input_ids, mailbox.passing = given.get("input_ids"), _Pass(cache, module)
+    _refuse(module, cache, arguments)
+    arguments = cache.before(arguments)
+    mailbox.input_ids, mailbox.passing = arguments.get("input_ids"), _Pass(cache, module)
     begin_attending(cache.model)
-    return (), given
+    return (), arguments
 
 
 def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -115,7 +115,7 @@ def _end_pass() -> None:
         mailbox.passing = None
 
 
-def _refuse(model: Any, cache: WatchedCache, given: dict[str, Any]) -> None:
+def _refuse(model: Any, cache: WatchedCache, arguments: dict[str, Any]) -> None:
     """Refuse what no KVCache can do.
 
     Raises:
@@ -125,10 +125,10 @@ def _refuse(model: Any, cache: WatchedCache, given: dict[str, Any]) -> None:
     if not cache.get_seq_length():
         refuse_compiled_layers(model)
     refuse_training(model)
-    if given.get("use_cache") is False:
+    if arguments.get("use_cache") is False:
         raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
-    wanted = given.get("output_attentions")
-    if model.config.output_attentions if wanted is None else wanted:
+    requested = arguments.get("output_attentions")
+    if model.config.output_attentions if requested is None else requested:
         raise ConfigError(
             "output_attentions=True: a method attends some of the keys, in kernels that give no weights; expected "
             "output_attentions=False, or a pass without a KVCache"
@@ -144,18 +144,18 @@ class _Prepare:
         self._model, self._replaced = model, vars(model).get("prepare_inputs_for_generation")
 
     @property
-    def _own(self) -> Callable[..., dict[str, Any]]:
+    def _original(self) -> Callable[..., dict[str, Any]]:
         """What would be called without this one: the class's, unless this model had another."""
         return self._replaced or MethodType(type(self._model).prepare_inputs_for_generation, self._model)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own)  # by which `generate` learns what a model takes
+        return inspect.signature(self._original)  # by which `generate` learns what a model takes
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, WatchedCache):
-            return self._own(input_ids, *args, **kwargs)
+            return self._original(input_ids, *args, **kwargs)
         if kwargs.get("is_first_iteration"):
             if "next_sequence_length" not in kwargs:
                 cache.take_chunk()
@@ -163,7 +163,7 @@ class _Prepare:
                 cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
         elif cache.engine is not None and not cache.engine.prefilled:
             check_length(cache.prompt_length, cache.get_seq_length(), ended=True)
-        prepared = self._own(input_ids, *args, **kwargs)
+        prepared = self._original(input_ids, *args, **kwargs)
         if prepared.get("past_key_values") is None and not cache.get_seq_length():
             prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now
         if prepared.get("past_key_values") is not cache:

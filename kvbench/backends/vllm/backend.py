@@ -23,7 +23,7 @@ from kvbench.backends.vllm.requests import Requests, Scheduled
 from kvbench.config import ConfigError
 
 
-class Pass:
+class WorkerPass:
     """A forward pass of the worker's model runner: what it computes of which request.
 
     Args:
@@ -34,22 +34,22 @@ class Pass:
         current: the pass that is going on; None: one that no method is in, such as vLLM's own trials.
     """
 
-    current: Pass | None = None
+    current: WorkerPass | None = None
 
     def __init__(self, runner: Any, requests: Requests) -> None:
         self.requests, self._runner = requests, runner
         self._begun = False
         self._parts: dict[tuple[int, ...], tuple[torch.Tensor, CPUAttentionMetadata]] = {}
 
-    def __enter__(self) -> Pass:
-        Pass.current = self
+    def __enter__(self) -> WorkerPass:
+        WorkerPass.current = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        Pass.current = None
+        WorkerPass.current = None
         if self._begun and error[0] is None:
-            made = self._runner.execute_model_state  # None: nothing is to be drawn
-            self.requests.end_pass(None if made is None else made.logits)
+            state = self._runner.execute_model_state  # None: nothing is to be drawn
+            self.requests.end_pass(None if state is None else state.logits)
 
     def begin(self, metadata: CPUAttentionMetadata) -> None:
         """The first layer's attention: who is in the batch, in which row."""
@@ -57,14 +57,14 @@ class Pass:
             return
         self._begun = True
         self.starts = metadata.query_start_loc.tolist()
-        batch, known = self._runner.input_batch, self._runner.requests
+        batch, states = self._runner.input_batch, self._runner.requests
         tables, self.requests.groups = _tables()
         rows = []
         for row, name in enumerate(batch.req_ids[: len(self.starts) - 1]):
             computed = int(batch.num_computed_tokens_cpu[row])
             end = computed + self.starts[row + 1] - self.starts[row]
             ids = torch.from_numpy(batch.token_ids_cpu[row, :end]).long()
-            rows.append(Scheduled(name, known[name].num_prompt_tokens, ids, computed, tables[:, row]))
+            rows.append(Scheduled(name, states[name].num_prompt_tokens, ids, computed, tables[:, row]))
         self.requests.start_pass(rows)
 
     def part(
@@ -111,12 +111,12 @@ class Pass:
 
 def _tables() -> tuple[torch.Tensor, list[int]]:
     """Which blocks the requests of a pass have, [groups, B, blocks], and the group of each layer."""
-    found, groups, tables = dict[int, int](), dict[int, int](), list[torch.Tensor]()
+    table_index, groups, tables = dict[int, int](), dict[int, int](), list[torch.Tensor]()
     for name, metadata in get_forward_context().attn_metadata.items():
-        if id(metadata) not in found:
-            found[id(metadata)] = len(tables)
+        if id(metadata) not in table_index:
+            table_index[id(metadata)] = len(tables)
             tables.append(metadata.block_table)
-        groups[extract_layer_index(name)] = found[id(metadata)]
+        groups[extract_layer_index(name)] = table_index[id(metadata)]
     return torch.stack(tables).to(torch.int64), [groups[layer] for layer in sorted(groups)]
 
 
@@ -136,7 +136,7 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See vLLM's."""
-        current = Pass.current
+        current = WorkerPass.current
         if current is None or attn_metadata is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -171,10 +171,10 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
             "kv_cache_dtype": self.is_fp8_kv_cache and self.kv_cache_dtype,
             "kv_sharing": self.kv_sharing_target_layer_name,
         }
-        for name, found in strange.items():
-            if found:
+        for name, value in strange.items():
+            if value:
                 raise ConfigError(
-                    f"the model's attention has {name}={found}: kvbench runs plain causal attention in vLLM"
+                    f"the model's attention has {name}={value}: kvbench runs plain causal attention in vLLM"
                 )
 
 

@@ -59,8 +59,8 @@ async def _messages(scope: Any, receive: Any) -> list[Any]:
     Raises:
         Refused: it is too large, or takes too long.
     """
-    said = dict(scope["headers"]).get(b"content-length", b"0")
-    size = int(said) if said.isdigit() else 0
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    size = int(declared) if declared.isdigit() else 0
     messages, came = list[Any](), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):

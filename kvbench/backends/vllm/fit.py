@@ -39,7 +39,7 @@ def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
     }
     for key, (value, right) in expected.items():
         if value not in right:
-            words = " | ".join("null" if one is None else str(one).lower() for one in right)
+            words = " | ".join("null" if option is None else str(option).lower() for option in right)
             yield f"{key}={str(value).lower()}: vLLM does that by itself, or not at all; expected {words}"
     if source.path is None or source.gguf is not None:
         yield f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"

@@ -12,7 +12,7 @@ from kvbench.kernels.vectors import LANES, LOWEST, NOTHING, inner, kernel, load,
 
 @kernel
 def attend_blocks(  # type: ignore[no-untyped-def]
-    threads, before, asked, index, bias, blocks, own, stored, logits, results, out
+    threads, before, request, index, bias, blocks, rebuilt, stored, logits, results, out
 ):
     """Attention over lists of tokens that lie in a serving engine's blocks, in several threads.
 
@@ -20,38 +20,41 @@ def attend_blocks(  # type: ignore[no-untyped-def]
     others a few rows at a time are copied, and attended while they are in the cache.
 
     Args:
-        threads, before, asked, index, bias, own, logits, results, out: as of `attend_lists`, without extra entries.
+        threads, before, request, index, bias, rebuilt, logits, results, out: as of `attend_lists`, without extras.
         blocks: see `gather`, of all rows of the batch.
         stored: the type of a number.
 
     Returns:
         0: no token was lost.
     """
-    query, pieces = queries(asked), -(-index.shape[2] // LIST_PIECE)
-    found = space(results, query, pieces, out)
-    share = np.zeros(1, np.int64), (before, pieces), query, np.float32(asked[5])
+    query, pieces = queries(request), -(-index.shape[2] // LIST_PIECE)
+    piece_results = space(results, query, pieces, out)
+    share = np.zeros(1, np.int64), (before, pieces), query, np.float32(request[5])
     size = len(query) * index.shape[2] * 2 * query.shape[2] * blocks[3].itemsize
-    arguments = *share, index, bias, blocks, own, stored, logits, found
+    arguments = *share, index, bias, blocks, rebuilt, stored, logits, piece_results
     in_threads(shares(threads, len(query) * pieces, size), _attend_blocks, arguments)
     if out:
-        join(found, out, asked[4], logits)
+        join(piece_results, out, request[4], logits)
     return 0
 
 
 @inner
 def _attend_blocks(  # type: ignore[no-untyped-def]
-    _, claims, pieces, query, scaling, index, bias, blocks, own, stored, logits, results
+    _, claims, pieces, query, scaling, index, bias, blocks, rebuilt, stored, logits, results
 ):
     """As many pieces of a layer's lists as other threads leave."""
     tables, cache, pair, number = blocks
     count, head_dim = index.shape[2], query.shape[2]
-    own_keys, own_values = np.empty((BLOCK, head_dim // pair), cache.dtype), np.empty((BLOCK, head_dim), number.dtype)
+    block_keys, block_values = (
+        np.empty((BLOCK, head_dim // pair), cache.dtype),
+        np.empty((BLOCK, head_dim), number.dtype),
+    )
     keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
     size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
     plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
-        keys[i] = own_keys.ctypes.data + i * size
-    asked, own_most, own_total, own_sums = scratch(query)
+        keys[i] = block_keys.ctypes.data + i * size
+    laid_query, most, total, sums = scratch(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), cache.shape[1]
     before, pieces = pieces
@@ -59,29 +62,29 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     while item < len(query) * pieces:
         at, piece = item // pieces, item % pieces
         row = at // lists
-        head, own_list = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
-        own_most[:], own_total[:], own_sums[:] = LOWEST, 0, 0
-        lay_out(query[at], asked, stored)
+        head, list_row = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
+        most[:], total[:], sums[:] = LOWEST, 0, 0
+        lay_out(query[at], laid_query, stored)
         place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
         while place < end:
             rows = 0
             while place < end and rows < BLOCK:
-                if index[row, own_list, place] >= 0:
-                    ids[rows], rank[rows] = index[row, own_list, place], place
+                if index[row, list_row, place] >= 0:
+                    ids[rows], rank[rows] = index[row, list_row, place], place
                     rows += 1
                 place += 1
             if not rows:
                 break
-            if plain and not own and _neighbours(ids, rows):
+            if plain and not rebuilt and _neighbours(ids, rows):
                 _find_values(ids, rows, tables[row], cache, head, size, values)
-                _score_columns(asked, ids, rows, tables[row], cache, head, block)
+                _score_columns(laid_query, ids, rows, tables[row], cache, head, block)
             else:
-                _copy_rows(ids, 0, rows, tables[row], cache, head, pair, own_keys, own_values)
+                _copy_rows(ids, 0, rows, tables[row], cache, head, pair, block_keys, block_values)
                 for i in range(rows):
-                    values[i] = own_values.ctypes.data + i * size
-                    if own:
-                        keys[i] = own + ((row * heads + head) * count + rank[i]) * size
-                score(asked, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
+                    values[i] = block_values.ctypes.data + i * size
+                    if rebuilt:
+                        keys[i] = rebuilt + ((row * heads + head) * count + rank[i]) * size
+                score(laid_query, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
             scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
@@ -90,19 +93,19 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                 if logits.shape[2]:
                     for i in range(rows):
                         logits[at, r, rank[i]] = block[r, i]
-            weigh(block, rows, own_most, own_total, own_sums)
-            add_values(block, values, (0, 0), rows, (keys[:0], 0), own_sums, stored)
-        write_piece(results[at, before + piece], own_most, own_total, own_sums, stored)
+            weigh(block, rows, most, total, sums)
+            add_values(block, values, (0, 0), rows, (keys[:0], 0), sums, stored)
+        write_piece(results[at, before + piece], most, total, sums, stored)
         item = claim(claims)
 
 
 @inner
 def _neighbours(ids, rows):  # type: ignore[no-untyped-def]
     """Whether half of ids[:rows] come right after the one before."""
-    found = 0
+    consecutive = 0
     for i in range(1, rows):
-        found += ids[i] == ids[i - 1] + 1
-    return 2 * found >= rows
+        consecutive += ids[i] == ids[i - 1] + 1
+    return 2 * consecutive >= rows
 
 
 @inner
@@ -123,7 +126,7 @@ def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignor
     """
     many, head_dim = query.shape
     half = cache.shape[3] * cache.itemsize
-    apart, size, few = half // head_dim, cache.shape[3] // head_dim, np.empty(LANES, np.float32)
+    stride, size, few = half // head_dim, cache.shape[3] // head_dim, np.empty(LANES, np.float32)
     i = 0
     while i < rows:
         at, run = ids[i] % size, 1
@@ -133,8 +136,8 @@ def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignor
         for r in range(many):
             a = b = splat(NOTHING)
             for j in range(0, head_dim, 2):
-                a = plus(a, times(load(first + j * apart), splat(query[r, j])))
-                b = plus(b, times(load(first + (j + 1) * apart), splat(query[r, j + 1])))
+                a = plus(a, times(load(first + j * stride), splat(query[r, j])))
+                b = plus(b, times(load(first + (j + 1) * stride), splat(query[r, j + 1])))
             store(few.ctypes.data, plus(a, b))
             for k in range(run):
                 logits[r, i + k] = few[k]

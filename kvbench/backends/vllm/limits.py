@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbench.backends.vllm.plan import KEY, RUNNER, Plan
-from kvbench.backends.vllm.side import Side, rows_kept
+from kvbench.backends.vllm.side import Side, rows_per_seat
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Settings
 from kvbench.memory.view import StoreView
@@ -70,11 +70,11 @@ def freed_by(vllm_config: Any, plan: Plan) -> Freed | None:
         method.begin(longest, plan.sizes(), StoreView({}, lambda size: None), context)
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
-    rows = rows_kept(method, longest)
+    rows = rows_per_seat(method, longest)
     return None if rows is None else Freed(plan.method, rows, longest.sparse_layers)
 
 
-def room_beside(vllm_config: Any, freed: Freed | None, available: int) -> int:
+def room_for_blocks(vllm_config: Any, freed: Freed | None, available: int) -> int:
     """Bytes for vLLM's blocks, of all that there are for keys and values: without what is kept of freed prompts.
 
     Raises:

@@ -40,17 +40,17 @@ class Numbers(Collector):
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, float] = {}
+        self.values: dict[str, float] = {}
 
     def collect(self) -> Iterable[Metric]:
         """See Prometheus' client."""
-        found = dict(self.found)
-        if full := found.get("full_attention_entries"):
-            found["attended_share"] = found["attended_entries"] / full
+        values = dict(self.values)
+        if full := values.get("full_attention_entries"):
+            values["attended_share"] = values["attended_entries"] / full
         for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text in texts.items():
-                if name in found:
-                    yield kind(f"kvbench_{name}", text, value=found[name])
+                if name in values:
+                    yield kind(f"kvbench_{name}", text, value=values[name])
 
 
 class Metrics:
@@ -65,7 +65,7 @@ class Metrics:
 
     def __init__(self, app: Any) -> None:
         self._app, self.numbers = app, Numbers()
-        self._asked: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
         REGISTRY.register(self.numbers)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -75,17 +75,17 @@ class Metrics:
         await self._app(scope, receive, send)
 
     async def _refresh(self, engine: Any) -> None:
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.create_task(self._ask(engine))
-        await asyncio.wait({self._asked}, timeout=PATIENCE)
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._ask(engine))
+        await asyncio.wait({self._refreshing}, timeout=PATIENCE)
 
     async def _ask(self, engine: Any) -> None:
         workers = await engine.collective_rpc("kvbench_counts")
-        found = {name: sum(worker[name] for worker in workers) for name in workers[0]}
-        self.numbers.found = found | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
+        totals = {name: sum(worker[name] for worker in workers) for name in workers[0]}
+        self.numbers.values = totals | _blocks(engine.vllm_config.cache_config.num_gpu_blocks)
 
 
 def _blocks(count: int) -> dict[str, float]:
     """Blocks in use and in all, of so many that vLLM has; one of them is never a request's."""
-    usage = [sample.value for one in REGISTRY.restricted_registry([USAGE]).collect() for sample in one.samples]
+    usage = [sample.value for metric in REGISTRY.restricted_registry([USAGE]).collect() for sample in metric.samples]
     return {"blocks": count - 1, "blocks_used": round(usage[0] * (count - 1))} if usage else {}

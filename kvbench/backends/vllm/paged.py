@@ -79,7 +79,7 @@ class Memory:
         return self.rows(table, torch.arange(count).expand(1, self.kv_heads, count))
 
 
-class Table:
+class BlockTable:
     """Which blocks a request has, in their order; vLLM names them anew at every step.
 
     Args:
@@ -108,8 +108,8 @@ class InBlocks(Located):
     tier: PagedTier
     ids: torch.Tensor
 
-    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Located.held`."""
+    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Located.stored_rows`."""
         return self.tier.rows(self.ids)
 
 
@@ -126,7 +126,7 @@ class PagedTier(DeviceTier):
 
     writable = False
 
-    def __init__(self, memory: Memory, table: Table, layer: int) -> None:
+    def __init__(self, memory: Memory, table: BlockTable, layer: int) -> None:
         self.memory, self._tables, self._layer = memory, table, layer
         heads = 1, memory.kv_heads
         self.codecs = Codecs.native(memory.head_dim, memory.whole.dtype)
@@ -179,7 +179,7 @@ class PagedTier(DeviceTier):
     def end_prompt(self, length: int) -> None:
         """The prompt, of so many tokens, is over, and what the method does with it; blocks are vLLM's, and stay."""
 
-    def held_bytes(self, length: int) -> int:
+    def bytes_for(self, length: int) -> int:
         """Bytes of the blocks of so many tokens."""
         return -(-length // self.memory.size) * self.memory.block_bytes
 
@@ -239,7 +239,7 @@ class PagedStore(LayerStore):
 
     def allocated_bytes(self) -> int:
         """Bytes of the request's blocks that are not freed, those of dropped tokens among them, and of its copies."""
-        return self.device.held_bytes(max(self.lengths))
+        return self.device.bytes_for(max(self.lengths))
 
 
 def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:
@@ -250,10 +250,10 @@ def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selec
     """
     batch, index, heads = len(query), selection.index.contiguous(), blocks[1].shape[1]
     lists, count = max(index.shape[1], heads), index.shape[2]
-    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
+    rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
     bias = bias_of(selection, batch, lists)
-    given = index.numpy(), bias, blocks, 0 if own is None else own.data_ptr(), STORED[query.dtype]
-    parts = [Part(kernels.attend_blocks, pieces_of(count, LIST_PIECE), given)]
+    arguments = index.numpy(), bias, blocks, 0 if rebuilt is None else rebuilt.data_ptr(), STORED[query.dtype]
+    parts = [Part(kernels.attend_blocks, pieces_of(count, LIST_PIECE), arguments)]
     if (extra := selection.extra) is not None:
         key, value = extra.key.contiguous(), extra.value.contiguous()
         parts.append(extra_part(index, bias, heads, key, value))

@@ -126,10 +126,10 @@ def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> P
         ConfigError: the method is not one of kvbench's; or as `Plan`.
     """
     method, protocol = run["method"], run["protocol"]
-    own = shipped("method", str(method["name"])) or {}
-    if own.get("_target_") != method["_target_"]:
+    config = shipped("method", str(method["name"])) or {}
+    if config.get("_target_") != method["_target_"]:
         raise ConfigError(f"method={method['name']}: backend=vllm runs the methods of conf/method; use backend=hf")
-    options = {key: value for key, value in method.items() if key in own.keys() - HARNESS_KEYS}
+    options = {key: value for key, value in method.items() if key in config.keys() - HARNESS_KEYS}
     return Plan(
         str(method["name"]),
         run["budget"] if has_budget(method) else None,
@@ -148,16 +148,16 @@ def plan_of(additional: Any) -> Plan | None:
     Raises:
         ConfigError: an unknown key, or as `Plan`.
     """
-    given = additional.get(KEY) if isinstance(additional, Mapping) else None
-    if given is None:
+    settings = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if settings is None:
         return None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"additional_config.{KEY}={show(given)}: expected a mapping, such as {{method: quest}}")
-    known = Plan.__dataclass_fields__.keys()
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"additional_config.{KEY}.{key}: no such key; {nearest(key, known)}")
-    return Plan(**given)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"additional_config.{KEY}={show(settings)}: expected a mapping, such as {{method: quest}}")
+    valid_keys = Plan.__dataclass_fields__.keys()
+    for key in settings:
+        if key not in valid_keys:
+            raise ConfigError(f"additional_config.{KEY}.{key}: no such key; {nearest(key, valid_keys)}")
+    return Plan(**settings)
 
 
 def check_installed() -> None:
@@ -167,11 +167,11 @@ def check_installed() -> None:
         ConfigError: names what is there and what is expected.
     """
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         raise ConfigError(f"backend=vllm: {PACKAGE} is not installed here; {how_to_have_vllm()}") from None
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"backend=vllm: {PACKAGE} {found} is installed; kvbench knows {SUPPORTED}")
+    if not installed.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"backend=vllm: {PACKAGE} {installed} is installed; kvbench knows {SUPPORTED}")
 
 
 def _unsupported(needs: Needs) -> Iterator[str]:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from kvbench.attention import cpu
 from kvbench.attention.torch import turn
-from kvbench.backends.vllm.paged import Memory, PagedStore, PagedTier, Table, attend_blocks
+from kvbench.backends.vllm.paged import BlockTable, Memory, PagedStore, PagedTier, attend_blocks
 from kvbench.backends.vllm.plan import Plan
-from kvbench.backends.vllm.resting import Together
+from kvbench.backends.vllm.resting import RestingRequests
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.engine import Engine, seen_finite
+from kvbench.engine.engine import Engine, surely_finite
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
 
@@ -45,7 +45,7 @@ class Scheduled:
         prompt_length: tokens of its prompt; those that it has generated are not among them.
         token_ids: [n] all its tokens up to the end of this pass.
         computed: of them, those of earlier passes, or of another request that began alike.
-        blocks: [groups, blocks] int64, where its keys and values lie; see `Table`.
+        blocks: [groups, blocks] int64, where its keys and values lie; see `BlockTable`.
     """
 
     request: str
@@ -98,7 +98,7 @@ class RequestEngine(Engine):
 
     Args:
         memory: of each layer, as soon as vLLM has shown it.
-        groups: of layers, see `Table`.
+        groups: of layers, see `BlockTable`.
         seat: for what is kept of a prompt that vLLM frees; None: it frees none.
         arguments, settings: as of `Engine`.
 
@@ -119,9 +119,9 @@ class RequestEngine(Engine):
         seat: Seat | None = None,
         **settings: Any,
     ) -> None:
-        self._memory, self.table, self.seat = memory, Table(groups), seat
+        self._memory, self.table, self.seat = memory, BlockTable(groups), seat
         super().__init__(*arguments, attention="torch", **settings)
-        self._own = self.executor = _Executor()  # type: ignore[assignment]
+        self._request_executor = self.executor = _Executor()  # type: ignore[assignment]
         cpu.compile_kernels(self.shape.dtype)
 
     def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
@@ -139,7 +139,7 @@ class RequestEngine(Engine):
         return layer in self._sparse and self.method.home(layer) == "host"
 
     @property
-    def seen(self) -> int:
+    def tokens_read(self) -> int:
         """Tokens that the forward passes before this one have read."""
         return self.lengths[0] if self.prefilled else self._reader.column + self._reader.width
 
@@ -157,14 +157,14 @@ class RequestEngine(Engine):
             self.start_step(self._behind)
         elif not self.prefilled:
             ids = scheduled.token_ids[None, :prompt]
-            self._passed = slice(self.seen, min(scheduled.computed, prompt))
-            if self.seen < scheduled.computed:
-                self.start_chunk(ids[:, self.seen : scheduled.computed])
+            self._passed = slice(self.tokens_read, min(scheduled.computed, prompt))
+            if self.tokens_read < scheduled.computed:
+                self.start_chunk(ids[:, self.tokens_read : scheduled.computed])
             self.start_chunk(ids[:, scheduled.computed : end])
 
     @property
     def rests(self) -> bool:
-        """The pass is a decode step in which every layer attends all that it holds, see `Together`."""
+        """The pass is a decode step in which every layer attends all that it holds, see `RestingRequests`."""
         return self._decodes and self.method.at_rest and self._positions is None and self._uncut
 
     @cached_property
@@ -201,12 +201,12 @@ class RequestEngine(Engine):
     def _attended(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         if self._decodes:
             attended = self.attend(layer, query, key, value)
-            return None if self._own.whole else attended
+            return None if self._request_executor.whole else attended
         if not self.prefilled:
             if self._passed.start < self._passed.stop and self._copied(layer):
                 before = self._memory[layer].first(self.table.of(layer), self._passed.stop)
-                held_key, held_value = (part[:, :, self._passed] for part in before)
-                self._store(layer).write_prompt(held_key, held_value, self._passed.start, [0])
+                earlier_key, earlier_value = (part[:, :, self._passed] for part in before)
+                self._store(layer).write_prompt(earlier_key, earlier_value, self._passed.start, [0])
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
         freed = self.seat is not None and layer in self._sparse and len(self._behind) > 0
         new = (part[:, :, self._within :] for part in (query, key, value))
@@ -276,7 +276,7 @@ class RequestEngine(Engine):
             "not_finite": not self.finite,
             "full_attention": self.instead,
         }
-        return {**super().report(row), **{name: found for name, found in more.items() if found}}
+        return {**super().report(row), **{name: value for name, value in more.items() if value}}
 
 
 class Requests:
@@ -290,7 +290,7 @@ class Requests:
 
     Attributes:
         memory: of each layer; who knows it puts it here before the layer's first attention.
-        groups: of layers, see `Table`; likewise, before the first pass.
+        groups: of layers, see `BlockTable`; likewise, before the first pass.
         reports: audits of requests that have ended, by id.
     """
 
@@ -305,7 +305,7 @@ class Requests:
         self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
         self._attended = 0.0
         self._resting: dict[int, RequestEngine] = {}  # of the pass, those at rest
-        self._together = Together()
+        self._resting_requests = RestingRequests()
         self._outputs: list[tuple[slice | Tensor, Tensor]] = []
 
     def forget(self, requests: Iterable[str]) -> None:
@@ -321,9 +321,11 @@ class Requests:
 
     def audits(self) -> dict[str, dict[str, Any]]:
         """Of requests that have ended, the last ones, and of those that decode now, or cannot; by id."""
-        known = {request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite}
-        going = {request: engine.report() for request, engine in known.items()}
-        return {**self.reports, **going}
+        reporting = {
+            request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite
+        }
+        current = {request: engine.report() for request, engine in reporting.items()}
+        return {**self.reports, **current}
 
     def _release(self, engine: RequestEngine) -> None:
         self._gone += engine.attended, engine.entries
@@ -336,11 +338,11 @@ class Requests:
             `attended_entries` and `full_attention_entries`, see `RequestEngine.entries`, of all requests so far;
             `side_used_bytes` and `side_bytes`, of the copies of freed prompts.
         """
-        going = np.array([(engine.attended, engine.entries) for engine in self._engines.values()]).reshape(-1, 2)
-        attended, entries = (self._gone + going.sum(axis=0)).tolist()
+        current = np.array([(engine.attended, engine.entries) for engine in self._engines.values()]).reshape(-1, 2)
+        attended, entries = (self._gone + current.sum(axis=0)).tolist()
         self._attended = max(self._attended, attended)  # the mean of the steps that are counted may fall
-        found = {"attended_entries": self._attended, "full_attention_entries": entries}
-        return found | ({} if self._side is None else self._side.counts())
+        numbers = {"attended_entries": self._attended, "full_attention_entries": entries}
+        return numbers | ({} if self._side is None else self._side.counts())
 
     def start_pass(self, rows: Sequence[Scheduled]) -> None:
         """A forward pass of these requests begins."""
@@ -352,18 +354,18 @@ class Requests:
     def _find_resting(self) -> None:
         """Find who in the pass is at rest; in step after step it is mostly the same."""
         self._resting = {row: engine for row, engine in enumerate(self._passing) if engine.rests}
-        if (engines := [*self._resting.values()]) != self._together.engines:
-            self._together = Together(engines)
+        if (engines := [*self._resting.values()]) != self._resting_requests.engines:
+            self._resting_requests = RestingRequests(engines)
         if engines:
-            self._together.start_pass()
+            self._resting_requests.start_pass()
 
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
         """The request's own, or a new one: its first pass, or it was preempted and is read again."""
-        known = self._engines.get(scheduled.request)
-        if known is not None and (known.seen == scheduled.computed or not known.finite):
-            return known
-        if known is not None:
-            self._release(known)
+        existing = self._engines.get(scheduled.request)
+        if existing is not None and (existing.tokens_read == scheduled.computed or not existing.finite):
+            return existing
+        if existing is not None:
+            self._release(existing)
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
         settings = {"seed": plan.seed, "audit_every": plan.audit_every, "groups": self.groups, **self._settings}
@@ -401,9 +403,9 @@ class Requests:
             if attended is None:
                 others.append(row)
             else:
-                own = slice(tokens.stop - attended.shape[2], tokens.stop)
-                self._outputs.append((own, attended[0].transpose(0, 1)))
-                if own != tokens:
+                span = slice(tokens.stop - attended.shape[2], tokens.stop)
+                self._outputs.append((span, attended[0].transpose(0, 1)))
+                if span != tokens:
                     others.append(row)
         return sorted(others)
 
@@ -412,10 +414,10 @@ class Requests:
         if not self._resting:
             return []
         at = torch.tensor([starts[row] for row in self._resting])
-        asked, new = query[at], key[at]
-        if layer in self._shape.sparse_layers and not seen_finite(asked, new) and self._refused(asked, new):
+        queries, new = query[at], key[at]
+        if layer in self._shape.sparse_layers and not surely_finite(queries, new) and self._refused(queries, new):
             return self._attend_resting(layer, query, key, starts)
-        attended = self._together.attend(layer, asked, self._shape.scaling)
+        attended = self._resting_requests.attend(layer, queries, self._shape.scaling)
         if attended is None:
             return [*self._resting]
         self._outputs.append((at, attended))

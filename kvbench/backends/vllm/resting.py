@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.attention.cpu import NO_BIAS, STORED, Part, addresses, run, stored_as
 from kvbench.backends.vllm import kernels
-from kvbench.backends.vllm.paged import Memory, Table
+from kvbench.backends.vllm.paged import BlockTable, Memory
 from kvbench.backends.vllm.side import SideTier
 from kvbench.kernels import attend
 from kvbench.memory.store import LayerStore
@@ -36,7 +36,7 @@ class Resting(Protocol):
         """Of each layer."""
 
     @property
-    def table(self) -> Table:
+    def table(self) -> BlockTable:
         """Its blocks."""
 
     @property
@@ -58,7 +58,7 @@ class Copies(NamedTuple):
     lists: int
 
 
-class Together:
+class RestingRequests:
     """The requests of a pass that are at rest.
 
     Args:
@@ -74,7 +74,7 @@ class Together:
 
     def start_pass(self) -> None:
         """A decode step of each begins: one token more than it held."""
-        prompts, lengths = np.array([(one.shape.lengths[0], one.lengths[0] + 1) for one in self.engines]).T
+        prompts, lengths = np.array([(engine.shape.lengths[0], engine.lengths[0] + 1) for engine in self.engines]).T
         self._since = int((lengths - prompts).max())
         ids = prompts[:, None] + np.arange(self._since)
         self._index: NDArray[np.int64] = np.where(ids < lengths[:, None], ids, -1)[:, None]
@@ -85,22 +85,22 @@ class Together:
         """Attention of one layer, [B, Hq, D] as the query; None: vLLM shall attend all tokens."""
         if layer not in self._copies:
             self._copies[layer] = self._of(layer)
-        held = self._copies[layer]
-        if held is None:
+        copies = self._copies[layer]
+        if copies is None:
             return None
-        blocks = held.memory.blocks(self._tables[self.engines[0].table.group(layer)])
+        blocks = copies.memory.blocks(self._tables[self.engines[0].table.group(layer)])
         since = self._index, NO_BIAS, blocks, 0, STORED[query.dtype]
-        parts = [held.part, Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since)]
-        return run(query[:, :, None], scaling, held.lists, parts, 0)[0][:, :, 0]
+        parts = [copies.part, Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since)]
+        return run(query[:, :, None], scaling, copies.lists, parts, 0)[0][:, :, 0]
 
     def _of(self, layer: int) -> Copies | None:
-        tiers = [tier for one in self.engines if isinstance(tier := one.stores[layer].device, SideTier)]
+        tiers = [tier for holder in self.engines if isinstance(tier := holder.stores[layer].device, SideTier)]
         if not tiers:  # no request has copies in this layer
             return None
-        kept = [tier.kept for tier in tiers if tier.kept is not None]
-        assert len(kept) == len(self.engines), "all have copies, once their prompts are over"
-        each = [one.used for one in kept], [one.first for one in kept]
-        used, first = (torch.cat(parts).view(-1).numpy() for parts in each)
-        given = used, first, np.zeros_like(used), addresses(*kept[0].pool, None), stored_as(tiers[0].codecs)
-        part = Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), given)
+        copied = [tier.copies for tier in tiers if tier.copies is not None]
+        assert len(copied) == len(self.engines), "all have copies, once their prompts are over"
+        used_and_first = [holder.used for holder in copied], [holder.first for holder in copied]
+        used, first = (torch.cat(parts).view(-1).numpy() for parts in used_and_first)
+        arguments = used, first, np.zeros_like(used), addresses(*copied[0].pool, None), stored_as(tiers[0].codecs)
+        part = Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), arguments)
         return Copies(tiers[0].memory, part, len(used))

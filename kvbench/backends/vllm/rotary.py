@@ -13,7 +13,7 @@ from kvbench.engine.positions import Angles
 FIXED = ("RotaryEmbedding", "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
 
 
-class RotaryOf:
+class VLLMRotary:
     """Turns as one of vLLM's rotary modules makes them, in float32.
 
     Args:
@@ -45,14 +45,14 @@ class RotaryOf:
         return torch.cat([turned * cos + across * sin, rest], dim=3).to(vectors.dtype)
 
 
-def rotary_of(model: torch.nn.Module) -> RotaryOf:
+def rotary_of(model: torch.nn.Module) -> VLLMRotary:
     """The rotary positions of a model.
 
     Raises:
         ConfigError: it has none, several, or some that change with the length.
     """
-    found = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
-    kinds = sorted({type(module).__name__ for module in found.values()})
-    if len(found) != 1 or kinds[0] not in FIXED:
+    modules = {id(module): module for module in model.modules() if hasattr(module, "cos_sin_cache")}
+    kinds = sorted({type(module).__name__ for module in modules.values()})
+    if len(modules) != 1 or kinds[0] not in FIXED:
         raise ConfigError(f"the model turns keys by {', '.join(kinds) or 'nothing'}; use positions=original")
-    return RotaryOf(*found.values())
+    return VLLMRotary(*modules.values())

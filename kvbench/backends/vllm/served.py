@@ -19,9 +19,9 @@ from kvbench.models import hub
 from kvbench.models.footprint import Prompts, footprint
 from kvbench.models.support import text_config, window
 
-BESIDE = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
+EXTRA = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
 BLOCK = 128  # tokens of a block of vLLM's memory, or a multiple of them
-KEPT = 2  # times the budget, and BESIDE tokens: room for what is kept of a prompt, blocks and windows outside C too
+ROOM = 2  # times the budget, and EXTRA tokens: room for what is kept of a prompt, blocks and windows outside C too
 
 _running: list[Any] = []  # the one engine of this process
 
@@ -138,13 +138,13 @@ def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float
     """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`; yields seconds of each step."""
     while engine.has_unfinished_requests():
         began = time.perf_counter()
-        made = engine.step()
+        outputs = engine.step()
         took = time.perf_counter() - began
-        for one in made:
-            row = int(one.request_id)
-            tokens[row] += one.outputs[0].token_ids
-            if not one.finished and stops.ends(tokens[row]):
-                engine.abort_request([one.request_id])
+        for output in outputs:
+            row = int(output.request_id)
+            tokens[row] += output.outputs[0].token_ids
+            if not output.finished and stops.ends(tokens[row]):
+                engine.abort_request([output.request_id])
         yield took
 
 
@@ -154,33 +154,33 @@ def _memory(
     """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None, {}: not known."""
     most = window(shape)
     if prompts.tokens:
-        most = min(prompts.tokens + BESIDE, most or prompts.tokens + BESIDE)
+        most = min(prompts.tokens + EXTRA, most or prompts.tokens + EXTRA)
     if not most:
         return None, {}
     tokens = BLOCK * (most // BLOCK + 2)
     if plan.frees:
-        tokens += _beside(plan, tokens, text_config(shape)["num_hidden_layers"])
-    needed = footprint(shape, dtype, Prompts(tokens, prompts.rows))
-    return most, {} if needed is None else {"max_model_len": most, "kv_cache_memory_bytes": needed.cache}
+        tokens += _extra_tokens(plan, tokens, text_config(shape)["num_hidden_layers"])
+    required = footprint(shape, dtype, Prompts(tokens, prompts.rows))
+    return most, {} if required is None else {"max_model_len": most, "kv_cache_memory_bytes": required.cache}
 
 
-def _beside(plan: Plan, tokens: int, layers: int) -> int:
+def _extra_tokens(plan: Plan, tokens: int, layers: int) -> int:
     """What an engine that frees prompts takes beside them, in tokens of all layers, at most.
 
     What is kept of a prompt; and vLLM shares out its blocks among groups of as many layers as there are dense ones, or
     sparse ones, whichever are fewer, of which the last may be short of layers.
     """
-    kept = plan.sizes().size
+    budget = plan.sizes().size
     fewer = min(len(plan.dense_layers), layers - len(plan.dense_layers))
     short = -layers % fewer if fewer > 0 else 0
-    return min(KEPT * int(kept or 0) + BESIDE, tokens) + tokens * short // layers
+    return min(ROOM * int(budget or 0) + EXTRA, tokens) + tokens * short // layers
 
 
 def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
     """What `protocol.dense_layers` of a run names, before the model is there to be asked how many it has."""
     named = {"auto": source.dense_layers, "method": run["method"].get("published_dense_layers") or ()}
-    asked = run["protocol"]["dense_layers"]
-    return named[asked] if isinstance(asked, str) else asked
+    requested = run["protocol"]["dense_layers"]
+    return named[requested] if isinstance(requested, str) else requested
 
 
 def load(

@@ -18,7 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvbench.backends.vllm import bodies, metrics
-from kvbench.backends.vllm.limits import freed_by, refuse_to_start, room_beside, shape_of
+from kvbench.backends.vllm.limits import freed_by, refuse_to_start, room_for_blocks, shape_of
 from kvbench.backends.vllm.plan import Plan, engine_options
 from kvbench.config import ConfigError, first_line
 from kvbench.models.footprint import GIB, free_memory
@@ -38,7 +38,7 @@ OURS = {
 }
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+class _ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
         """Refuse an argument in one line, where argparse would print its usage and exit."""
         raise ConfigError(f"after --, {message}")
@@ -56,15 +56,15 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
         ConfigError: vLLM refuses an argument, or the engine could not run the method, before it starts.
     """
     for word in more:
-        if asked := OURS.get(word.partition("=")[0].replace("_", "-")):
-            raise ConfigError(f"{word}: kvbench says that to vLLM; expected {asked}")
+        if expected := OURS.get(word.partition("=")[0].replace("_", "-")):
+            raise ConfigError(f"{word}: kvbench says that to vLLM; expected {expected}")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # which it would send to its makers
     cli_env_setup()
     options = engine_options(plan)
-    given = [*ours, "--worker-cls", options["worker_cls"]]
-    given += ["--additional-config", json.dumps(options["additional_config"])]
+    arguments = [*ours, "--worker-cls", options["worker_cls"]]
+    arguments += ["--additional-config", json.dumps(options["additional_config"])]
     try:
-        args = make_arg_parser(_Parser()).parse_args([*_defaults(plan), *more, *given])
+        args = make_arg_parser(_ServerParser()).parse_args([*_defaults(plan), *more, *arguments])
         if args.kv_cache_memory_bytes is None and not os.environ.get(SPACE):
             args.kv_cache_memory_bytes = MEMORY
         validate_parsed_serve_args(args)
@@ -89,8 +89,8 @@ def _defaults(plan: Plan) -> list[str]:
 def _reason(error: Exception) -> str:
     """What vLLM says; of what pydantic says, the line that says why."""
     lines = [line.strip() for line in str(error).splitlines()]
-    own = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
-    return first_line(error) if own is None else own.partition(", ")[2].partition(" [type=")[0]
+    reason_line = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
+    return first_line(error) if reason_line is None else reason_line.partition(", ")[2].partition(" [type=")[0]
 
 
 def _refuse_to_start(config: Any, plan: Plan) -> None:
@@ -100,11 +100,11 @@ def _refuse_to_start(config: Any, plan: Plan) -> None:
         ConfigError: names the setting.
     """
     refuse_to_start(config, plan)
-    given, free = config.cache_config.kv_cache_memory_bytes, free_memory(torch.device("cpu")).get("host")
-    key = f"kv_cache_memory_bytes={given}"
-    if free is not None and given > free:
+    reserved, free = config.cache_config.kv_cache_memory_bytes, free_memory(torch.device("cpu")).get("host")
+    key = f"kv_cache_memory_bytes={reserved}"
+    if free is not None and reserved > free:
         raise ConfigError(f"{key}: {free / GIB:.1f} GiB are free; expected fewer (-- --kv-cache-memory-bytes)")
-    room, length = room_beside(config, freed_by(config, plan), given), config.model_config.max_model_len
+    room, length = room_for_blocks(config, freed_by(config, plan), reserved), config.model_config.max_model_len
     shape, block = shape_of(config, plan), config.cache_config.block_size
     row = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
     if (longest := -(-length // block) * block * row) > room:

@@ -25,7 +25,7 @@ from kvbench.attention.cpu import (
     stored_as,
 )
 from kvbench.backends.vllm import kernels
-from kvbench.backends.vllm.paged import Memory, PagedTier, Table
+from kvbench.backends.vllm.paged import BlockTable, Memory, PagedTier
 from kvbench.kernels import attend
 from kvbench.memory.device import Located, Slotted
 from kvbench.memory.slots import Pool
@@ -34,7 +34,7 @@ from kvbench.method import Method, Selection, Shape
 LENGTHS = 512  # of prompts, the longest ones, of which all layers are asked
 
 
-def rows_kept(method: Method, shape: Shape) -> int | None:
+def rows_per_seat(method: Method, shape: Shape) -> int | None:
     """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads; None: no less than it has.
 
     Args:
@@ -49,8 +49,8 @@ def rows_kept(method: Method, shape: Shape) -> int | None:
     if most[0] is None:
         most = [method.rule(layers[0], length, 0) or longest for length in lengths]
         most += [method.rule(layer, length, 0) or longest for length in lengths[-LENGTHS:] for layer in layers]
-    kept = max(one for one in most if one is not None)
-    return None if kept >= longest else math.ceil(kept * len(layers)) * shape.kv_heads
+    retained = max(count for count in most if count is not None)
+    return None if retained >= longest else math.ceil(retained * len(layers)) * shape.kv_heads
 
 
 class Side:
@@ -80,8 +80,8 @@ class Side:
 
     def counts(self) -> dict[str, float]:
         """Bytes of the seats that requests have, `side_used_bytes`, and of all, `side_bytes`."""
-        each = self.nbytes(1, self.rows, self.pool.key.shape[1], self.pool.key.dtype)
-        return {"side_used_bytes": (self.seats - len(self.free)) * each, "side_bytes": self.seats * each}
+        seat_bytes = self.nbytes(1, self.rows, self.pool.key.shape[1], self.pool.key.dtype)
+        return {"side_used_bytes": (self.seats - len(self.free)) * seat_bytes, "side_bytes": self.seats * seat_bytes}
 
     def take(self) -> Seat:
         """A seat that is free."""
@@ -125,7 +125,7 @@ class Seat:
         self.side.give(self._number)
 
 
-class _Kept(Slotted):
+class _CopiedRows(Slotted):
     """The rows of one request in one layer, without holes.
 
     Args:
@@ -169,10 +169,10 @@ class SideTier(PagedTier):
     """
 
     writable = True
-    kept: _Kept | None = None
+    copies: _CopiedRows | None = None
     prompt, cut = 0, False
 
-    def __init__(self, memory: Memory, table: Table, layer: int, seat: Seat) -> None:
+    def __init__(self, memory: Memory, table: BlockTable, layer: int, seat: Seat) -> None:
         super().__init__(memory, table, layer)
         self._seat = seat
 
@@ -180,43 +180,43 @@ class SideTier(PagedTier):
         self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
     ) -> None:
         """See `PagedTier.keep`; what is first kept, of the prompt, is copied."""
-        self.cut = self.kept is not None
+        self.cut = self.copies is not None
         super().keep(ids, used, key, value, room)
-        if self.kept is None:
+        if self.copies is None:
             self._copy(ids, key, value)
 
     def _copy(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.kept = _Kept(self._seat, ids.contiguous(), self.used, key, value)
-        self.pool = self.kept.pool  # in which a method may write: see `kvbench.memory.view.StoreView.write`
+        self.copies = _CopiedRows(self._seat, ids.contiguous(), self.used, key, value)
+        self.pool = self.copies.pool  # in which a method may write: see `kvbench.memory.view.StoreView.write`
 
     def end_prompt(self, length: int) -> None:
         """See `PagedTier.end_prompt`; where all of it was kept, all is copied."""
-        if self.kept is None:
+        if self.copies is None:
             ids = self.token_ids()
             self._copy(ids, *self.rows(ids))
         self.prompt = length
 
-    def held_bytes(self, length: int) -> int:
-        """See `PagedTier.held_bytes`; without the prompt's whole blocks, and with the room for copies of it."""
-        blocks = super().held_bytes(length) - super().held_bytes(self.prompt - self.prompt % self.memory.size)
+    def bytes_for(self, length: int) -> int:
+        """See `PagedTier.bytes_for`; without the prompt's whole blocks, and with the room for copies of it."""
+        blocks = super().bytes_for(length) - super().bytes_for(self.prompt - self.prompt % self.memory.size)
         return blocks + self._seat.share
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PagedTier.rows`."""
-        if self.kept is None:
+        if self.copies is None:
             return super().rows(ids)
-        slots, found = self.kept.find(ids)
-        here, there = self.kept.at(slots), super().rows(ids.masked_fill(found, -1))
-        ours = (found | (ids < 0))[..., None]
+        slots, copied = self.copies.find(ids)
+        here, there = self.copies.at(slots), super().rows(ids.masked_fill(copied, -1))
+        ours = (copied | (ids < 0))[..., None]
         key, value = (torch.where(ours, *pair) for pair in zip(here, there, strict=True))
         return key, value
 
     def locate(self, index: torch.Tensor) -> Located:
         """See `PagedTier.locate`; of copies, slots are those of `pool`."""
         located = super().locate(index)
-        if self.kept is None:
+        if self.copies is None:
             return located
-        return replace(located, slots=self.kept.find(index)[0] + self.kept.first[..., None])
+        return replace(located, slots=self.copies.find(index)[0] + self.copies.first[..., None])
 
 
 def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scaling: float) -> torch.Tensor:
@@ -226,14 +226,14 @@ def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scali
         LookupError: a token that is selected is not attended any more, or was never seen.
     """
     tier.refuse_absent(selection.index)
-    assert tier.kept is not None
-    kept, heads, index = tier.kept, tier.memory.kv_heads, selection.index.contiguous()
+    assert tier.copies is not None
+    copies, heads, index = tier.copies, tier.memory.kv_heads, selection.index.contiguous()
     lists, pieces = max(index.shape[1], heads), attend.pieces_of(index.shape[2], attend.LIST_PIECE)
     bias, old = bias_of(selection, 1, lists), index < tier.prompt
-    own = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
-    address, count = (0, 0) if own is None else (own.data_ptr(), own.shape[2])
-    used, first = kept.used.view(-1).numpy(), kept.first.view(-1).numpy()
-    near = *addresses(*kept.pool, None), first, kept.lists, used, np.zeros_like(used), used
+    rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
+    address, count = (0, 0) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2])
+    used, first = copies.used.view(-1).numpy(), copies.first.view(-1).numpy()
+    near = *addresses(*copies.pool, None), first, copies.lists, used, np.zeros_like(used), used
     copied, since = (index.masked_fill(mask, -1).numpy() for mask in (~old, old))
     stored, blocks = stored_as(tier.codecs), tier.memory.blocks(tier.table[None])
     parts = [

@@ -9,9 +9,9 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvbench.backends.vllm.backend import Pass
+from kvbench.backends.vllm.backend import WorkerPass
 from kvbench.backends.vllm.blocks import freed
-from kvbench.backends.vllm.limits import Freed, freed_by, refuse, refuse_to_start, room_beside, shape_of
+from kvbench.backends.vllm.limits import Freed, freed_by, refuse, refuse_to_start, room_for_blocks, shape_of
 from kvbench.backends.vllm.plan import KEY, Plan, check_installed, plan_of
 from kvbench.backends.vllm.plugin import register
 from kvbench.backends.vllm.requests import Requests
@@ -49,7 +49,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         Raises:
             ConfigError: that is all of it.
         """
-        return room_beside(self.vllm_config, self._freed, super().determine_available_memory())
+        return room_for_blocks(self.vllm_config, self._freed, super().determine_available_memory())
 
     @torch.inference_mode()  # also of what the methods do after the model, to tensors that they have made within it
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -60,7 +60,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         requests.forget(scheduler_output.finished_req_ids)
         requests.forget(scheduler_output.preempted_req_ids or ())
         requests.forget(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        with Pass(self.model_runner, requests):
+        with WorkerPass(self.model_runner, requests):
             return super().execute_model(scheduler_output)
 
     def _begun(self, plan: Plan) -> Requests:
@@ -90,7 +90,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
             settings["pieces"] = vocabulary_text(pieces)
         return settings
 
-    def kvbench_run(self, given: Mapping[str, Any] | None) -> None:
+    def kvbench_run(self, settings: Mapping[str, Any] | None) -> None:
         """Requests from now on run this method, given as in `additional_config`, or None: vLLM's own attention.
 
         No request may be under way; audits of those that were are forgotten. What a prefix cache holds was made under
@@ -99,17 +99,17 @@ class Worker(CPUWorker):  # type: ignore[misc]
         Raises:
             ConfigError: as of a new engine with this method.
         """
-        plan = plan_of({KEY: given})
+        plan = plan_of({KEY: settings})
         if plan is not None:
             refuse(self.vllm_config, plan)
-        own = None if plan is None else freed_by(self.vllm_config, plan)
+        freed = None if plan is None else freed_by(self.vllm_config, plan)
         if self._freed is not None:
-            if own is None or own.layers != self._freed.layers or own.rows > self._freed.rows:
+            if freed is None or freed.layers != self._freed.layers or freed.rows > self._freed.rows:
                 raise ConfigError(
                     f"method={'null' if plan is None else plan.method}: this engine frees what {self._freed.method} "
                     "drops of prompts; expected a method that drops as much in the same layers, or another engine"
                 )
-        elif plan is not None and plan.writes and own is not None:
+        elif plan is not None and plan.writes and freed is not None:
             raise ConfigError(
                 f"method={plan.method}: it writes keys or values anew, and this engine frees no prompts; expected one "
                 "that was started with it"

@@ -58,10 +58,12 @@ class Codecs(NamedTuple):
     @classmethod
     def of(cls, kv: KV, tier: Tier, head_dim: int, dtype: torch.dtype) -> Codecs:
         """Those of a tier."""
-        found = [KINDS[kind][side](head_dim, dtype) for side, kind in enumerate(kv.kinds(tier))]
+        codecs = [KINDS[kind][side](head_dim, dtype) for side, kind in enumerate(kv.kinds(tier))]
         if kv.rotate != "none":
-            found = [one if isinstance(one, Native) else Rotated(head_dim, dtype, one, hadamard) for one in found]
-        return cls(*found)
+            codecs = [
+                codec if isinstance(codec, Native) else Rotated(head_dim, dtype, codec, hadamard) for codec in codecs
+            ]
+        return cls(*codecs)
 
     @classmethod
     def native(cls, head_dim: int, dtype: torch.dtype) -> Codecs:
@@ -84,5 +86,5 @@ class Codecs(NamedTuple):
     def recoded(self, key: torch.Tensor, value: torch.Tensor, target: Codecs) -> tuple[torch.Tensor, torch.Tensor]:
         """Held keys and values as `target` holds them; a side that is held alike keeps every bit."""
         sides = zip(self, (key, value), target, strict=True)
-        key, value = (held if own == to else to.encode(own.decode(held)) for own, held, to in sides)
+        key, value = (rows if source == to else to.encode(source.decode(rows)) for source, rows, to in sides)
         return key, value

@@ -55,13 +55,13 @@ class Codec:
         """Rows [..., D], of any floating dtype, as they are held, [..., width]."""
         raise NotImplementedError
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Held rows [..., width] as [..., D] in float32; parameters: see `kivi.Tokens`."""
         raise NotImplementedError
 
-    def decode(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def decode(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """As `numbers`, in the model's dtype."""
-        return self.numbers(held, *parameters).to(self.dtype)
+        return self.numbers(stored_rows, *parameters).to(self.dtype)
 
 
 class Native(Codec):
@@ -83,9 +83,9 @@ class Native(Codec):
         """The same."""
         return rows
 
-    def decode(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def decode(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The same."""
-        return held
+        return stored_rows
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -97,18 +97,18 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     words = (codes.to(word).unflatten(-1, (-1, count)) << places).sum(dim=-1, dtype=word)
     if bytes_ == 1:
         return words
-    each = 8 * torch.arange(bytes_, dtype=word, device=codes.device)
-    return (words.unsqueeze(-1) >> each & 255).to(torch.uint8).flatten(-2)
+    shifts = 8 * torch.arange(bytes_, dtype=word, device=codes.device)
+    return (words.unsqueeze(-1) >> shifts & 255).to(torch.uint8).flatten(-2)
 
 
-def looked_up(held: torch.Tensor, bits: int, numbers: tuple[float, ...]) -> torch.Tensor:
+def looked_up(code_bytes: torch.Tensor, bits: int, numbers: tuple[float, ...]) -> torch.Tensor:
     """What codes in bytes [..., D * bits / 8] stand for, [..., D] in float32: several of them by one look."""
-    index = held.int()
+    index = code_bytes.int()
     if bits == 3:
         a, b, c = index.unflatten(-1, (-1, 3)).unbind(-1)
         word = a | b << 8 | c << 16
         index = torch.stack([word & 4095, word >> 12], dim=-1).flatten(-2)
-    return torch.nn.functional.embedding(index, _entries(bits, numbers).to(held.device)).flatten(-2)
+    return torch.nn.functional.embedding(index, _entries(bits, numbers).to(code_bytes.device)).flatten(-2)
 
 
 @cache
@@ -136,8 +136,8 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_numbers(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes [..., n] as numbers of a dtype, in float32."""
-    if not held.numel():
-        return held.new_zeros(*held.shape[:-1], held.shape[-1] // dtype.itemsize, dtype=torch.float32)
-    return held.contiguous().view(dtype).float()
+    if not raw.numel():
+        return raw.new_zeros(*raw.shape[:-1], raw.shape[-1] // dtype.itemsize, dtype=torch.float32)
+    return raw.contiguous().view(dtype).float()

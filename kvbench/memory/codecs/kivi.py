@@ -37,7 +37,7 @@ class Channels(Codec):
     @property
     def row(self) -> Coded:
         """Scales and minima stand after the codes."""
-        return Coded(self.bits, "unsigned", parameters="range", each="channels", parameter=name_of(self.dtype))
+        return Coded(self.bits, "unsigned", parameters="range", granularity="channels", parameter=name_of(self.dtype))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, scales, minima."""
@@ -45,10 +45,10 @@ class Channels(Codec):
         parts = packed(codes.flatten(-2), self.bits), scale.squeeze(-1), least.squeeze(-1)
         return torch.cat([as_bytes(part) for part in parts], dim=-1)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times their group's scale, and its minimum."""
-        codes = looked_up(held[..., : self._codes], self.bits, steps(self.bits)).unflatten(-1, (-1, GROUP))
-        scale, least = as_numbers(held[..., self._codes :], self.dtype).unsqueeze(-1).chunk(2, dim=-2)
+        codes = looked_up(stored_rows[..., : self._codes], self.bits, steps(self.bits)).unflatten(-1, (-1, GROUP))
+        scale, least = as_numbers(stored_rows[..., self._codes :], self.dtype).unsqueeze(-1).chunk(2, dim=-2)
         return (codes * scale + least).flatten(-2)
 
 
@@ -78,17 +78,17 @@ class Tokens(Codec):
     @property
     def row(self) -> Coded:
         """Scales and minima are by groups of tokens."""
-        return Coded(self.bits, "unsigned", parameters="range", each="tokens", parameter=name_of(self.dtype))
+        return Coded(self.bits, "unsigned", parameters="range", granularity="tokens", parameter=name_of(self.dtype))
 
     def encode(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """Keys [..., g, D] of whole groups of g tokens: codes [..., g, width], and scale and minimum [..., 2, D]."""
         codes, scale, least = quantised(keys, -2, self.bits, self.dtype)
         return packed(codes, self.bits), torch.cat([scale, least], dim=-2)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Tokens [..., width], each with the parameters [..., 2, D] of its group, as [..., D] in float32."""
         scale, least = parameters[0].float().unbind(-2)
-        return looked_up(held, self.bits, steps(self.bits)) * scale + least
+        return looked_up(stored_rows, self.bits, steps(self.bits)) * scale + least
 
 
 def quantised(

@@ -51,9 +51,9 @@ class Rotated(Codec):
         """`inner`'s, of the turned rows."""
         return self.inner.encode(turned(rows, self.rotation))
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """`inner`'s, turned back."""
-        return turned(self.inner.numbers(held, *parameters), self.rotation.T)
+        return turned(self.inner.numbers(stored_rows, *parameters), self.rotation.T)
 
 
 def turned(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,11 @@ class _Scaled(Codec):
         codes = (rows / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
         return torch.cat([as_bytes(self._coded(codes)), as_bytes(scale)], dim=-1)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times the scale."""
-        return self._numbers(held[..., : self.head_dim]) * as_numbers(held[..., self.head_dim :], torch.float32)
+        return self._numbers(stored_rows[..., : self.head_dim]) * as_numbers(
+            stored_rows[..., self.head_dim :], torch.float32
+        )
 
     def _coded(self, numbers: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -78,6 +80,6 @@ class E4m3(Codec):
         """The nearest."""
         return as_bytes(rows.float().clamp(-448, 448).to(torch.float8_e4m3fn))
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Exactly."""
-        return held.view(torch.float8_e4m3fn).float()
+        return stored_rows.view(torch.float8_e4m3fn).float()

@@ -62,9 +62,9 @@ class Lloyd(Codec):
         numbers = torch.tensor(table(self.bits, self.head_dim), device=direction.device)
         return torch.bucketize(direction, (numbers[1:] + numbers[:-1]) / 2, right=True)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers times the norm."""
-        codes, norm = held.split([self.width - 2, 2], dim=-1)
+        codes, norm = stored_rows.split([self.width - 2, 2], dim=-1)
         numbers = looked_up(codes, self.bits, table(self.bits, self.head_dim))
         if self.unit:
             numbers = numbers / (numbers.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
@@ -98,19 +98,19 @@ class Residual(Codec):
         norm, direction = _direction(rows)
         codes = self._base._codes(direction)
         numbers = torch.tensor(table(self.bits - 1, self.head_dim), device=rows.device)
-        left = direction - numbers[codes]
-        signs = (left @ _projection(self.head_dim).T.to(rows.device) >= 0).to(torch.uint8)
-        norms = torch.cat([norm, left.norm(dim=-1, keepdim=True)], dim=-1).half()
+        residual = direction - numbers[codes]
+        signs = (residual @ _projection(self.head_dim).T.to(rows.device) >= 0).to(torch.uint8)
+        norms = torch.cat([norm, residual.norm(dim=-1, keepdim=True)], dim=-1).half()
         return torch.cat([packed(codes, self.bits - 1), packed(signs, 1), as_bytes(norms)], dim=-1)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers and the expected residual, times the norm."""
         eighth = self.head_dim // 8
-        codes, signs, norms = held.split([eighth * (self.bits - 1), eighth, 4], dim=-1)
-        norm, left = as_numbers(norms, torch.float16).split(1, dim=-1)
+        codes, signs, norms = stored_rows.split([eighth * (self.bits - 1), eighth, 4], dim=-1)
+        norm, residual_norm = as_numbers(norms, torch.float16).split(1, dim=-1)
         numbers = looked_up(codes, self.bits - 1, table(self.bits - 1, self.head_dim))
-        directed = looked_up(signs, 1, (-1.0, 1.0)) @ _projection(self.head_dim).to(held.device)
-        return (numbers + left * math.sqrt(math.pi / 2) / self.head_dim * directed) * norm
+        directed = looked_up(signs, 1, (-1.0, 1.0)) @ _projection(self.head_dim).to(stored_rows.device)
+        return (numbers + residual_norm * math.sqrt(math.pi / 2) / self.head_dim * directed) * norm
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Uniform(Codec):
         codes = ((rows - least) / step + 0.5).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([packed(codes, self.bits), as_bytes(torch.cat([step, least], dim=-1).half())], dim=-1)
 
-    def numbers(self, held: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times the step, and the least number."""
-        codes, numbers = held.split([self.width - 4, 4], dim=-1)
+        codes, numbers = stored_rows.split([self.width - 4, 4], dim=-1)
         step, least = as_numbers(numbers, torch.float16).split(1, dim=-1)
         return looked_up(codes, self.bits, steps(self.bits)) * step + least
 

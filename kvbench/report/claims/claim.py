@@ -31,22 +31,22 @@ class Criterion:
     """A number, and the bounds between which its whole interval must lie.
 
     Attributes:
-        about: the number, in words.
+        description: the number, in words.
         kind: of `KINDS`.
-        asked: how the number is made.
+        spec: how the number is made.
         at_least, at_most: the bounds; None: none.
         n: samples, at least.
     """
 
-    about: str
+    description: str
     kind: str
-    asked: Any
+    spec: Any
     at_least: float | None = None
     at_most: float | None = None
     n: int = 1
 
     @property
-    def wanted(self) -> str:
+    def bounds_text(self) -> str:
         """The bounds in words."""
         bounds = (("at least", self.at_least), ("at most", self.at_most))
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
@@ -107,13 +107,13 @@ def claims() -> tuple[Claim, ...]:
 
 @functools.cache
 def _read() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FOLDER / "claims.yaml").read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = yaml.safe_load((FOLDER / "claims.yaml").read_text(encoding="utf-8"))
+    return document
 
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
     criteria, before = (
-        tuple(criterion for one in part.get("criteria", ()) for criterion in _criteria(one))
+        tuple(criterion for criterion_entry in part.get("criteria", ()) for criterion in _criteria(criterion_entry))
         for part in (entry, entry.get("superseded", {}))
     )
     words: dict[str, Any] = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
@@ -125,8 +125,8 @@ def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
 def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:
     """The criteria of an entry: one, or one for each of its arms."""
     (kind,) = set(KINDS) & set(entry)
-    about, asked = entry["about"], entry[kind]
+    description, spec = entry["about"], entry[kind]
     bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
     if "each" not in entry:
-        return [Criterion(about, kind, asked, **bounds)]
-    return [Criterion(about.format(arm=arm), kind, {**asked, "of": arm}, **bounds) for arm in entry["each"]]
+        return [Criterion(description, kind, spec, **bounds)]
+    return [Criterion(description.format(arm=arm), kind, {**spec, "of": arm}, **bounds) for arm in entry["each"]]

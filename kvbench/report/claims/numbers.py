@@ -20,10 +20,10 @@ from kvbench.runs.stored import DAMAGED, ResultsError, contents
 # -- printed -----------------------------------------------------------------------------------------------------------
 
 
-def printed(asked: Mapping[str, Any]) -> Finding:
+def printed(spec: Mapping[str, Any]) -> Finding:
     """A count of printed cells, or a difference of two, by one of `RULES`."""
-    (name,) = set(RULES) & set(asked)
-    return RULES[name](**asked[name])
+    (name,) = set(RULES) & set(spec)
+    return RULES[name](**spec[name])
 
 
 def _averages(tables: Sequence[str], column: str, within: float) -> Finding:
@@ -62,10 +62,10 @@ def _behind(table: str, columns: Sequence[str], of: str, rivals: Sequence[str]) 
     behind = []
     for model in _models(table):
         for column in columns:
-            own = cells[f"{model}, {of}", column]
+            ours = cells[f"{model}, {of}", column]
             best = max(rivals, key=lambda rival: cells[f"{model}, {rival}", column])
-            if (theirs := cells[f"{model}, {best}", column]) > own:
-                behind.append(f"{model} {column} {own:g}, {best} {theirs:g}")
+            if (theirs := cells[f"{model}, {best}", column]) > ours:
+                behind.append(f"{model} {column} {ours:g}, {best} {theirs:g}")
     return exactly(len(behind), "; ".join(behind))
 
 
@@ -101,44 +101,48 @@ def _models(table: str) -> list[str]:
 # -- files of measurements ---------------------------------------------------------------------------------------------
 
 
-def filed(folders: Sequence[Path], asked: Mapping[str, Any]) -> Finding | Missing:
+def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing:
     """A number of a script's JSON.
 
     Args:
         folders: where the file may lie; the first counts.
-        asked: `file`, its name; `value`, the path in it, in which * is every element, some* every one that begins so,
+        spec: `file`, its name; `value`, the path in it, in which * is every element, some* every one that begins so,
             and @last a list's last quarter; `less`, another path, taken from it; `slope`, another path: the log-log
             slope over it, one number, or one for each value at the path `each`; `where`, keys of the value's own
             record with the values wanted; `interval`, "bootstrap" of the elements, "mean" of repeats, by Student,
             else their range; `command`, which writes the file.
     """
-    path = next((folder / asked["file"] for folder in folders if (folder / asked["file"]).is_file()), None)
+    path = next((folder / spec["file"] for folder in folders if (folder / spec["file"]).is_file()), None)
     if path is None:
-        return Missing(f"no {asked['file']}; {asked['command']} | tail -1 > results/{asked['file']}")
-    anew = f"{asked['command']} | tail -1 > results/{asked['file']}"
+        return Missing(f"no {spec['file']}; {spec['command']} | tail -1 > results/{spec['file']}")
+    anew = f"{spec['command']} | tail -1 > results/{spec['file']}"
     try:
         whole = json.loads(contents(path))
-        paths = [asked[key] for key in ("value", "less", "slope", "each") if key in asked]
-        found = [dict(_at(whole, one, asked.get("where", {}), one == asked.get("each"))) for one in paths]
+        paths = [spec[key] for key in ("value", "less", "slope", "each") if key in spec]
+        by_path = [
+            dict(_at(whole, value_path, spec.get("where", {}), value_path == spec.get("each"))) for value_path in paths
+        ]
     except (OSError, ResultsError, *DAMAGED) as error:
         return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
-    places = [place for place in found[0] if all(place in other for other in found)]  # by records that have all of them
+    places = [place for place in by_path[0] if all(place in other for other in by_path)]  # records that all paths have
     if not places:
         return Missing(f"{path} has no {' with '.join(paths)}; {anew}")
-    columns = {key: np.array([own[place] for place in places]) for key, own in zip(paths, found, strict=True)}
+    columns = {key: np.array([numbers[place] for place in places]) for key, numbers in zip(paths, by_path, strict=True)}
     note = path.name
-    values = columns[asked["value"]] - (columns[asked["less"]] if "less" in asked else 0.0)
-    if "slope" in asked:
-        sizes = columns[asked["slope"]]
-        groups = columns[asked["each"]] if "each" in asked else 0 * sizes
-        apart = [groups == group for group in np.unique(groups)]
-        slopes = [float(np.polyfit(np.log(sizes[own]), np.log(values[own]), 1)[0]) for own in apart if own.sum() > 1]
+    values = columns[spec["value"]] - (columns[spec["less"]] if "less" in spec else 0.0)
+    if "slope" in spec:
+        sizes = columns[spec["slope"]]
+        groups = columns[spec["each"]] if "each" in spec else 0 * sizes
+        masks = [groups == group for group in np.unique(groups)]
+        slopes = [
+            float(np.polyfit(np.log(sizes[mask]), np.log(values[mask]), 1)[0]) for mask in masks if mask.sum() > 1
+        ]
         if not slopes:
-            return Missing(f"{path} has no two {asked['slope']}; {anew}")
+            return Missing(f"{path} has no two {spec['slope']}; {anew}")
         values, note = np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}"
-    if asked.get("interval") == "bootstrap":
+    if spec.get("interval") == "bootstrap":
         return Finding(*estimate([values])[:4], note, Interval.BOOTSTRAP)
-    if asked.get("interval") == "mean":
+    if spec.get("interval") == "mean":
         return Finding(*repeated(values)[:4], note, Interval.STUDENT)
     return ranged(values, note)
 
@@ -155,15 +159,15 @@ def _at(
     name, _, quarter = key.partition("@")
     elements: list[Any] = []
     if isinstance(value, Mapping) and (several := key.endswith("*")):
-        elements = [element for each, element in value.items() if each.startswith(key[:-1])]
+        elements = [element for element_key, element in value.items() if element_key.startswith(key[:-1])]
     elif several := key == "*":
         elements = list(value)
     elif isinstance(value, Mapping) and name in value:
         elements = [quarter_of(value[name], quarter) if quarter else value[name]]
     for index, element in enumerate(elements):
-        own = (*place, index) if several else place
+        indices = (*place, index) if several else place
         if rest:
             if isinstance(element, Mapping | list):
-                yield from _at(element, rest, where, words, own)
+                yield from _at(element, rest, where, words, indices)
         elif is_number(element) or (words and isinstance(element, str)):
-            yield own, element
+            yield indices, element

@@ -55,8 +55,10 @@ class Judged(NamedTuple):
     @property
     def sentences(self) -> list[str]:
         """Of each criterion what was measured, or what is missing; superseded ones say so, with their verdict."""
-        before = [f"superseded ({verdict.value}): {sentence(part, found)}" for part, found, verdict in self.superseded]
-        now = [(sentence(part, found), lacks(part, found, self.runs)) for part, found, _ in self.criteria]
+        before = [
+            f"superseded ({verdict.value}): {sentence(part, finding)}" for part, finding, verdict in self.superseded
+        ]
+        now = [(sentence(part, finding), lacks(part, finding, self.runs)) for part, finding, _ in self.criteria]
         return ["; ".join(filter(None, words)) for words in now] + before
 
 
@@ -65,16 +67,16 @@ def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
 
     If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they decide it.
     """
-    found = []
+    judgements = []
     for claim in claims():
-        own = _judged(claim, runs, folders)
+        judgement = _judged(claim, runs, folders)
         theirs = (
             _judged(claim, shipped_runs(*(SHIPPED / name for name in DECIDING)), [], OURS)
-            if any(_lacking(own))
-            else own
+            if any(_lacking(judgement))
+            else judgement
         )
-        found.append(theirs if _lacking(theirs) < _lacking(own) else own)
-    return found
+        judgements.append(theirs if _lacking(theirs) < _lacking(judgement) else judgement)
+    return judgements
 
 
 def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str = "") -> Judged:
@@ -87,17 +89,17 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
 
 
 def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note: str) -> Part:
-    number = _found(criterion, runs, [*folders, SHIPPED])
+    number = _measured(criterion, runs, [*folders, SHIPPED])
     if note and criterion.kind == "runs" and isinstance(number, Finding):
         number = number._replace(note="; ".join(filter(None, [number.note, note])))
     return criterion, number, judge(criterion, number)
 
 
-def _lacking(one: Judged) -> tuple[int, int]:
+def _lacking(judgement: Judged) -> tuple[int, int]:
     """How many criteria ask for runs that are not there, and how many for more samples than these have."""
-    own = [(criterion, number) for criterion, number, _ in one.criteria if criterion.kind == "runs"]
-    found = [number.n < criterion.n for criterion, number in own if isinstance(number, Finding)]
-    return len(own) - len(found), sum(found)
+    run_criteria = [(criterion, number) for criterion, number, _ in judgement.criteria if criterion.kind == "runs"]
+    too_few = [number.n < criterion.n for criterion, number in run_criteria if isinstance(number, Finding)]
+    return len(run_criteria) - len(too_few), sum(too_few)
 
 
 @cache
@@ -107,36 +109,36 @@ def shipped_runs(*archives: Path) -> Runs | None:
     return collect(there) if there else None
 
 
-def _found(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
+def _measured(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
     if criterion.kind == "runs":
-        return sampled(runs, criterion.asked)
+        return sampled(runs, criterion.spec)
     if criterion.kind == "printed":
-        return printed(criterion.asked)
-    return filed(folders, criterion.asked)
+        return printed(criterion.spec)
+    return filed(folders, criterion.spec)
 
 
-def sentence(criterion: Criterion, found: Finding | Missing) -> str:
+def sentence(criterion: Criterion, finding: Finding | Missing) -> str:
     """What was measured for a criterion, with its interval and what it should be."""
-    if isinstance(found, Missing):
-        return f"{criterion.about}: {found.why}"
-    interval = "" if found.low is None or found.low == found.high else f" [{found.low:.3g}, {found.high:.3g}]"
-    few = f", {found.n} of {criterion.n} samples" if found.n < criterion.n else ""
-    note = f" ({found.note})" if found.note else ""
-    return f"{criterion.about}: {found.value:.3g}{interval}{few}; wanted {criterion.wanted}{note}"
+    if isinstance(finding, Missing):
+        return f"{criterion.description}: {finding.why}"
+    interval = "" if finding.low is None or finding.low == finding.high else f" [{finding.low:.3g}, {finding.high:.3g}]"
+    few = f", {finding.n} of {criterion.n} samples" if finding.n < criterion.n else ""
+    note = f" ({finding.note})" if finding.note else ""
+    return f"{criterion.description}: {finding.value:.3g}{interval}{few}; wanted {criterion.bounds_text}{note}"
 
 
-def _summary(found: Sequence[Judged]) -> str:
-    counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
-    words = ", ".join(f"{count} {one.of(count)}" for one, count in counts.items())
-    return " ".join(filter(None, [f"{len(found)} claims: {words}.", unmeasured(found)]))
+def _summary(judgements: Sequence[Judged]) -> str:
+    counts = {verdict: sum(judgement.verdict is verdict for judgement in judgements) for verdict in Verdict}
+    words = ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items())
+    return " ".join(filter(None, [f"{len(judgements)} claims: {words}.", unmeasured(judgements)]))
 
 
-def unmeasured(found: Sequence[Judged]) -> str:
+def unmeasured(judgements: Sequence[Judged]) -> str:
     """Why claims are not measured where kvbench was installed without the runs that it ships, and the remedy, in words;
     "" where all are or these are there.
     """
     absent = [name for name in DECIDING if not (SHIPPED / name).is_file()]
-    if not absent or not any(one.verdict is Verdict.NOT_MEASURED for one in found):
+    if not absent or not any(judgement.verdict is Verdict.NOT_MEASURED for judgement in judgements):
         return ""
     return (
         f"A claim has no verdict while one of its criteria is not measured: this kvbench was installed without "
@@ -145,17 +147,23 @@ def unmeasured(found: Sequence[Judged]) -> str:
     )
 
 
-def console(found: Sequence[Judged]) -> str:
+def console(judgements: Sequence[Judged]) -> str:
     """A paragraph for each claim."""
-    paragraphs = ["\n".join(_paragraph(one)) + "\n" for one in found]
-    return "\n".join([*paragraphs, textwrap.fill(_summary(found), WIDTH)]) + "\n"
+    paragraphs = ["\n".join(_paragraph(judgement)) + "\n" for judgement in judgements]
+    return "\n".join([*paragraphs, textwrap.fill(_summary(judgements), WIDTH)]) + "\n"
 
 
-def _paragraph(one: Judged) -> Iterator[str]:
-    yield from textwrap.wrap(f"{one.claim.id}  {one.shown.upper()}  {one.claim.claim} [{one.claim.source}]", WIDTH)
-    for line in one.sentences:
+def _paragraph(judgement: Judged) -> Iterator[str]:
+    yield from textwrap.wrap(
+        f"{judgement.claim.id}  {judgement.shown.upper()}  {judgement.claim.claim} [{judgement.claim.source}]", WIDTH
+    )
+    for line in judgement.sentences:
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
-    whys = {"original": one.claim.original, "weaker": one.claim.weaker, "superseded": one.claim.superseded.why}
+    whys = {
+        "original": judgement.claim.original,
+        "weaker": judgement.claim.weaker,
+        "superseded": judgement.claim.superseded.why,
+    }
     for name, text in whys.items():
         if text:
             yield from textwrap.wrap(f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      ")
@@ -164,29 +172,35 @@ def _paragraph(one: Judged) -> Iterator[str]:
 HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker", "superseded")
 
 
-def _rows(found: Sequence[Judged]) -> Iterator[list[list[str]]]:
+def _rows(judgements: Sequence[Judged]) -> Iterator[list[list[str]]]:
     """The cells of each claim's row, each the lines in it."""
-    for one in found:
-        claim = one.claim
-        cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], one.sentences, [one.shown]]
+    for judgement in judgements:
+        claim = judgement.claim
+        cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], judgement.sentences, [judgement.shown]]
         yield [*cells, [claim.original], [claim.weaker], [claim.superseded.why]]
 
 
-def markdown(found: Sequence[Judged]) -> str:
+def markdown(judgements: Sequence[Judged]) -> str:
     """A table with a row for each claim."""
-    rows = (["<br>".join(map(plain_markdown, cell)) for cell in row] for row in _rows(found))
+    rows = (["<br>".join(map(plain_markdown, cell)) for cell in row] for row in _rows(judgements))
     lines = [HEADS, ["---"] * len(HEADS), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_summary(found)}\n"
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_summary(judgements)}\n"
 
 
-def csv_text(found: Sequence[Judged]) -> str:
+def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
     heads = ["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"]
     rows: list[list[Any]] = [heads]
-    for one in found:
-        known = [(part, "") for part in one.criteria] + [(part, "superseded") for part in one.superseded]
-        for (criterion, number, verdict), decides in known:
-            start = [one.claim.id, one.claim.claim, one.shown, criterion.about, decides or verdict.value]
+    for judgement in judgements:
+        parts = [(part, "") for part in judgement.criteria] + [(part, "superseded") for part in judgement.superseded]
+        for (criterion, number, verdict), decides in parts:
+            start = [
+                judgement.claim.id,
+                judgement.claim.claim,
+                judgement.shown,
+                criterion.description,
+                decides or verdict.value,
+            ]
             numbers = (
                 ["", "", "", "", criterion.n, number.why]
                 if isinstance(number, Missing)
@@ -196,16 +210,16 @@ def csv_text(found: Sequence[Judged]) -> str:
     return csv_lines(rows)
 
 
-def html(found: Sequence[Judged]) -> str:
+def html(judgements: Sequence[Judged]) -> str:
     """A page with one table; where a number is missing it has the command that measures it."""
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
     rows = []
-    for row in _rows(found):
+    for row in _rows(judgements):
         rows.append("<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
         f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"
-        f"<p>{escape(_summary(found))}</p><table class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
+        f"<p>{escape(_summary(judgements))}</p><table class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
         + "\n".join(rows)
         + "</tbody></table></body></html>\n"
     )

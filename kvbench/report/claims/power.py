@@ -16,48 +16,48 @@ from kvbench.runs.stored import json_in
 HOPELESS = 10  # times as many samples as there are: nobody will take them
 
 
-def lacks(criterion: Criterion, found: Finding | Missing, runs: Runs | None) -> str:
+def lacks(criterion: Criterion, finding: Finding | Missing, runs: Runs | None) -> str:
     """What would decide an undecided criterion, in words; "" for others."""
-    if isinstance(found, Missing) or judge(criterion, found) is not Verdict.UNDECIDED:
+    if isinstance(finding, Missing) or judge(criterion, finding) is not Verdict.UNDECIDED:
         return ""
-    wanted = samples_wanted(criterion, found)
-    if wanted is None:
+    required = required_samples(criterion, finding)
+    if required is None:
         return "more samples would not decide it"
-    more, choosing = math.ceil(max(1, wanted - found.n) * found.taken), math.ceil(wanted * (found.taken - 1))
+    more, choosing = math.ceil(max(1, required - finding.n) * finding.taken), math.ceil(required * (finding.taken - 1))
     choose = f", {_rounded(choosing)} of them to choose the rival," if choosing else ""
-    total = f"{_rounded(wanted + choosing)} samples{choose}"
+    total = f"{_rounded(required + choosing)} samples{choose}"
     words = f"{total} would decide it, if mean and spread stay, {_rounded(more)} more"
-    if wanted > HOPELESS * found.n >= HOPELESS * criterion.n:  # of fewer than it asks for the spread is not known
+    if required > HOPELESS * finding.n >= HOPELESS * criterion.n:  # of fewer than it asks for the spread is not known
         return f"{words}: it will stay undecided"
     minutes = minutes_a_sample(criterion, runs)
     return words if minutes is None else f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
 
 
-def samples_wanted(criterion: Criterion, found: Finding) -> int | None:
+def required_samples(criterion: Criterion, finding: Finding) -> int | None:
     """The samples with which the interval would just leave the bounds that lie in it; at least the criterion's n.
 
     None where an interval does not narrow with samples, or its middle lies on a bound.
     """
-    if found.low is None or found.high is None:
+    if finding.low is None or finding.high is None:
         return criterion.n
     bounds = [bound for bound in (criterion.at_least, criterion.at_most) if bound is not None]
-    crossed = [bound for bound in bounds if found.low <= bound <= found.high]
-    if any(bound == found.value for bound in crossed) or (crossed and found.interval is Interval.RANGE):
+    crossed = [bound for bound in bounds if finding.low <= bound <= finding.high]
+    if any(bound == finding.value for bound in crossed) or (crossed and finding.interval is Interval.RANGE):
         return None
-    return max([criterion.n, *(_until(found, bound) for bound in crossed)])
+    return max([criterion.n, *(_until(finding, bound) for bound in crossed)])
 
 
-def _until(found: Finding, bound: float) -> int:
+def _until(finding: Finding, bound: float) -> int:
     """The samples with which the interval would end at a bound."""
-    apart = abs(found.value - bound)
-    if found.interval is Interval.WILSON:  # of scores, 0 to 100
-        return math.ceil(Z**2 * bound * (100 - bound) / apart**2 / found.kept)
-    half = found.value - found.low if bound < found.value else found.high - found.value  # type: ignore[operator]
-    wanted = math.ceil(found.n * (half / apart) ** 2)
-    if found.interval is Interval.STUDENT:
-        spread = half * math.sqrt(found.n) / student(found.n - 1)
-        wanted = next((n for n in range(2, wanted) if student(n - 1) * spread <= apart * math.sqrt(n)), wanted)
-    return wanted
+    distance = abs(finding.value - bound)
+    if finding.interval is Interval.WILSON:  # of scores, 0 to 100
+        return math.ceil(Z**2 * bound * (100 - bound) / distance**2 / finding.used_share)
+    half = finding.value - finding.low if bound < finding.value else finding.high - finding.value  # type: ignore[operator]
+    required = math.ceil(finding.n * (half / distance) ** 2)
+    if finding.interval is Interval.STUDENT:
+        spread = half * math.sqrt(finding.n) / student(finding.n - 1)
+        required = next((n for n in range(2, required) if student(n - 1) * spread <= distance * math.sqrt(n)), required)
+    return required
 
 
 def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
@@ -67,15 +67,15 @@ def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
     """
     if criterion.kind != "runs":
         return None
-    timed = is_time(criterion.asked["value"])
-    found = list(_minutes(criterion, runs, timed))
-    return (sum if timed else max)(found) if found and all(found) else None
+    timed = is_time(criterion.spec["value"])
+    minutes = list(_minutes(criterion, runs, timed))
+    return (sum if timed else max)(minutes) if minutes and all(minutes) else None
 
 
 def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[float]:
     """Of each arm the minutes of a sample, of timed ones of a repeat, which is a run."""
-    for words in (one for arms in arms_of(criterion.asked).values() for one in arms):
-        chosen = runs_of(runs, criterion.asked["bed"], words, times=timed)
+    for words in (arm for arms in arms_of(criterion.spec).values() for arm in arms):
+        chosen = runs_of(runs, criterion.spec["bed"], words, times=timed)
         spans = [] if isinstance(chosen, Missing) else [_span(run) for run in chosen]
         yield sum(span for span, _ in spans) / max(1, len(spans) if timed else sum(count for _, count in spans))
 

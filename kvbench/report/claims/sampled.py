@@ -24,7 +24,7 @@ from kvbench.config import show
 from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
-from kvbench.report.data.select import decoded_alike
+from kvbench.report.data.select import same_decode_mode
 from kvbench.report.data.stats import SCORES, difference, estimate, is_0_1, proportion, ratio, repeated
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import by_machine, is_disturbed
@@ -38,7 +38,7 @@ USUAL = {
     "method.protect": "0.0",
 }
 
-ALIKE = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
+SHARED_KEYS = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
 
 ROLES = ("of", "less", "over", "among")
 
@@ -67,65 +67,67 @@ class Compared(NamedTuple):
     Attributes:
         values: [n] of each group of samples, less those of another arm where a criterion asks for it.
         below: likewise what divides them; [] where nothing does.
-        kept, taken: as of `Finding`.
+        used_share, taken: as of `Finding`.
     """
 
     values: list[np.ndarray]
     below: list[np.ndarray]
-    kept: float
+    used_share: float
     taken: float
 
 
-def sampled(runs: Runs | None, asked: Mapping[str, Any]) -> Finding | Missing:
+def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
     """The number that a criterion asks for."""
-    arms = arms_of(asked)
-    found: dict[str, list[dict[Key, Reading]]] = {}
+    arms = arms_of(spec)
+    readings: dict[str, list[dict[Key, Reading]]] = {}
     chosen: dict[str, list[Run]] = {}
     for name, several in arms.items():
-        value = "score" if name == "among" else asked["value"]
+        value = "score" if name == "among" else spec["value"]
         for words in several:
-            those = runs_of(runs, asked["bed"], words, times=is_time(value))
+            those = runs_of(runs, spec["bed"], words, times=is_time(value))
             if isinstance(those, Missing):
                 return those
             if all(run.is_unbounded for run in those):
                 return Missing(f"the budget of {words} never applied: every step attended all tokens")
             chosen[words] = those
-            found.setdefault(name, []).append(_readings(those, value, asked.get("lengths", []), name == "of"))
-    if apart := _differing(asked, chosen):
-        return apart
-    command = beds()[asked["bed"]].command
-    compared = _compared(asked, found)
+            readings.setdefault(name, []).append(_readings(those, value, spec.get("lengths", []), name == "of"))
+    if mismatch := _differing(spec, chosen):
+        return mismatch
+    command = beds()[spec["bed"]].command
+    compared = _compared(spec, readings)
     if not compared.values:
         return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {command}")
-    if compared.below and not (np.all if "interval" in asked else np.any)(np.concatenate(compared.below)):
+    if compared.below and not (np.all if "interval" in spec else np.any)(np.concatenate(compared.below)):
         return Missing(f"{' or '.join(arms.get('over', arms['of']))} has 0 there, which divides nothing; {command}")
-    finding = _found(asked, compared, chosen[arms["of"][0]][0])
-    decoded = {run.is_together for several in chosen.values() for run in several}
-    n = round(finding.n / compared.kept)
+    finding = _finding(spec, compared, chosen[arms["of"][0]][0])
+    decoded = {run.shares_decode for several in chosen.values() for run in several}
+    n = round(finding.n / compared.used_share)
     notes = [
         f"over the {finding.n} of {n} that {arms['among'][0]} answers" if "among" in arms else "",
         "some of these arms decoded together with others, some alone" if len(decoded) > 1 else "",
-        *(_unbounded(words, own) for words, own in chosen.items()),
+        *(_unbounded(words, arm_runs) for words, arm_runs in chosen.items()),
     ]
-    return finding._replace(n=n, note="; ".join(filter(None, notes)), kept=compared.kept, taken=compared.taken)
+    return finding._replace(
+        n=n, note="; ".join(filter(None, notes)), used_share=compared.used_share, taken=compared.taken
+    )
 
 
-def _unbounded(words: str, own: Sequence[Run]) -> str:
+def _unbounded(words: str, arm_runs: Sequence[Run]) -> str:
     """In how many samples of an arm the budget never applied, in words; "" for none."""
-    count = sum(int(run.arm["unbounded_samples"]) for run in own if not missing(run.arm["unbounded_samples"]))
-    total = sum(run.arm["n"] for run in own)
+    count = sum(int(run.arm["unbounded_samples"]) for run in arm_runs if not missing(run.arm["unbounded_samples"]))
+    total = sum(run.arm["n"] for run in arm_runs)
     return f"the budget of {words} never applied in {count} of {total} samples" if count else ""
 
 
-def _compared(asked: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[Key, Reading]]]) -> Compared:
+def _compared(spec: Mapping[str, Any], readings: Mapping[str, Sequence[Mapping[Key, Reading]]]) -> Compared:
     """The samples that all arms have, by group."""
-    ours, kept, taken = found["of"][0], 1.0, 1.0
-    if "among" in found:
-        known = found["among"][0]
-        both = ours.keys() & known.keys()
-        ours = {key: ours[key] for key in both if known[key].value == 100}
-        kept = len(ours) / max(1, len(both))
-    others = found.get("less") or found.get("over") or [ours]
+    ours, used_share, taken = readings["of"][0], 1.0, 1.0
+    if "among" in readings:
+        reference = readings["among"][0]
+        both = ours.keys() & reference.keys()
+        ours = {key: ours[key] for key in both if reference[key].value == 100}
+        used_share = len(ours) / max(1, len(both))
+    others = readings.get("less") or readings.get("over") or [ours]
     shared = (key for key in ours if all(key in other for other in others))
     keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
     theirs = others[0]
@@ -134,34 +136,34 @@ def _compared(asked: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[Key
         taken, keys = len(keys) / max(1, len(keys[1::2])), keys[1::2]
     groups = dict.fromkeys(ours[key].group for key in keys)
     strata = [[key for key in keys if ours[key].group == group] for group in groups]
-    values, other = ([np.array([of[key].value for key in own]) for own in strata] for of in (ours, theirs))
-    below = other if "over" in found else [np.array([ours[key].below for key in own]) for own in strata]
-    if "less" in found:
-        values = [one - another for one, another in zip(values, other, strict=True)]
-    return Compared(values, below if "over" in found or "/" in asked["value"] else [], kept, taken)
+    values, other = ([np.array([of[key].value for key in stratum]) for stratum in strata] for of in (ours, theirs))
+    below = other if "over" in readings else [np.array([ours[key].below for key in stratum]) for stratum in strata]
+    if "less" in readings:
+        values = [value - another for value, another in zip(values, other, strict=True)]
+    return Compared(values, below if "over" in readings or "/" in spec["value"] else [], used_share, taken)
 
 
-def _found(asked: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
+def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
     """The number with its interval; `run` is of the arm whose number it is."""
     values, below = compared.values, compared.below
-    if "interval" in asked:
+    if "interval" in spec:
         every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)  # of a ratio the samples' own
-        if asked["interval"] == "range":
+        if spec["interval"] == "range":
             return ranged(every)
         return Finding(*repeated(every)[:4], interval=Interval.STUDENT)
     if below:
         return Finding(*ratio(values, below)[:4], interval=Interval.BOOTSTRAP)
-    if asked["value"] == "score" and "less" in asked:
+    if spec["value"] == "score" and "less" in spec:
         return Finding(*difference(values)[:4], interval=Interval.TANGO)
-    if asked["value"] == "score" and all(map(is_0_1, values)) and run.scored_as not in run.beside.graded:
+    if spec["value"] == "score" and all(map(is_0_1, values)) and run.scored_as not in run.all_runs.graded:
         return Finding(*proportion(values)[:4], interval=Interval.WILSON)  # scores that are all 100 have one, too
-    bounds = SCORES if asked["value"] == "score" and missing(run.arm["kl_mean"]) else None
+    bounds = SCORES if spec["value"] == "score" and missing(run.arm["kl_mean"]) else None
     return Finding(*estimate(values, bounds)[:4], interval=Interval.BOOTSTRAP)
 
 
-def arms_of(asked: Mapping[str, Any]) -> dict[str, list[str]]:
+def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:
     """The arms that a criterion asks for, in words of the command line, by the role that they have in its number."""
-    named = {role: asked[role] for role in ROLES if role in asked}
+    named = {role: spec[role] for role in ROLES if role in spec}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
 
@@ -172,11 +174,11 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
         times: they are to have some, which runs that decoded together have not.
     """
     words_of_bed, command = beds()[bed]
-    wanted = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
-    chosen = [run for run in runs or () if _matches(run.settings, wanted)]
+    required = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
+    chosen = [run for run in runs or () if _matches(run.settings, required)]
     if not chosen:
         return Missing(f"no run of {words} ({' '.join(words_of_bed)}); {command}")
-    chosen = [run for run in chosen if not run.is_together] if times else decoded_alike(chosen)
+    chosen = [run for run in chosen if not run.shares_decode] if times else same_decode_mode(chosen)
     if not chosen:
         return Missing(f"runs of {words} decoded together, and have no times; sweep.shared_decode=false makes some")
     kinds = [{key: show(value) for key, value in run.but_for_seed.items()} for run in chosen]
@@ -188,20 +190,20 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
     return chosen
 
 
-def _differing(asked: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
+def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
     """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
     named = {word.partition("=")[0] for words in chosen for word in words.split()}
     data = [{show(run.settings["seed"]): str(run.arm["data"]) for run in runs} for runs in chosen.values()]
     kinds = []
     for runs, of_seed in zip(chosen.values(), data, strict=True):
-        own = runs[0].but_for_seed.items()
-        kind = {key: show(value) for key, value in own if key in ALIKE or is_shared(key)}
+        arm_settings = runs[0].but_for_seed.items()
+        kind = {key: show(value) for key, value in arm_settings if key in SHARED_KEYS or is_shared(key)}
         kind |= {f"task's data of seed {seed}": of_seed[seed] for seed in set.intersection(*map(set, data))}
         kinds.append({key: value for key, value in kind.items() if key not in named})
-    if is_time(asked["value"]):
+    if is_time(spec["value"]):
         for kind, runs in zip(kinds, chosen.values(), strict=True):
             kind["machine"] = " as well as ".join(_machines(runs))
-    command = beds()[asked["bed"]].command
+    command = beds()[spec["bed"]].command
     for key in sorted(set().union(*kinds)):
         if len({kind.get(key) for kind in kinds}) > 1:
             values = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(chosen, kinds, strict=True))
@@ -213,16 +215,16 @@ def _differing(asked: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) ->
 
 def _machines(runs: Sequence[Run]) -> list[str]:
     """On which machines, with how many threads, the times of these runs were taken."""
-    records = [one for run in runs for one in run.samples() if not is_disturbed(one)]
+    records = [record for run in runs for record in run.samples() if not is_disturbed(record)]
     return sorted(by_machine(records))
 
 
-def _matches(settings: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+def _matches(settings: Mapping[str, Any], required: Mapping[str, str]) -> bool:
     """Whether a run has these settings; a key that it does not have has its usual value."""
-    for key, value in wanted.items():
-        own = settings.get(key)
-        known = USUAL.get(key, "null") if missing(own) else show(own)
-        if known != value:
+    for key, value in required.items():
+        setting = settings.get(key)
+        shown = USUAL.get(key, "null") if missing(setting) else show(setting)
+        if shown != value:
             return False
     return True
 
@@ -233,10 +235,10 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
     A failed sample has no value, except a score of 0 with `failures`; in an arm that others are compared with it has
     none at all. Times of a disturbed machine are left out.
     """
-    found: dict[Key, Reading] = {}
+    readings: dict[Key, Reading] = {}
     for run in chosen:
         seed = show(run.settings["seed"])
-        own: dict[Key, Reading] = {}
+        run_readings: dict[Key, Reading] = {}
         contents = dict(zip(run.scores.ids, run.scores.contents, strict=True))
         scores = dict(zip(run.scores.ids, run.scores.values, strict=True))
         for record in run.samples():
@@ -248,19 +250,19 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
             if record.get("error") and not (value == "score" and failures):
                 continue
             if value == "score":
-                own[seed, id] = Reading(group, float(scores[id]))
+                run_readings[seed, id] = Reading(group, float(scores[id]))
             else:
                 above, _, below = value.partition(" / ")
                 numbers = [_number(record, path) for path in (above, below) if path]
-                known = [number for number in numbers if number is not None]
-                if len(known) == len(numbers) and known[1:] != [0]:  # over nothing there is no number
-                    own[seed, id] = Reading(group, *known)
+                present = [number for number in numbers if number is not None]
+                if len(present) == len(numbers) and present[1:] != [0]:  # over nothing there is no number
+                    run_readings[seed, id] = Reading(group, *present)
         if len(lengths) > 1:
-            own = _growth(own, seed, lengths, run)
+            run_readings = _growth(run_readings, seed, lengths, run)
         elif not run.is_timed:  # repeats of a time are samples; a text that several seeds share is one
-            own = {(str(contents[id]), id): one for (_, id), one in own.items()}
-        found = own | found
-    return found
+            run_readings = {(str(contents[id]), id): reading for (_, id), reading in run_readings.items()}
+        readings = run_readings | readings
+    return readings
 
 
 def is_time(value: str) -> bool:
@@ -268,10 +270,10 @@ def is_time(value: str) -> bool:
     return value.startswith(TIMES)
 
 
-def _growth(own: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run) -> dict[Key, Reading]:
+def _growth(readings: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run) -> dict[Key, Reading]:
     """What a value grows by from the first of two lengths to the second, mean over repeats."""
     length = {record["id"]: record["meta"]["length"] for record in run.samples()}
-    of = [[one.value for (_, id), one in own.items() if length[id] == wanted] for wanted in lengths]
+    of = [[reading.value for (_, id), reading in readings.items() if length[id] == tokens] for tokens in lengths]
     return {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))} if all(of) else {}
 
 

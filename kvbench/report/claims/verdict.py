@@ -49,7 +49,7 @@ class Finding(NamedTuple):
         n: samples.
         note: what it is of, in words.
         interval: how the interval was made.
-        kept: of n the share that the interval is over.
+        used_share: of n the share that the interval is over.
         taken: samples that were taken for each of n; where there are several rivals others choose the best.
     """
 
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
     n: int
     note: str = ""
     interval: Interval = Interval.RANGE
-    kept: float = 1.0
+    used_share: float = 1.0
     taken: float = 1.0
 
 
@@ -79,17 +79,17 @@ def ranged(values: np.ndarray, note: str = "") -> Finding:
     return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
 
 
-def judge(criterion: Criterion, found: Finding | Missing) -> Verdict:
+def judge(criterion: Criterion, finding: Finding | Missing) -> Verdict:
     """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n decide nothing."""
-    if isinstance(found, Missing):
+    if isinstance(finding, Missing):
         return Verdict.NOT_MEASURED
-    if found.n < criterion.n or found.low is None or found.high is None:
+    if finding.n < criterion.n or finding.low is None or finding.high is None:
         return Verdict.UNDECIDED
     least = float("-inf") if criterion.at_least is None else criterion.at_least
     most = float("inf") if criterion.at_most is None else criterion.at_most
-    if least <= found.low and found.high <= most:
+    if least <= finding.low and finding.high <= most:
         return Verdict.HOLDS
-    return Verdict.FAILS if found.high < least or found.low > most else Verdict.UNDECIDED
+    return Verdict.FAILS if finding.high < least or finding.low > most else Verdict.UNDECIDED
 
 
 def of_all(verdicts: Sequence[Verdict]) -> Verdict:

@@ -41,20 +41,20 @@ def compacted(folders: Mapping[str, Path], outputs: Collection[str] = ()) -> dic
         dropped = set(DROPPED) - set(TEXTS if run["config"]["task"]["name"] in outputs else ())
         records = [_compacted(record, dropped) for record in read_samples(path / "samples.jsonl")[0].values()]
         status = {key: value for key, value in json_in(path / "status.json").items() if key not in OF_PROCESS}
-        own = {
+        texts = {
             "run.yaml": yaml.safe_dump(run, sort_keys=False, allow_unicode=True),
             "samples.jsonl": "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records),
             "status.json": json.dumps(status, indent=2) + "\n",
         }
-        files |= {f"{name}/{file}": text.encode() for file, text in own.items()}
+        files |= {f"{name}/{file}": text.encode() for file, text in texts.items()}
         files[f"{name}/summary.json"] = contents(path / "summary.json")
     return files
 
 
 def _compacted(record: Record, dropped: Collection[str]) -> Record:
-    kept = {key: value for key, value in record.items() if key not in dropped}
-    kept |= {"written": written(record), "content": record.get("content") or content_of(record)}
-    compacted: Record = rounded(kept)
+    fields = {key: value for key, value in record.items() if key not in dropped}
+    fields |= {"written": written(record), "content": record.get("content") or content_of(record)}
+    compacted: Record = rounded(fields)
     return compacted
 
 

@@ -15,11 +15,16 @@ def control_of(run: Run, among: Iterable[Run]) -> Run | None:
 
     Of several that which protects most of the prompt's ends, then without probes, with the most samples, the newest.
     """
-    alike = (one for one in among if one.arm["method"] == CONTROL and one.kind == run.kind)
-    found = [one for one in alike if _counted(one) == _counted(run)]
+    controls = (candidate for candidate in among if candidate.arm["method"] == CONTROL and candidate.kind == run.kind)
+    matches = [candidate for candidate in controls if _counted(candidate) == _counted(run)]
     return max(
-        found,
-        key=lambda one: (protected(one), not one.arm["probe_every"], one.arm["n"], one.arm["updated"]),
+        matches,
+        key=lambda candidate: (
+            protected(candidate),
+            not candidate.arm["probe_every"],
+            candidate.arm["n"],
+            candidate.arm["updated"],
+        ),
         default=None,
     )
 
@@ -32,7 +37,7 @@ def protected(run: Run) -> float:
 
 def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
     """A score less the control's, in points; None for full attention, the control itself, and where none ran beside."""
-    control = None if run.arm["method"] == YARDSTICK else control_of(run, run.beside)
+    control = None if run.arm["method"] == YARDSTICK else control_of(run, run.all_runs)
     return None if control is None or control.index == run.index else run.against([control], groups)
 
 

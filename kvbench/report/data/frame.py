@@ -21,7 +21,7 @@ from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
-from kvbench.report.data.run import PROTOCOL, LeftOut, Run, Runs, Scores, columns_of, framed, is_shared, missing
+from kvbench.report.data.run import PROTOCOL, Run, Runs, Scores, SkippedRun, columns_of, framed, is_shared, missing
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
 from kvbench.runs.plausible import refuse_impossible
@@ -67,41 +67,41 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     Raises:
         ResultsError: no run at one of the folders.
     """
-    found: dict[str, _Read] = {}
-    left_out = []
+    runs_by_settings: dict[str, _Read] = {}
+    skipped = []
     for path in runs_in([Path(folder) for folder in folders]):
         try:
             run = _read(path, unfinished)
         except (ResultsError, OSError, MemoryError) as error:
-            left_out.append(LeftOut(path, printable(first_line(error))))
+            skipped.append(SkippedRun(path, printable(first_line(error))))
             continue
         key = json.dumps(run.settings, sort_keys=True)
-        if key in found:
-            older, run = sorted((found[key], run), key=lambda one: one.arm["updated"])
+        if key in runs_by_settings:
+            older, run = sorted((runs_by_settings[key], run), key=lambda candidate: candidate.arm["updated"])
             other = ", on other data of that name" if _differs(older.scores, run.scores) else ""
-            left_out.append(LeftOut(older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"))
-        found[key] = run
-    return _framed([*found.values()], sorted(left_out))
+            skipped.append(SkippedRun(older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"))
+        runs_by_settings[key] = run
+    return _framed([*runs_by_settings.values()], sorted(skipped))
 
 
-def gathered(runs: Iterable[Run], left_out: list[LeftOut]) -> Runs:
+def gathered(runs: Iterable[Run], skipped: list[SkippedRun]) -> Runs:
     """Runs that were read apart, beside each other; none is taken for another's newer one."""
-    return _framed([_Read(run.arm, run.settings, run.scores) for run in runs], left_out)
+    return _framed([_Read(run.arm, run.settings, run.scores) for run in runs], skipped)
 
 
-def _differs(one: Scores, other: Scores) -> bool:
+def _differs(older: Scores, newer: Scores) -> bool:
     """Whether what has one name is two samples."""
-    contents = dict(zip(one.ids, one.contents, strict=True))
-    return any(contents.get(id, content) != content for id, content in zip(other.ids, other.contents, strict=True))
+    contents = dict(zip(older.ids, older.contents, strict=True))
+    return any(contents.get(id, content) != content for id, content in zip(newer.ids, newer.contents, strict=True))
 
 
-def _framed(runs: Sequence[_Read], left_out: list[LeftOut]) -> Runs:
+def _framed(runs: Sequence[_Read], skipped: list[SkippedRun]) -> Runs:
     _name_data(runs)
     return Runs(
         framed([run.arm for run in runs]),
         pd.DataFrame([run.settings for run in runs], dtype=object),
         {index: run.scores for index, run in enumerate(runs)},
-        left_out,
+        skipped,
     )
 
 
@@ -109,7 +109,7 @@ def _name_data(runs: Iterable[_Read]) -> None:
     """Give runs of a model and task one `data` where all prompts that they share are the same, whatever made them has
     become. Prompts are shared by runs of one protocol; what these show holds under any.
     """
-    alike: dict[str, dict[str, _Contents]] = {}  # by data, of one model and task
+    by_task: dict[str, dict[str, _Contents]] = {}  # by data, of one model and task
     places = []
     for run in runs:
         shared = {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
@@ -117,12 +117,14 @@ def _name_data(runs: Iterable[_Read]) -> None:
         task = {key: shared.pop(key) for key in list(shared) if key.partition(".")[0] in ("model", "task")}
         under = json.dumps(shared, sort_keys=True, default=str)
         samples = zip(run.scores.seeds, run.scores.ids, strict=True)
-        own = {(under, *sample): str(content) for sample, content in zip(samples, run.scores.contents, strict=True)}
-        known = alike.setdefault(json.dumps(task, sort_keys=True, default=str), {})
-        known[run.arm["data"]] = own | known.get(run.arm["data"], {})
-        places.append((run.arm, known))
-    for arm, known in places:
-        arm["data"] = next(data for data in known if data == arm["data"] or _same(known[data], known[arm["data"]]))
+        prompts = {(under, *sample): str(content) for sample, content in zip(samples, run.scores.contents, strict=True)}
+        by_data = by_task.setdefault(json.dumps(task, sort_keys=True, default=str), {})
+        by_data[run.arm["data"]] = prompts | by_data.get(run.arm["data"], {})
+        places.append((run.arm, by_data))
+    for arm, by_data in places:
+        arm["data"] = next(
+            data for data in by_data if data == arm["data"] or _same(by_data[data], by_data[arm["data"]])
+        )
 
 
 def _same(ours: _Contents, theirs: _Contents) -> bool:
@@ -164,19 +166,19 @@ def _read(path: Path, unfinished: bool) -> _Read:
 
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """All in which arms differ, as on the command line; what only the files say of themselves is left out."""
-    own = identity["config"]
-    method, task = own["method"], LATER.get(own["task"]["name"], {}) | own["task"]
+    arm_config = identity["config"]
+    method, task = arm_config["method"], LATER.get(arm_config["task"]["name"], {}) | arm_config["task"]
     settings = {
         "model": str(config["model_name"]),
         "model.revision": identity["model_revision"],
         "method": str(method["name"]),
-        "budget": _budget(own),
+        "budget": _budget(arm_config),
         "task": str(task["name"]),
-        "seed": _whole(own, "seed"),
-        "batch": _whole(own, "batch"),
-        "attention": own["attention"],
-        "kv": str(kv_in(own)),
-        "backend": backend_name(own),
+        "seed": _whole(arm_config, "seed"),
+        "batch": _whole(arm_config, "batch"),
+        "attention": arm_config["attention"],
+        "kv": str(kv_in(arm_config)),
+        "backend": backend_name(arm_config),
         "decode": identity.get("decode") or ALONE,
         "device": identity["device"],
         "dtype": identity["dtype"],
@@ -185,8 +187,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     }
     shape = identity.get("model_shape") or {}  # of random weights, whose name does not say it
     settings |= {f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()}
-    protocol = {**GREEDY, **own["protocol"]}
-    sections = {"protocol": protocol, "probe": own["probe"], "method": method, "task": task}
+    protocol = {**GREEDY, **arm_config["protocol"]}
+    sections = {"protocol": protocol, "probe": arm_config["probe"], "method": method, "task": task}
     for section, values in sections.items():
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
@@ -204,25 +206,25 @@ def _versions(identity: Mapping[str, Any]) -> dict[str, str]:
     return {"harness": harness, **{f"{key}.version": value for key, value in versions.items()}}
 
 
-def _whole(own: Mapping[str, Any], key: str) -> int:
-    value = own[key]
+def _whole(arm_config: Mapping[str, Any], key: str) -> int:
+    value = arm_config[key]
     if type(value) is not int:
         raise ResultsError(f"not as kvbench writes it ({key}={show(value)[:40]}: no whole number)")
     return value
 
 
-def _budget(own: Mapping[str, Any]) -> int | float | None:
+def _budget(arm_config: Mapping[str, Any]) -> int | float | None:
     """The budget that a run had: a preset's size where none was given, and None for a method that has no budget."""
-    return size_of(own["budget"], own["method"]) if has_budget(own["method"]) else None
+    return size_of(arm_config["budget"], arm_config["method"]) if has_budget(arm_config["method"]) else None
 
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
     ids, groups, values, failed, contents, kl = [], [], [], [], [], []
     for answers in answers_of(records):
         record = answers[0]
-        asked: str = record.get("sample") or record["id"]
+        sample_id: str = record.get("sample") or record["id"]
         lost = any(answer.get("error") for answer in answers)
-        ids.append(asked)
+        ids.append(sample_id)
         groups.append(_group(record))
         values.append(100.0 * statistics.fmean(_score(answer, metric) for answer in answers))
         failed.append(lost)
@@ -246,8 +248,10 @@ def content_of(record: Record) -> str:
 
     By its id, answers, length and facts, the same in every process. A compacted record has it as `content`.
     """
-    asked = record.get("sample") or record["id"]
-    facts = json.dumps([asked, record.get("answers"), record.get("prompt_tokens"), record.get("meta")], sort_keys=True)
+    sample_id = record.get("sample") or record["id"]
+    facts = json.dumps(
+        [sample_id, record.get("answers"), record.get("prompt_tokens"), record.get("meta")], sort_keys=True
+    )
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

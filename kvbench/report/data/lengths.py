@@ -27,15 +27,15 @@ def by_length(runs: Runs) -> dict[int | None, Runs]:
         records: dict[int, list[Record]] = {}
         for record in run.samples():
             records.setdefault(record["meta"]["length"], []).append(record)
-        for length, own in sorted(records.items()):
-            parts.setdefault(length, []).append((run, own))
-    return {length: _part(runs, own) for length, own in parts.items()}
+        for length, length_records in sorted(records.items()):
+            parts.setdefault(length, []).append((run, length_records))
+    return {length: _part(runs, part) for length, part in parts.items()}
 
 
-def _part(runs: Runs, own: list[tuple[Run, list[Record] | None]]) -> Runs:
-    index = [run.index for run, _ in own]
-    arms = framed([run.arm if records is None else run.line(records) for run, records in own]).set_axis(index)
-    scores = {run.index: _scores(run.scores, records) for run, records in own}
+def _part(runs: Runs, part: list[tuple[Run, list[Record] | None]]) -> Runs:
+    index = [run.index for run, _ in part]
+    arms = framed([run.arm if records is None else run.line(records) for run, records in part]).set_axis(index)
+    scores = {run.index: _scores(run.scores, records) for run, records in part}
     return Runs(arms, runs.settings.loc[index], scores, [])
 
 
@@ -43,9 +43,10 @@ def _scores(scores: Scores, records: list[Record] | None) -> Scores:
     """Of these samples those in the records."""
     if records is None:
         return scores
-    there = {own[0].get("sample") or own[0]["id"] for own in answers_of(records)}
-    kept = np.array([id in there for id in scores.ids])
-    kept_of: dict[str, Any] = {
-        name: own[kept] if isinstance(own, np.ndarray) else [*compress(own, kept)] for name, own in vars(scores).items()
+    there = {answers[0].get("sample") or answers[0]["id"] for answers in answers_of(records)}
+    mask = np.array([id in there for id in scores.ids])
+    fields: dict[str, Any] = {
+        name: values[mask] if isinstance(values, np.ndarray) else [*compress(values, mask)]
+        for name, values in vars(scores).items()
     }
-    return Scores(**kept_of)
+    return Scores(**fields)

@@ -57,9 +57,9 @@ def transfer_marks(transfer: object) -> str:
 def time_marks(line: Mapping[str, Any], name: str) -> str:
     """The letters for a time by its name, in a line of `Runs.arms` or `Run.cells`: when and where it was taken."""
     low, high = line["spread"].get(name, (0.0, 0.0))
-    found = {
+    flags = {
         "l": not missing(line["left_out"]) and line["left_out"] > 0,
         "n": line["disturbed"] in (True,),  # and not NaN
         "v": high > WIDE * low,
     }
-    return "".join(mark for mark, there in found.items() if there)
+    return "".join(mark for mark, there in flags.items() if there)

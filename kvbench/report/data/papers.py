@@ -83,9 +83,9 @@ def table(id: str) -> PaperTable:
     mapped = [_mapped(run, *cell) for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)]
     frame["task"] = [run.get("task", "") for run in runs]
     frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
-    own = _read("names")["settings"]
+    method_settings = _read("names")["settings"]
     frame["settings"] = _objects(
-        _settings((*run.get("settings", ()), *own.get(name, ())))
+        _settings((*run.get("settings", ()), *method_settings.get(name, ())))
         for run, name in zip(runs, cells["method"], strict=True)
     )
     return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry, entry.get("stand_in"))
@@ -93,8 +93,8 @@ def table(id: str) -> PaperTable:
 
 @functools.cache
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return document
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def _mapped(run: dict[str, Any], column: str, length: str) -> tuple[str, str]:
         return "", ""
     if "seconds" in run:
         return f"{length} x 1", run["seconds"][column]
-    wanted: str = run["columns"][column]
-    if wanted in ("score", "macro", *PASSED):
-        return "", wanted
-    return wanted.format(length=length), "score"
+    group_or_metric: str = run["columns"][column]
+    if group_or_metric in ("score", "macro", *PASSED):
+        return "", group_or_metric
+    return group_or_metric.format(length=length), "score"

@@ -19,7 +19,7 @@ from kvbench.config import show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import FEWEST, LEAST, SCORES, Estimate, difference, estimate, is_0_1, proportion
-from kvbench.runs.quantities import QUANTITIES, TOGETHER, recorded
+from kvbench.runs.quantities import JOINTLY, QUANTITIES, recorded
 from kvbench.runs.stored import Record, samples_so_far
 from kvbench.runs.summary import by_machine, summarise, summarise_repeats
 
@@ -36,7 +36,7 @@ NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers"
 OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
 
 
-class LeftOut(NamedTuple):
+class SkippedRun(NamedTuple):
     """A run that is not in the frames, and why."""
 
     path: Path
@@ -85,10 +85,10 @@ class Scores:
     def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
         """[n] bool of each group's samples; of all groups for (), without failed samples that say no group."""
         names = np.array(self.groups)
-        known = [group for group in dict.fromkeys(self.groups) if group]
-        return [names == group for group in groups or known or [""]]
+        all_groups = [group for group in dict.fromkeys(self.groups) if group]
+        return [names == group for group in groups or all_groups or [""]]
 
-    def known(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def valid_values(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The values in these rows that are not NaN; of a sample that several seeds share one, their mean."""
         rows = rows & ~np.isnan(values)
         if len(set(self.seeds)) < 2:
@@ -107,14 +107,14 @@ class Run:
         index: of its line in each frame of `Runs`.
         arm, settings: those lines.
         scores: of its samples.
-        beside: all runs that were read with it.
+        all_runs: all runs that were read with it.
     """
 
     index: int
     arm: dict[str, Any]
     settings: dict[str, Any]
     scores: Scores
-    beside: Runs = field(repr=False)
+    all_runs: Runs = field(repr=False)
     _against_full: dict[tuple[str, ...], Estimate | None] = field(default_factory=dict, repr=False)
     _lines: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, repr=False)
 
@@ -143,9 +143,9 @@ class Run:
         return never_bounded(self.arm)
 
     @property
-    def is_together(self) -> bool:
+    def shares_decode(self) -> bool:
         """Whether it decoded together with other runs, and has no time of a whole token."""
-        return bool(self.arm["decode"] == TOGETHER)
+        return bool(self.arm["decode"] == JOINTLY)
 
     @property
     def scored_as(self) -> tuple[str, str]:
@@ -182,12 +182,12 @@ class Run:
         Raises:
             ResultsError: a line is damaged.
         """
-        return [one for path in self.arm["paths"] for one in samples_so_far(Path(path)).values()]
+        return [record for path in self.arm["paths"] for record in samples_so_far(Path(path)).values()]
 
     def timed_samples(self) -> list[Record]:
         """The samples that were timed on the machine that its times are of."""
-        found = by_machine(self.samples())
-        return found.get(self.arm["device_name"]) or found.get("", [])
+        machines = by_machine(self.samples())
+        return machines.get(self.arm["device_name"]) or machines.get("", [])
 
     def line(self, records: Sequence[Record]) -> dict[str, Any]:
         """Its line of `Runs.arms`, of these of its samples alone."""
@@ -198,19 +198,19 @@ class Run:
         if groups and groups not in self._lines:
             records = self.samples()
             for some in {groups, *((group,) for group in self.scores.groups)}:
-                self._lines[some] = self.line([one for one in records if (one.get("group") or "") in some])
+                self._lines[some] = self.line([record for record in records if (record.get("group") or "") in some])
         return self._lines[groups] if groups else self.arm
 
     def on_samples_of(self, other: Run) -> dict[str, Any]:
         """Its line of `Runs.arms`, of those of its samples alone that another run has as well."""
-        own, shared = (set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other))
-        if own <= shared:
+        sample_keys, shared = (set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other))
+        if sample_keys <= shared:
             return self.arm
-        found = []
+        matching = []
         for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True):
             records = samples_so_far(Path(path)).values()
-            found += [one for one in records if (seed, one.get("sample") or one["id"]) in shared]
-        return self.line(found)
+            matching += [record for record in records if (seed, record.get("sample") or record["id"]) in shared]
+        return self.line(matching)
 
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
         """What a timed run found, as lines of `Runs.arms`. Of repeats each time is the median, and `spread` has the
@@ -218,14 +218,14 @@ class Run:
         repeats: dict[tuple[int, int], list[Record]] = {}
         for record in self.samples():
             repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
-        found = {}
+        lines = {}
         for place, records in repeats.items():
-            for machine, own in (by_machine(records) or {"": records}).items():  # else all have failed, which is shown
+            for machine, timed in (by_machine(records) or {"": records}).items():  # else all failed, which is shown
                 name = machine or str(self.arm["device_name"])
-                summary = summarise_repeats(own, self.arm["metric"])
+                summary = summarise_repeats(timed, self.arm["metric"])
                 line = {**with_summary(self.arm, summary), "n": summary["repeats"]}
-                found[TimedCell(*place, name)] = {**line, "device_name": name, "spread": summary["spread"]}
-        return found
+                lines[TimedCell(*place, name)] = {**line, "device_name": name, "spread": summary["spread"]}
+        return lines
 
     # -- its scores, alone and beside full attention's
 
@@ -235,13 +235,14 @@ class Run:
         With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's. Agreement
         with full attention that is whole in more than a few texts has none.
         """
-        strata = [self.scores.known(self.scores.values, rows) for rows in self.scores.strata(groups)]
-        if self.scored_as not in self.beside.graded and all(map(is_0_1, strata)):
+        strata = [self.scores.valid_values(self.scores.values, rows) for rows in self.scores.strata(groups)]
+        if self.scored_as not in self.all_runs.graded and all(map(is_0_1, strata)):
             return proportion(strata)
         if missing(self.arm["kl_mean"]):
             return estimate(strata, SCORES)
-        found = estimate(strata)
-        return found if found.is_range or found.low != found.high else found._replace(low=None, high=None)
+        bootstrap = estimate(strata)
+        has_width = bootstrap.is_range or bootstrap.low != bootstrap.high
+        return bootstrap if has_width else bootstrap._replace(low=None, high=None)
 
     @functools.cached_property
     def ranks_none(self) -> str:
@@ -252,7 +253,7 @@ class Run:
         """
         if (full := self.full()) is None:
             return ""
-        score, others = full.score(), self.beside.scored[self.kind]
+        score, others = full.score(), self.all_runs.scored[self.kind]
         if score.mean < LEAST or (score.low is not None and score.low <= 0):
             return f"full attention scores under {LEAST} there, or perhaps 0"
         width = score.high - score.low if score.low is not None and score.high is not None else 0.0
@@ -263,15 +264,18 @@ class Run:
         """The mean KL divergence from full attention over the samples of these groups, all for (), in nats; None where
         there is none."""
         rows = np.isin(self.scores.groups, groups) if groups else np.ones(len(self.scores.kl), bool)
-        found = self.scores.known(self.scores.kl, rows)
-        return estimate([found]) if len(found) else None
+        values = self.scores.valid_values(self.scores.kl, rows)
+        return estimate([values]) if len(values) else None
 
     def seeds(self, groups: tuple[str, ...] = ()) -> dict[str, float]:
         """The score of these groups under each of the seeds that it stands for."""
-        own, strata = self.scores, self.scores.strata(groups)
-        of = {seed: np.array([one == seed for one in own.seeds]) for seed in dict.fromkeys(own.seeds)}
+        scores, strata = self.scores, self.scores.strata(groups)
+        of = {
+            seed: np.array([sample_seed == seed for sample_seed in scores.seeds])
+            for seed in dict.fromkeys(scores.seeds)
+        }
         return {
-            seed: float(np.mean([own.values[rows & there].mean() for rows in strata if (rows & there).any()]))
+            seed: float(np.mean([scores.values[rows & there].mean() for rows in strata if (rows & there).any()]))
             for seed, there in of.items()
         }
 
@@ -287,21 +291,23 @@ class Run:
         Args:
             kv: how that holds keys and values; scores are compared with native ones.
         """
-        alike = self._fulls(kv)
-        return max(alike, key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]), default=None)
+        candidates = self._fulls(kv)
+        return max(
+            candidates, key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]), default=None
+        )
 
     def _fulls(self, kv: str = str(NATIVE)) -> list[Run]:
         """The runs of full attention that it can be compared with: those that decoded as it did, if there are some."""
-        alike = self.beside.full.get((*self.kind, kv), [])
-        return [run for run in alike if run.is_together == self.is_together] or alike
+        candidates = self.all_runs.full.get((*self.kind, kv), [])
+        return [run for run in candidates if run.shares_decode == self.shares_decode] or candidates
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
         """As `against` full attention; None for full attention itself, and where scores are the agreement with it, of
         which its own is 100 by construction. Computed once."""
         if groups not in self._against_full:
-            alike = self._fulls()
-            alone = self in alike or not missing(self.arm["kl_mean"])
-            self._against_full[groups] = None if alone else self.against(alike, groups)
+            full_runs = self._fulls()
+            alone = self in full_runs or not missing(self.arm["kl_mean"])
+            self._against_full[groups] = None if alone else self.against(full_runs, groups)
         return self._against_full[groups]
 
     def against(self, others: Sequence[Run], groups: tuple[str, ...] = (), kl: bool = False) -> Estimate | None:
@@ -311,7 +317,7 @@ class Run:
         Of several the one with the most samples counts, then the newest. None where these have no two of the samples,
         and some of each group. Samples that failed there are left out: nothing is known of them.
         """
-        known = {
+        values_by_sample = {
             (seed, id): value
             for run in sorted(others, key=lambda run: (run.arm["n"], run.arm["updated"]))
             for seed, id, value, lost in zip(
@@ -319,27 +325,27 @@ class Run:
             )
             if not lost
         }
-        own = self.scores
-        other = np.array([known.get(key, np.nan) for key in zip(own.seeds, own.ids, strict=True)])
-        strata = [own.known(own.of(kl) - other, rows) for rows in own.strata(groups)]
-        found = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
-        return found if found is not None and found.low is not None else None
+        scores = self.scores
+        other = np.array([values_by_sample.get(key, np.nan) for key in zip(scores.seeds, scores.ids, strict=True)])
+        strata = [scores.valid_values(scores.of(kl) - other, rows) for rows in scores.strata(groups)]
+        comparison = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
+        return comparison if comparison is not None and comparison.low is not None else None
 
     def marks(self, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
-        found = {
+        flags = {
             "b": against is not None and against.differs and against.mean > 0 and not self.ranks_none,
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN
-            "q": against is not None and self._fulls()[0].is_together != self.is_together,
+            "q": against is not None and self._fulls()[0].shares_decode != self.shares_decode,
             "r": self.score(groups).is_range,
             "t": (self.arm["cut_samples"] or 0) > 0,
             "u": not self.arm["finished"],
             "w": bool(self.ranks_none),
         }
-        return "".join(mark for mark, there in found.items() if there)
+        return "".join(mark for mark, there in flags.items() if there)
 
 
 @dataclass(frozen=True)
@@ -362,25 +368,25 @@ class Runs:
             protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
             differ); of a path to data its last part; what a run has no such key for is missing.
         scores: of every run, by index.
-        left_out: what is not there, and why.
+        skipped: what is not there, and why.
     """
 
     arms: pd.DataFrame
     settings: pd.DataFrame
     scores: dict[int, Scores]
-    left_out: list[LeftOut]
+    skipped: list[SkippedRun]
 
     @functools.cached_property
-    def _each(self) -> dict[int, Run]:
+    def _by_index(self) -> dict[int, Run]:
         """The runs by index: pandas is slow to read a line at a time."""
         lines = zip(self.arms.index, *(frame.to_dict("records") for frame in (self.arms, self.settings)), strict=True)
         return {index: Run(index, arm, settings, self.scores[index], self) for index, arm, settings in lines}
 
     def __iter__(self) -> Iterator[Run]:
-        return iter(self._each.values())
+        return iter(self._by_index.values())
 
     def __getitem__(self, index: int) -> Run:
-        return self._each[index]
+        return self._by_index[index]
 
     @functools.cached_property
     def differing(self) -> pd.DataFrame:
@@ -391,20 +397,20 @@ class Runs:
     @functools.cached_property
     def full(self) -> dict[tuple[str, ...], list[Run]]:
         """The runs of full attention, by what runs must share to be compared with them, and their `kv`."""
-        found: dict[tuple[str, ...], list[Run]] = {}
+        full_runs: dict[tuple[str, ...], list[Run]] = {}
         for run in self:
             if run.arm["method"] == YARDSTICK:
-                found.setdefault((*run.kind, run.settings["kv"]), []).append(run)
-        return found
+                full_runs.setdefault((*run.kind, run.settings["kv"]), []).append(run)
+        return full_runs
 
     @functools.cached_property
     def scored(self) -> dict[tuple[str, ...], list[float]]:
         """The scores by what runs must share to be compared; of a board with runs of others its own ones."""
-        own, submitted = dict[tuple[str, ...], list[float]](), dict[tuple[str, ...], list[float]]()
+        shipped, submitted = dict[tuple[str, ...], list[float]](), dict[tuple[str, ...], list[float]]()
         for run in self:
-            found = submitted if run.arm.get("submitted") is True else own
-            found.setdefault(run.kind, []).append(float(run.arm["score"]))
-        return submitted | own
+            scores_by_kind = submitted if run.arm.get("submitted") is True else shipped
+            scores_by_kind.setdefault(run.kind, []).append(float(run.arm["score"]))
+        return submitted | shipped
 
     @functools.cached_property
     def graded(self) -> set[tuple[str, str]]:
@@ -416,9 +422,9 @@ class Runs:
 
     def only(self, chosen: Iterable[Run]) -> Runs:
         """These runs; the others are not left out, but were not asked for."""
-        kept = [run.index for run in chosen]
-        scores = {index: self.scores[index] for index in kept}
-        return Runs(self.arms.loc[kept], self.settings.loc[kept], scores, self.left_out)
+        indices = [run.index for run in chosen]
+        scores = {index: self.scores[index] for index in indices}
+        return Runs(self.arms.loc[indices], self.settings.loc[indices], scores, self.skipped)
 
 
 def is_shared(key: str) -> bool:
@@ -434,8 +440,8 @@ def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
 
 def with_summary(arm: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its own summary's."""
-    kept = {key: value for key, value in arm.items() if "." not in key}
-    return {**kept, **columns_of(summary, arm["budget"])}
+    plain_columns = {key: value for key, value in arm.items() if "." not in key}
+    return {**plain_columns, **columns_of(summary, arm["budget"])}
 
 
 def never_bounded(line: Mapping[str, Any]) -> bool:

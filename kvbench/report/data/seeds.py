@@ -31,28 +31,28 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
         The runs, and which of them stand for the chosen ones. A line of `arms` has the least and the largest of its
         seeds' numbers as `spread`, by name; in `settings` the seed is all of them.
     """
-    asked, beside = dict[str, list[Run]](), dict[str, list[Run]]()
+    chosen_arms, all_arms = dict[str, list[Run]](), dict[str, list[Run]]()
     chosen = list(chosen)
-    for some, alike in ((chosen, asked), (runs, beside)):
+    for some, by_arm in ((chosen, chosen_arms), (runs, all_arms)):
         for run in some:
             kind = {**run.but_for_seed, "data": run.arm["data"]}
-            alike.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
-    joined = {members[0]: members for members in (beside | asked).values() if len(members) > 1}
-    first = [members[0] for members in asked.values()]
+            by_arm.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
+    joined = {members[0]: members for members in (all_arms | chosen_arms).values() if len(members) > 1}
+    first = [members[0] for members in chosen_arms.values()]
     if not joined:
         return runs, first
     gone = {run for members in joined.values() for run in members[1:]}
-    kept = [run for run in runs if run not in gone]
+    remaining = [run for run in runs if run not in gone]
     arms, settings, scores = [], [], {}
-    for run in kept:
-        members = sorted(joined.get(run, [run]), key=lambda one: order_of(str(one.settings["seed"])))
-        seeds = {"seed": ", ".join(str(one.settings["seed"]) for one in members)}
-        arms.append(_arm([one.arm for one in members]) | seeds)
+    for run in remaining:
+        members = sorted(joined.get(run, [run]), key=lambda member: order_of(str(member.settings["seed"])))
+        seeds = {"seed": ", ".join(str(member.settings["seed"]) for member in members)}
+        arms.append(_arm([member.arm for member in members]) | seeds)
         settings.append({**run.settings, **run.but_for_seed, **seeds})
-        scores[run.index] = _scores([one.scores for one in members])
+        scores[run.index] = _scores([member.scores for member in members])
     index = list(scores)
     frames = framed(arms).set_axis(index), pd.DataFrame(settings, index, dtype=object)
-    whole = Runs(*frames, scores, runs.left_out)
+    whole = Runs(*frames, scores, runs.skipped)
     return whole, [whole[run.index] for run in first]
 
 
@@ -60,27 +60,27 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The line of `Runs.arms` that stands for these."""
     if len(lines) == 1:
         return dict(lines[0])
-    timed = _timed_alike(lines)
+    timed = _timed_on_same_machine(lines)
     latest = max(lines, key=lambda line: str(line["updated"]))
-    found: dict[str, Any] = {**lines[0], "updated": latest["updated"], "spread": {}}
-    found |= {"paths": tuple(path for line in lines for path in line["paths"])}
-    found |= {"finished": all(line["finished"] for line in lines), "device_name": timed[0]["device_name"]}
+    joined: dict[str, Any] = {**lines[0], "updated": latest["updated"], "spread": {}}
+    joined |= {"paths": tuple(path for line in lines for path in line["paths"])}
+    joined |= {"finished": all(line["finished"] for line in lines), "device_name": timed[0]["device_name"]}
     for name in (name for name in lines[0] if name in QUANTITIES or "." in name):
         quantity = named(name)
         there = [line for line in (timed if _is_of_machine(quantity) else lines) if not missing(line[name])]
         values = [line[name] for line in there]
         if name in SUMMED:
-            found[name] = sum(values)
+            joined[name] = sum(values)
         elif values:
             by_sample = [line[name] for line in there for _ in range(line["n"])]
-            found[name] = median(values) if quantity.is_time else combine(quantity.combine, by_sample)
+            joined[name] = median(values) if quantity.is_time else combine(quantity.combine, by_sample)
             if len(values) > 1 and all(map(is_number, values)):
-                found["spread"][name] = (min(values), max(values))
+                joined["spread"][name] = (min(values), max(values))
     for name, quantity in QUANTITIES.items():
-        if quantity.ratio and not any(missing(found[part]) for part in (name, *quantity.ratio)):
-            found[name] = found[quantity.ratio[0]] / found[quantity.ratio[1]]
-    found["left_out"] = found["left_out"] + sum(line["n"] for line in lines if _is_timed(line) and line not in timed)
-    return found
+        if quantity.ratio and not any(missing(joined[part]) for part in (name, *quantity.ratio)):
+            joined[name] = joined[quantity.ratio[0]] / joined[quantity.ratio[1]]
+    joined["left_out"] = joined["left_out"] + sum(line["n"] for line in lines if _is_timed(line) and line not in timed)
+    return joined
 
 
 def _is_of_machine(quantity: Quantity) -> bool:
@@ -91,19 +91,21 @@ def _is_timed(line: Mapping[str, Any]) -> bool:
     return not all(missing(line[name]) for name in ("tpot_ms_mean", "ttft_s", "own_ms"))
 
 
-def _timed_alike(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """As `kvbench.runs.summary.timed_alike`, of runs; all where none is timed."""
-    found: dict[tuple[bool, str], list[Mapping[str, Any]]] = {}
+def _timed_on_same_machine(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """As `kvbench.runs.summary.same_machine`, of runs; all where none is timed."""
+    by_machine: dict[tuple[bool, str], list[Mapping[str, Any]]] = {}
     for line in filter(_is_timed, lines):
-        found.setdefault((line["disturbed"] not in (True,), str(line["device_name"])), []).append(line)
-    return found[max(found, key=lambda kind: (kind[0], len(found[kind])))] if found else list(lines)
+        by_machine.setdefault((line["disturbed"] not in (True,), str(line["device_name"])), []).append(line)
+    return by_machine[max(by_machine, key=lambda kind: (kind[0], len(by_machine[kind])))] if by_machine else list(lines)
 
 
 def _scores(members: Sequence[Scores]) -> Scores:
     if len(members) == 1:
         return members[0]
-    ids, groups, seeds = ([one for own in members for one in getattr(own, name)] for name in ("ids", "groups", "seeds"))
+    ids, groups, seeds = (
+        [label for member in members for label in getattr(member, name)] for name in ("ids", "groups", "seeds")
+    )
     values, failed, contents, kl = (
-        np.concatenate([getattr(own, name) for own in members]) for name in ("values", "failed", "contents", "kl")
+        np.concatenate([getattr(member, name) for member in members]) for name in ("values", "failed", "contents", "kl")
     )
     return Scores(ids, groups, values, failed, seeds, contents, kl)

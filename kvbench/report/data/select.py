@@ -30,13 +30,13 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
                 f"--where {name}={first} --where {name}={text}: one key with two values; several are written "
                 f"{name}={first},{text}"
             )
-        wanted = {text} if text.startswith("[") else set(text.split(","))
+        requested = {text} if text.startswith("[") else set(text.split(","))
         # A share of the prompt is shown as 10 % and given as 0.1.
-        given = {run: {run.label(key), show(run.settings.get(key))} for run in chosen}
-        if unknown := sorted(wanted - {label for labels in given.values() for label in labels}):
+        labels_by_run = {run: {run.label(key), show(run.settings.get(key))} for run in chosen}
+        if unknown := sorted(requested - {label for labels in labels_by_run.values() for label in labels}):
             there = set(labels_of(chosen, key))
             raise ConfigError(f"--where {name}={unknown[0]}: no run has it; {nearest(text, there)}")
-        chosen = [run for run in chosen if given[run] & wanted]
+        chosen = [run for run in chosen if labels_by_run[run] & requested]
     return chosen
 
 
@@ -49,10 +49,10 @@ def key_of(runs: Runs, name: str) -> str:
     Raises:
         ConfigError: no such key, or several.
     """
-    known = [*runs.settings.columns, *OF_ARMS, "group"]
-    ending = Counter(map(last_word, known))
-    words = [last_word(key) if ending[last_word(key)] == 1 else key for key in known]
-    return _one_of(name, known, words, f"{name}: no such key of a run")
+    keys = [*runs.settings.columns, *OF_ARMS, "group"]
+    ending = Counter(map(last_word, keys))
+    words = [last_word(key) if ending[last_word(key)] == 1 else key for key in keys]
+    return _match(name, keys, words, f"{name}: no such key of a run")
 
 
 def values_of(runs: Runs, name: str) -> list[str]:
@@ -64,11 +64,11 @@ def values_of(runs: Runs, name: str) -> list[str]:
         ConfigError: no such number, or several.
     """
     if name == "fidelity":
-        own = [one for one, quantity in NUMBERS.items() if quantity.part == name]
-        return [one for one in own if one == "kl_mean_error" or not one.endswith("_error")]
+        columns = [column for column, quantity in NUMBERS.items() if quantity.part == name]
+        return [column for column in columns if column == "kl_mean_error" or not column.endswith("_error")]
     unlisted = [column for column in runs.arms.columns if "." in column]
-    known = [*NUMBERS, *unlisted]
-    return [_one_of(name, known, known, f"--values {name}: no such value")]
+    all_columns = [*NUMBERS, *unlisted]
+    return [_match(name, all_columns, all_columns, f"--values {name}: no such value")]
 
 
 def last_word(key: str) -> str:
@@ -76,11 +76,11 @@ def last_word(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _one_of(name: str, known: Sequence[str], words: Iterable[str], unknown: str) -> str:
+def _match(name: str, valid_names: Sequence[str], words: Iterable[str], unknown: str) -> str:
     """The one of these that a word means; of an unknown word the nearest of `words`."""
-    if name in known:
+    if name in valid_names:
         return name
-    ending = [key for key in known if key.endswith(f".{name}")]
+    ending = [key for key in valid_names if key.endswith(f".{name}")]
     if len(ending) == 1:
         return ending[0]
     if ending:
@@ -108,13 +108,13 @@ def order_of(label: str) -> tuple[bool, bool, float, str]:
 def fewest_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """The fewest keys that show all differences of these settings; how many samples there are is left out first."""
 
-    def apart(keys: Sequence[str]) -> int:
-        return len({tuple(own.get(key) for key in keys) for own in settings})
+    def count_distinct(keys: Sequence[str]) -> int:
+        return len({tuple(arm.get(key) for key in keys) for arm in settings})
 
-    keys = [key for key in dict.fromkeys(key for own in settings for key in own) if apart([key]) > 1]
+    keys = [key for key in dict.fromkeys(key for arm in settings for key in arm) if count_distinct([key]) > 1]
     for key in sorted(keys, key=lambda key: key != "task.samples"):
         rest = [other for other in keys if other != key]
-        keys = rest if apart(rest) == apart(keys) else keys
+        keys = rest if count_distinct(rest) == count_distinct(keys) else keys
     return keys
 
 
@@ -123,20 +123,20 @@ def fewest_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 def by_labels(chosen: Iterable[Run], axes: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
     """The runs of each row and column of a table, groups aside."""
-    found: dict[tuple[str, ...], list[Run]] = {}
+    cells: dict[tuple[str, ...], list[Run]] = {}
     for run in chosen:
-        found.setdefault(tuple(run.label(key) for key in axes if key != "group"), []).append(run)
-    return found
+        cells.setdefault(tuple(run.label(key) for key in axes if key != "group"), []).append(run)
+    return cells
 
 
-def scored(alike: Sequence[Run]) -> list[Run]:
+def scored(cell_runs: Sequence[Run]) -> list[Run]:
     """Of runs in one cell those whose scores and times count: a probe run stands in only where there is no other."""
-    return [run for run in alike if not run.arm["probe_every"]] or list(alike)
+    return [run for run in cell_runs if not run.arm["probe_every"]] or list(cell_runs)
 
 
-def probed(alike: Sequence[Run]) -> list[Run]:
+def probed(cell_runs: Sequence[Run]) -> list[Run]:
     """Of runs in one cell those whose probes count."""
-    return [run for run in alike if run.arm["probe_every"]]
+    return [run for run in cell_runs if run.arm["probe_every"]]
 
 
 def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
@@ -144,24 +144,24 @@ def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
 
     All that decoded together began from a shared prefill: only the others differ in that.
     """
-    found: dict[str, bool] = {}
-    for alike in cells:
-        for rivals in (scored(alike), probed(alike)):
+    differs_by_key: dict[str, bool] = {}
+    for cell_runs in cells:
+        for rivals in (scored(cell_runs), probed(cell_runs)):
             for key in rivals[0].settings if rivals else ():
-                own = [run for run in rivals if key != "shared_prefill" or not run.is_together]
-                found[key] = found.get(key, False) or len({run.label(key) for run in own}) > 1
-    return [key for key, differs in found.items() if differs]
+                compared = [run for run in rivals if key != "shared_prefill" or not run.shares_decode]
+                differs_by_key[key] = differs_by_key.get(key, False) or len({run.label(key) for run in compared}) > 1
+    return [key for key, differs in differs_by_key.items() if differs]
 
 
-def refuse_several(alike: Sequence[Run], where: str, advice: str = "") -> None:
+def refuse_several(cell_runs: Sequence[Run], where: str, advice: str = "") -> None:
     """Refuse runs that count alike in one cell.
 
     Raises:
         ConfigError: says in what they differ, and with which --where to choose.
     """
-    if keys := differing_keys([alike]):
-        difference = "; ".join(f"{key}={' | '.join(labels_of(alike, key))}" for key in keys)
-        first = labels_of(alike, keys[0])[0]
+    if keys := differing_keys([cell_runs]):
+        difference = "; ".join(f"{key}={' | '.join(labels_of(cell_runs, key))}" for key in keys)
+        first = labels_of(cell_runs, keys[0])[0]
         raise ConfigError(
             f"{where}: several runs, which differ in {difference}; {advice}choose with --where {keys[0]}={first}"
         )
@@ -190,15 +190,15 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
     for run in chosen:
         free = NOT_OF_FULL if run.arm["method"] == YARDSTICK else set()
         kinds[run] = {key: run.label(key) for key in PROTOCOL_KEYS if key not in axes and key not in free}
-    found = {key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in PROTOCOL_KEYS}
-    differing = {key: counts for key, counts in found.items() if len(counts) > 1}
+    counts_by_key = {key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in PROTOCOL_KEYS}
+    differing = {key: counts for key, counts in counts_by_key.items() if len(counts) > 1}
     if not differing:
         return {}
     if not allowed:
         key, counts = next(iter(differing.items()))
-        kinds_found = ", ".join(f"{value}: {count} runs" for value, count in counts.most_common())
+        counts_text = ", ".join(f"{value}: {count} runs" for value, count in counts.most_common())
         raise ConfigError(
-            f"{key}: {kinds_found}; one table mixes no protocols: choose with "
+            f"{key}: {counts_text}; one table mixes no protocols: choose with "
             f"--where {key}={counts.most_common(1)[0][0]}, make it a row or column, or mark them with --allow-mixed"
         )
     usual = {key: counts.most_common(1)[0][0] for key, counts in differing.items()}
@@ -207,11 +207,11 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
 
 def marks_of_decoding(chosen: Sequence[Run], axes: Sequence[str] = ()) -> dict[Run, str]:
     """The mark of each run that decoded together with others, where some of these decoded alone and no axis says so."""
-    together = [run for run in chosen if run.is_together]
-    return dict.fromkeys(together if len(together) < len(chosen) and "decode" not in axes else (), "p")
+    shared = [run for run in chosen if run.shares_decode]
+    return dict.fromkeys(shared if len(shared) < len(chosen) and "decode" not in axes else (), "p")
 
 
-def decoded_alike(alike: Sequence[Run]) -> list[Run]:
+def same_decode_mode(candidates: Sequence[Run]) -> list[Run]:
     """Of runs of which one is to count those that decoded in one way: alone, unless the others have more samples."""
-    kinds = [[run for run in alike if run.is_together == together] for together in (False, True)]
-    return max(kinds, key=lambda own: sum(run.arm["n"] for run in own))
+    kinds = [[run for run in candidates if run.shares_decode == shared] for shared in (False, True)]
+    return max(kinds, key=lambda members: sum(run.arm["n"] for run in members))

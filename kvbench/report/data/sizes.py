@@ -17,18 +17,18 @@ def bytes_read(run: Run) -> float:
     return math.nan if missing(attended) else float(attended + (0.0 if missing(scanned) else scanned))
 
 
-def bytes_held(run: Run) -> float:
+def bytes_stored(run: Run) -> float:
     """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
     does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
     """
-    if (beside := run.full()) is None:
+    if (full_run := run.full()) is None:
         return math.nan
-    own, full = run.on_samples_of(beside), beside.on_samples_of(run)
-    if missing(own["device_kv_bytes"]) or own["failed"] or full["failed"]:
+    arm, full = run.on_samples_of(full_run), full_run.on_samples_of(run)
+    if missing(arm["device_kv_bytes"]) or arm["failed"] or full["failed"]:
         return math.nan
     tokens, rows = full["attended_max"], run.settings["batch"]
-    held = [own[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
-    return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in held) / tokens / rows
+    sizes = [arm[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
+    return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in sizes) / tokens / rows
 
 
 def bytes_of_step(run: Run) -> float:

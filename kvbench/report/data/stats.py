@@ -62,9 +62,9 @@ class Estimate(NamedTuple):
         return ranks(self.n, self.low, self.high) and not self.low <= 0 <= self.high  # type: ignore[operator]
 
 
-def intervals(found: Iterable[Estimate]) -> str:
+def intervals(estimates: Iterable[Estimate]) -> str:
     """What the intervals of these estimates are called: intervals, ranges, or both."""
-    kinds = {one.is_range for one in found if one.low is not None}
+    kinds = {interval.is_range for interval in estimates if interval.low is not None}
     if len(kinds) > 1:
         return f"{INTERVALS}, {RANGES} of {RANGE_UP_TO} samples or fewer"
     return RANGES if True in kinds else INTERVALS
@@ -102,7 +102,7 @@ def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = 
     """
     n = sum(map(len, strata))
     if bounds and n > RANGE_UP_TO and np.ptp(np.concatenate(strata)) == 0:
-        return _alike(np.concatenate(strata), *bounds)
+        return _constant_estimate(np.concatenate(strata), *bounds)
     mean = sum(float(values.mean()) for values in strata) / len(strata)
     means = _resampled(strata)
     if means is None:
@@ -120,15 +120,15 @@ def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = 
 
 def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
     """How far the mean of the strata's means may lie nearer to a bound for samples that strata without spread hide."""
-    alike = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
-    hidden = [Z**2 / (Z**2 + len(alike) * len(own)) * abs(bound - float(own[0])) for own in alike]
+    constant = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
+    hidden = [Z**2 / (Z**2 + len(constant) * len(values)) * abs(bound - float(values[0])) for values in constant]
     single = [float(values[0]) for values in strata if len(values) == 1]
     if len(set(single)) == 1:  # collapsed strata, as many
         hidden.append(len(single) * Z**2 / (Z**2 + len(single)) * abs(bound - single[0]))
     return sum(hidden) / len(strata)
 
 
-def _alike(values: np.ndarray, least: float, most: float) -> Estimate:
+def _constant_estimate(values: np.ndarray, least: float, most: float) -> Estimate:
     """The mean of [n] values that are all alike, with what samples may hide that lie anywhere between these bounds: as
     many of them as Wilson's interval has of one kind where none was seen.
     """
@@ -151,11 +151,11 @@ def difference(strata: Sequence[np.ndarray]) -> Estimate:
     if np.isin(every, (-100.0, 0.0, 100.0)).all():
         n = len(strata) ** 2 / sum(1 / len(values) for values in strata)
         shares = [[float((values == side).mean()) for values in strata] for side in (100, -100)]
-        gained, lost = (n * sum(own) / len(strata) for own in shares)
+        gained, lost = (n * sum(side_shares) / len(strata) for side_shares in shares)
         low, high = -100 * _most(lost, gained, n), 100 * _most(gained, lost, n)
         return Estimate(100 * (gained - lost) / n, low, high, len(every))
     if np.ptp(every) == 0:
-        return _alike(every, -100.0, 100.0)
+        return _constant_estimate(every, -100.0, 100.0)
     return estimate(strata)
 
 
@@ -202,7 +202,7 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
             sample, and where below is 0 on so many that a resample has nothing else.
     """
     n = sum(map(len, above))
-    mean = sum(float(own.mean()) for own in above) / sum(float(own.mean()) for own in below)
+    mean = sum(float(values.mean()) for values in above) / sum(float(values.mean()) for values in below)
     tops, bottoms = _resampled(above), _resampled(below)
     if tops is None or bottoms is None or not bottoms.all():
         return Estimate(mean, None, None, n)

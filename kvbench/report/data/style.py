@@ -132,9 +132,9 @@ def style_of(method: str) -> Style:
     label and line of its own, or else a colour and a marker that follow from the name alone.
     """
     plain = _plain(method)
-    known = _BY_NAME.get(plain)
-    if known is not None:
-        return known
+    style = _BY_NAME.get(plain)
+    if style is not None:
+        return style
     parents = [name for name in STYLES if method.startswith(f"{name}_")]
     if parents:
         return replace(STYLES[max(parents, key=len)], label=method, line="-.")
@@ -150,26 +150,26 @@ def styles_of(methods: Iterable[str]) -> dict[str, Style]:
     `STYLES` has its own, a user's method takes what the others leave.
     """
     looks = {method: style_of(method) for method in in_order(methods)}
-    found: dict[str, Style] = {}
-    own: dict[str, Style] = {}  # the first of each colour
+    styles: dict[str, Style] = {}
+    first_by_colour: dict[str, Style] = {}  # the first of each colour
     for style in looks.values():
-        own.setdefault(style.colour, style)
-    spare = itertools.chain((colour for colour in COLOURS if colour not in own), itertools.cycle(COLOURS))
+        first_by_colour.setdefault(style.colour, style)
+    spare = itertools.chain((colour for colour in COLOURS if colour not in first_by_colour), itertools.cycle(COLOURS))
     for method, style in looks.items():
-        if own[style.colour] is not style:
+        if first_by_colour[style.colour] is not style:
             style = replace(style, colour=next(spare))
-        crowded = len(found) >= len(MARKERS)
-        taken = {one.marker for one in found.values() if not crowded or one.colour == style.colour}
+        crowded = len(styles) >= len(MARKERS)
+        taken = {other.marker for other in styles.values() if not crowded or other.colour == style.colour}
         if style.marker in taken:
             style = replace(style, marker=next(marker for marker in MARKERS if marker not in taken))
-        found[method] = style
-    return found
+        styles[method] = style
+    return styles
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
     """Methods in the order of `STYLES`, then a user's own by their names."""
-    known = {name: place for place, name in enumerate(STYLES)}
-    return sorted(set(methods), key=lambda name: (known.get(name, len(known)), name))
+    places = {name: place for place, name in enumerate(STYLES)}
+    return sorted(set(methods), key=lambda name: (places.get(name, len(places)), name))
 
 
 def _plain(name: str) -> str:

@@ -84,8 +84,8 @@ def draw_file(name: str, files: Sequence[Path], size: str = "page") -> Figure:
 
 
 def _function(name: str) -> Callable[[Any], Figure]:
-    found: Callable[[Any], Figure] = getattr(import_module(f"kvbench.report.figures.{name}"), name)
-    return found
+    function: Callable[[Any], Figure] = getattr(import_module(f"kvbench.report.figures.{name}"), name)
+    return function
 
 
 def write(figure: Figure, path: Path) -> None:

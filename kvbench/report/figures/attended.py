@@ -30,10 +30,10 @@ def attended(runs: Runs) -> Figure:
             title=panel.title, xlabel="budget C (tokens)", ylabel=f"{SHARE.title}, mean over KV heads, layers and steps"
         )
         ends = []
-        for one in series:
-            x, y = one.arms["budget_tokens"].astype(float), one.arms[SHARE.name].astype(float)
-            axis.plot(x, y, **line_look(one.style))
-            ends.append(End(one.label(), one.style, x.iloc[-1], y.iloc[-1]))
+        for curve in series:
+            x, y = curve.arms["budget_tokens"].astype(float), curve.arms[SHARE.name].astype(float)
+            axis.plot(x, y, **line_look(curve.style))
+            ends.append(End(curve.label(), curve.style, x.iloc[-1], y.iloc[-1]))
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
         mark_powers(axis, panel.arms["budget_tokens"].astype(float))

@@ -47,7 +47,7 @@ def breakeven(runs: Runs) -> Figure:
     figure, axes = tiled(len(panels), "time per token against context length", 2.8)
     for axis, (panel, drawn) in zip(axes.flat, panels, strict=False):
         for label, style, run, times in drawn:
-            full = _beside(run, drawn)
+            full = _full_times(run, drawn)
             start = None if times is full else crossing(times, full)
             bound = "at or below" if start == min(times) else "from"
             faster = f": faster {bound} {thousands(round(start))}" if start else ""
@@ -61,17 +61,17 @@ def breakeven(runs: Runs) -> Figure:
     return finished(figure, axes, [panel for panel, _ in panels], times=True)
 
 
-def _beside(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:
+def _full_times(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:
     """The times of full attention; of several the run with the most settings in common counts."""
-    fulls = [(one, times) for _, _, one, times in drawn if one.is_full]
-    return max(fulls, key=lambda one: sum(one[0].label(key) == run.label(key) for key in run.settings))[1]
+    fulls = [(candidate, times) for _, _, candidate, times in drawn if candidate.is_full]
+    return max(fulls, key=lambda candidate: sum(candidate[0].label(key) == run.label(key) for key in run.settings))[1]
 
 
 def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
     """By batch and machine, of each arm timed at several lengths its label and style, itself, and its times."""
     cells_of = {run: runs[run].cells() for run in panel.arms.index}
     several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
-    found: dict[str, list[_Curve]] = {}
+    curves: dict[str, list[_Curve]] = {}
     for label, style, run in curves_of(runs, panel):
         by_place: dict[str, dict[int, float]] = {}
         for cell, line in sorted(cells_of[run.index].items()):
@@ -81,8 +81,8 @@ def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
             by_place.setdefault(place, {})[cell.tokens] = float(line[TIME.name])
         for place, times in by_place.items():
             if len(times) > 1:
-                found.setdefault(place, []).append((label, style, run, times))
-    return found
+                curves.setdefault(place, []).append((label, style, run, times))
+    return curves
 
 
 def _at(times: Times, tokens: float) -> float:

@@ -30,8 +30,8 @@ def budget(runs: Runs) -> Figure:
     figure, axes = grid(len(panels), 2, f"score against budget, and against what was attended, with {bars}")
     for panel, row in zip(panels, axes, strict=True):
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
-            for one in series_of(runs, panel):
-                draw_by_budget(axis, one, one.arms[x], [runs[run].score() for run in one.arms.index])
+            for series in series_of(runs, panel):
+                draw_by_budget(axis, series, series.arms[x], [runs[run].score() for run in series.arms.index])
             axis.set_title(panel.title)
             axis.grid(alpha=0.3)
             fit_scores(axis)
@@ -43,6 +43,6 @@ def budget(runs: Runs) -> Figure:
             mark_powers(row[0], arms["budget"].dropna().astype(float))
             mark_octaves(row[1], entries.min(), entries.max())
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
-            known = arms[arms["budget"].notna() & arms[x].notna()]
-            draw_front(axis, known[x].astype(float), known["score"].astype(float), more_is_better=True)
+            plotted = arms[arms["budget"].notna() & arms[x].notna()]
+            draw_front(axis, plotted[x].astype(float), plotted["score"].astype(float), more_is_better=True)
     return finished(figure, axes, panels)

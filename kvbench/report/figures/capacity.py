@@ -46,13 +46,13 @@ def capacity(files: Sequence[Path]) -> Figure:
     return legend(figure, axes, "\n".join(textwrap.fill(line, letters) for line in WHAT))
 
 
-def _cells(found: Any) -> tuple[dict[Panel, Arms], dict[tuple[str | int, ...], float | None]]:
+def _cells(results: Any) -> tuple[dict[Panel, Arms], dict[tuple[str | int, ...], float | None]]:
     """Arms of each panel, and by panel and method the MiB from which on full attention is as fast."""
-    panels = _panels(found["cells"])
+    panels = _panels(results["cells"])
     if not panels:
         raise LookupError
-    crossings = [one for one in found["crossings"] if one["by"] == DECODING]
-    return panels, {(*_panel(one), one["method"]): one["memory_mib"] for one in crossings}
+    crossings = [crossing for crossing in results["crossings"] if crossing["by"] == DECODING]
+    return panels, {(*_panel(crossing), crossing["method"]): crossing["memory_mib"] for crossing in crossings}
 
 
 def _panel(line: Mapping[str, Any]) -> Panel:
@@ -66,9 +66,9 @@ def _panels(cells: Sequence[Mapping[str, Any]]) -> dict[Panel, Arms]:
     panels: dict[Panel, Arms] = {}
     for cell in cells:
         for method, arm in cell["arms"].items():
-            known = {name: float(arm[name]) for name in (DECODING, ALL, AT_ONCE) if name in arm}
-            if known.get(DECODING, 0) > 0:
-                panels.setdefault(_panel(cell), {}).setdefault(str(method), {})[int(cell["memory_mib"])] = known
+            rates = {name: float(arm[name]) for name in (DECODING, ALL, AT_ONCE) if name in arm}
+            if rates.get(DECODING, 0) > 0:
+                panels.setdefault(_panel(cell), {}).setdefault(str(method), {})[int(cell["memory_mib"])] = rates
     return panels
 
 

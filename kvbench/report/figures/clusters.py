@@ -19,12 +19,12 @@ def clusters(runs: Runs) -> Figure:
     arms = arms_for(runs, "clusters", probed=True)
     panels = []
     for panel in panels_of("clusters", runs, arms):
-        own = panel.arms
+        panel_arms = panel.arms
         for option in SIZES:
-            sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[own.index]
-            varied = sizes.groupby([own["method"], own["budget"]]).transform("nunique") > 1
+            sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[panel_arms.index]
+            varied = sizes.groupby([panel_arms["method"], panel_arms["budget"]]).transform("nunique") > 1
             if varied.any():
-                several = own[varied].assign(size=sizes[varied].astype(float))
+                several = panel_arms[varied].assign(size=sizes[varied].astype(float))
                 panels.append((option, panel._replace(arms=several)))
     if not panels:
         keys = " or ".join(SIZES)
@@ -33,10 +33,10 @@ def clusters(runs: Runs) -> Figure:
         )
     figure, axes = grid(1, len(panels), f"{QUANTITIES['recall'].title} against cluster size")
     for axis, (option, panel) in zip(axes.flat, panels, strict=True):
-        for one in series_of(runs, panel, without=option):
-            for budget in one.arms["budget"].drop_duplicates():
-                line = one.arms[one.arms["budget"] == budget].sort_values("size")
-                axis.plot(line["size"], line["recall"], label=one.label(budget), **line_look(one.style))
+        for series in series_of(runs, panel, without=option):
+            for budget in series.arms["budget"].drop_duplicates():
+                line = series.arms[series.arms["budget"] == budget].sort_values("size")
+                axis.plot(line["size"], line["recall"], label=series.label(budget), **line_look(series.style))
         axis.set(
             title=panel.title,
             xlabel=SIZES[option],

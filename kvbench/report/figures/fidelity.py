@@ -30,25 +30,25 @@ def fidelity(runs: Runs) -> Figure:
     panels = [panel for panel in fidelity_panels(runs, "fidelity", "method") if panel.arms["budget"].notna().any()]
     if not panels:
         raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
-    found = intervals(kl for panel in panels for run in panel.arms.index if (kl := runs[run].kl()))
-    figure, axes = grid(len(panels), 1 + len(COSTS), f"{KL.title}, with {found}: lower is nearer")
+    bars = intervals(kl for panel in panels for run in panel.arms.index if (kl := runs[run].kl()))
+    figure, axes = grid(len(panels), 1 + len(COSTS), f"{KL.title}, with {bars}: lower is nearer")
     for panel, row in zip(panels, axes, strict=True):
         arms = panel.arms
         for axis, x in zip(row, ("budget", *COSTS), strict=True):
-            for one in series_of(runs, panel):
+            for series in series_of(runs, panel):
                 scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
-                near = {run: kl for run in one.arms.index if (kl := runs[run].kl())}
-                draw_intervals(axis, one, one.arms.loc[list(near), x].astype(float) * scale, list(near.values()))
+                near = {run: kl for run in series.arms.index if (kl := runs[run].kl())}
+                draw_intervals(axis, series, series.arms.loc[list(near), x].astype(float) * scale, list(near.values()))
             axis.set_title(panel.title)
             log_y(axis)
             axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
             axis.grid(alpha=0.3)
         mark_powers(row[0], arms["budget"].dropna().astype(float))
-        held = KV.unit.scale * arms[KV.name].astype(float)
-        mark_octaves(row[-1], held.min(), held.max())
+        kv_bytes = KV.unit.scale * arms[KV.name].astype(float)
+        mark_octaves(row[-1], kv_bytes.min(), kv_bytes.max())
         row[0].set_ylabel(KL.axis)
         for axis, x in zip(row, ("budget", *COSTS), strict=True):
-            known = arms.dropna(subset=[x, KL.name])
-            costs = known[x].astype(float) * (QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0)
-            draw_front(axis, costs, known[KL.name].astype(float), more_is_better=False)
+            plotted = arms.dropna(subset=[x, KL.name])
+            costs = plotted[x].astype(float) * (QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0)
+            draw_front(axis, costs, plotted[KL.name].astype(float), more_is_better=False)
     return finished(figure, axes, panels)

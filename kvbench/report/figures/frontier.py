@@ -17,11 +17,11 @@ from matplotlib.patheffects import withStroke
 from kvbench.config import ConfigError
 from kvbench.memory.kinds import KINDS, NATIVE
 from kvbench.report.data.run import Run, Runs, missing
-from kvbench.report.data.sizes import bytes_held
+from kvbench.report.data.sizes import bytes_stored
 from kvbench.report.data.stats import intervals
 from kvbench.report.data.style import BLACK, COLOURS
-from kvbench.report.figures.labels import GAP, SIZE, apart
-from kvbench.report.figures.nearness import LEAST_KL, Found, at_least, measured
+from kvbench.report.figures.labels import GAP, SIZE, with_gaps
+from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, measured
 from kvbench.report.figures.panels import (
     Panel,
     arms_for,
@@ -38,7 +38,7 @@ from kvbench.report.figures.panels import (
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front, front
 from kvbench.runs.quantities import QUANTITIES
 
-HELD = "held (% of full attention's native keys and values): keys and values in both tiers, and the index"
+X_LABEL = "held (% of full attention's native keys and values): keys and values in both tiers, and the index"
 # Of `kv`, in the order of `KINDS`, then of those that differ by tier.
 KIND_COLOURS = (BLACK, *COLOURS[:-1], "#44AA99", "#AA4499", "#B59F00", "#661100", COLOURS[-1])
 TALL, EDGE = 3.0, 0.04  # inches of a panel, and the share of it above and below the names
@@ -82,15 +82,17 @@ def frontier(runs: Runs) -> Figure:
         )
     drawn = measured(runs, panels_of("frontier", runs, arms))
     near = {panel.title for panel, name, _ in drawn if name != "score"}
-    drawn = [one for one in drawn if one[1] != "score" or one[0].title not in near]
+    drawn = [entry for entry in drawn if entry[1] != "score" or entry[0].title not in near]
     looks = _looks(runs, [panel for panel, *_ in drawn])
-    bars = intervals(value for panel, _, found in drawn for run in panel.arms.index if (value := found(runs[run])))
+    bars = intervals(
+        value for panel, _, estimate_of in drawn for run in panel.arms.index if (value := estimate_of(runs[run]))
+    )
     title = f"where a bit buys more than a token; with {bars}; names: the Pareto front"
     across = 1 if max(len(panel.arms) for panel, *_ in drawn) > MANY else 2
     figure, axes = tiled(len(drawn), title, TALL, across)
-    for (panel, name, found), axis in zip(drawn, axes.flat, strict=False):
+    for (panel, name, estimate_of), axis in zip(drawn, axes.flat, strict=False):
         axis.set_title(panel.title)
-        _draw(axis, _points(runs, panel, looks), name, found)
+        _draw(axis, _points(runs, panel, looks), name, estimate_of)
     _explain(axes.flat[0], looks)
     return finished(figure, axes, [panel for panel, *_ in drawn])
 
@@ -98,33 +100,37 @@ def frontier(runs: Runs) -> Figure:
 def _share(run: Run) -> float:
     """Percent of the bytes that full attention holds natively; NaN where it is not known."""
     full = run.full()
-    return 100 * bytes_held(run) / bytes_held(full) if full else float("nan")
+    return 100 * bytes_stored(run) / bytes_stored(full) if full else float("nan")
 
 
 def _looks(runs: Runs, panels: Sequence[Panel]) -> Looks:
     there = {str(runs.settings.at[run, "kv"]) for panel in panels for run in panel.arms.index}
     kinds = [*(kind for kind in KINDS["device"] if kind in there), *sorted(there - set(KINDS["device"]))]
-    markers = {one.label(): one.style.marker for panel in panels for one in series_of(runs, panel, without="kv")}
+    markers = {
+        series.label(): series.style.marker for panel in panels for series in series_of(runs, panel, without="kv")
+    }
     budgets = [budget for panel in panels for budget in panel.arms["budget"]]
     return Looks(dict(zip(kinds, cycle(KIND_COLOURS), strict=False)), markers, areas(budgets))
 
 
 def _points(runs: Runs, panel: Panel, looks: Looks) -> list[Point]:
-    found = []
-    for one in series_of(runs, panel, without="kv"):
-        for arm in rows_of(one.arms):
+    points = []
+    for series in series_of(runs, panel, without="kv"):
+        for arm in rows_of(series.arms):
             kv = str(runs.settings.at[arm.name, "kv"])
-            name = one.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
+            name = series.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
             area = BARE if missing(arm.budget) else looks.areas[arm.budget]
-            found.append(Point(runs[arm.name], name, looks.colours[kv], looks.markers[one.label()], area, arm.share))
-    return found
+            points.append(
+                Point(runs[arm.name], name, looks.colours[kv], looks.markers[series.label()], area, arm.share)
+            )
+    return points
 
 
-def _draw(axis: Any, points: Sequence[Point], measure: str, found: Found) -> None:
+def _draw(axis: Any, points: Sequence[Point], measure: str, estimate_of: EstimateOf) -> None:
     """One measure over the bytes; what is at 0 of it, as full attention is of KL, is a line at its cost."""
     more, drawn = measure == "score", {}
     for point in points:
-        value = found(point.run)
+        value = estimate_of(point.run)
         if value is None:
             continue
         if not more and value.mean <= 0:
@@ -139,14 +145,14 @@ def _draw(axis: Any, points: Sequence[Point], measure: str, found: Found) -> Non
             axis.vlines(point.share, value.low, value.high, point.colour, linewidth=0.7, alpha=alpha * FAINT)
         look = {"facecolor": "none", "edgecolor": point.colour, "linewidth": 1.2 if alpha == 1 else 0.8}
         axis.scatter(*place, s=point.area, marker=point.marker, alpha=alpha, zorder=2 + alpha, **look)
-    axis.set(xlabel=HELD, ylabel=QUANTITIES[measure].axis)
+    axis.set(xlabel=X_LABEL, ylabel=QUANTITIES[measure].axis)
     right = max(point.share for point in points)
     mark_octaves(axis, min(x for x, _ in places), right)
     first: dict[tuple[float, float], Point] = {}  # of several arms at one place, the least budget
     for point, place in zip(drawn, places, strict=True):
         first.setdefault(place, point)
     named = {point: place for place, point in first.items() if place in corners}
-    axis.set_xlim(_left(axis, named, min(x for x, _ in places), right), 1.25 * right)
+    axis.set_xlim(_x_start(axis, named, min(x for x, _ in places), right), 1.25 * right)
     if more:
         fit_scores(axis)
     else:
@@ -156,7 +162,7 @@ def _draw(axis: Any, points: Sequence[Point], measure: str, found: Found) -> Non
     _name_front(axis, named, None if more else LEAST_KL)
 
 
-def _left(axis: Any, named: dict[Point, tuple[float, float]], least: float, most: float) -> float:
+def _x_start(axis: Any, named: dict[Point, tuple[float, float]], least: float, most: float) -> float:
     """Where an x axis begins that has room left of each point for its name."""
     figure = axis.get_figure()
     inches = figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - 0.7
@@ -172,17 +178,19 @@ def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: floa
     to_axis = axis.transData + axis.transAxes.inverted()
     there = {point: to_axis.transform(place) for point, place in points.items()}
     placed = sorted(
-        ((float(high), float(along), point) for point, (along, high) in there.items()), key=lambda one: one[:2]
+        ((float(high), float(along), point) for point, (along, high) in there.items()), key=lambda entry: entry[:2]
     )
     gap = GAP / (0.65 * TALL)
     # No name lies on the axis' own frame.
-    heights = [EDGE + (1 - 2 * EDGE) * high for high in apart([high for high, _, _ in placed], gap / (1 - 2 * EDGE))]
+    heights = [
+        EDGE + (1 - 2 * EDGE) * high for high in with_gaps([high for high, _, _ in placed], gap / (1 - 2 * EDGE))
+    ]
     for height, (_, along, point) in zip(heights, placed, strict=True):
-        beside = min([along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)])
+        leftmost = min([along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)])
         line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
         name = f"{point.name} (below {least:g})" if points[point][1] == least else point.name
         axis.annotate(
-            name, points[point], (beside - 0.03, height), xycoords="data", textcoords="axes fraction",
+            name, points[point], (leftmost - 0.03, height), xycoords="data", textcoords="axes fraction",
             arrowprops=line, fontsize=SIZE, color=point.colour, ha="right", va="center", path_effects=HALO,
         )  # fmt: skip
 

@@ -61,33 +61,33 @@ def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
         tall: height of the axis in inches.
     """
     # Markers and words stand so many points right of the axis, however wide that is.
-    beside = {
+    transforms = {
         shift: axis.transAxes + ScaledTranslation(shift / 72, 0, axis.get_figure().dpi_scale_trans) for shift in (9, 15)
     }
     to_axis = axis.transData + axis.transAxes.inverted()
-    placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda one: one[0])
-    for height, (_, end) in zip(apart([wanted for wanted, _ in placed], GAP / tall), placed, strict=True):
+    placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda entry: entry[0])
+    for height, (_, end) in zip(with_gaps([target for target, _ in placed], GAP / tall), placed, strict=True):
         colour = end.style.colour
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, "shrinkA": 0, "shrinkB": 4}
         at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
         axis.annotate("", (end.x, end.y), (1.02, height), arrowprops=line, **at)
         mark = {"marker": end.style.marker, "color": colour, "markerfacecolor": "none", "markersize": 4}
-        axis.plot(1, height, transform=beside[9], clip_on=False, linestyle="", **mark)
-        axis.text(1, height, end.name, transform=beside[15], fontsize=SIZE, color=colour, va="center")
+        axis.plot(1, height, transform=transforms[9], clip_on=False, linestyle="", **mark)
+        axis.text(1, height, end.name, transform=transforms[15], fontsize=SIZE, color=colour, va="center")
 
 
-def apart(wanted: Sequence[float], gap: float) -> list[float]:
+def with_gaps(targets: Sequence[float], gap: float) -> list[float]:
     """Heights as near to those wanted as can be (least squares) of which no two are nearer than a gap.
 
     Args:
-        wanted: in their order, 0..1; the result is moved into that range if it fits there.
+        targets: in their order, 0..1; the result is moved into that range if it fits there.
     """
     blocks: list[list[float]] = []  # neighbours that touch: for each the height of their lowest that it would like
-    for place, height in enumerate(wanted):
+    for place, height in enumerate(targets):
         blocks.append([height - gap * place])
         while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
-    room = max(0.0, 1 - gap * (len(wanted) - 1))
+    room = max(0.0, 1 - gap * (len(targets) - 1))
     lows = [min(max(_mean(block), 0.0), room) for block in blocks for _ in block]
     return [low + gap * place for place, low in enumerate(lows)]
 

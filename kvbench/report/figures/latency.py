@@ -26,7 +26,7 @@ from kvbench.report.figures.panels import (
     series_of,
     undisturbed,
 )
-from kvbench.runs.quantities import QUANTITIES, TOGETHER
+from kvbench.runs.quantities import JOINTLY, QUANTITIES
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
 # that only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
@@ -56,27 +56,29 @@ def latency(runs: Runs) -> Figure:
     words = min(7.0, 72 * 0.9 * bar)  # points
     heights = [HEAD + bar * len(panel.arms) for panel in panels]
     figure = Picture(figsize=(rcParams["figure.figsize"][0], 0.5 + sum(heights)), layout="constrained")
-    found = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
-    found = {name: words for name, words in found.items() if any(panel.arms[name].notna().any() for panel in panels)}
-    times = [QUANTITIES[name] for name in found]
+    headings = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
+    headings = {
+        name: words for name, words in headings.items() if any(panel.arms[name].notna().any() for panel in panels)
+    }
+    times = [QUANTITIES[name] for name in headings]
     axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
-    figure.suptitle(", ".join([*found.values(), "parts of a step"]))
+    figure.suptitle(", ".join([*headings.values(), "parts of a step"]))
     looks = _looks(panels)
     for panel, row in zip(panels, axes, strict=True):
-        bars = [(one, arm) for one in series_of(runs, panel) for arm in rows_of(one.arms)]
-        row[0].set_yticks(range(len(bars)), [one.label(arm.budget) for one, arm in bars], fontsize=words)
+        bars = [(series, arm) for series in series_of(runs, panel) for arm in rows_of(series.arms)]
+        row[0].set_yticks(range(len(bars)), [series.label(arm.budget) for series, arm in bars], fontsize=words)
         row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(panel.title, loc="left")
         for axis, quantity in zip(row, times, strict=False):
-            for index, (one, arm) in enumerate(bars):
+            for index, (series, arm) in enumerate(bars):
                 value = arm[quantity.name]
                 if missing(value):
-                    beside = " timed beside other work" if arm["disturbed"] in (True,) else " not measured"
-                    why = " decoded together" if arm["decode"] == TOGETHER else beside
+                    other_reason = " timed beside other work" if arm["disturbed"] in (True,) else " not measured"
+                    why = " decoded together" if arm["decode"] == JOINTLY else other_reason
                     axis.annotate(why, (0, index), va="center", fontsize=min(SMALL, words), color="#666666")
                     continue
                 low, high = arm["spread"].get(quantity.name, (value, value))
-                axis.barh(index, value, color=one.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
+                axis.barh(index, value, color=series.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
                 if high > low:
                     axis.hlines(index, low, high, colors="black", linewidth=1.2)
                 axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(SMALL, words))
@@ -147,13 +149,13 @@ def _parts(arms: pd.DataFrame) -> pd.DataFrame:
 def _stack(axis: Any, arms: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> None:
     """The parts of a decode step of each arm, one on another."""
     times = _parts(arms)
-    left = np.zeros(len(arms))
+    starts = np.zeros(len(arms))
     for part, (colour, hatch) in looks.items():
         if part not in times:
             continue
         widths = times[part].to_numpy(float)
         look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6, "height": 0.7}
-        axis.barh(range(len(arms)), widths, left=left, label=part.replace("_", " "), **look)
-        left += widths
+        axis.barh(range(len(arms)), widths, left=starts, label=part.replace("_", " "), **look)
+        starts += widths
     axis.set_xlabel("parts of a step (ms)")
     axis.grid(axis="x", alpha=0.3)

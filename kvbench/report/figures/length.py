@@ -22,14 +22,14 @@ from kvbench.report.figures.panels import (
     untimed,
 )
 from kvbench.runs.quantities import QUANTITIES
-from kvbench.runs.summary import is_disturbed, timed_alike
+from kvbench.runs.summary import is_disturbed, same_machine
 
 
 def length(runs: Runs) -> Figure:
     """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
     timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
     panels = panels_of("length", runs, timed[timed["tpot_ms_mean"].notna()], times=True, lines="arm")
-    curves = [(panel, found) for panel in panels if (found := _length_curves(runs, panel))]
+    curves = [(panel, panel_curves) for panel in panels if (panel_curves := _length_curves(runs, panel))]
     if not curves:
         raise ConfigError("figure=length: no task of these runs has prompts of several lengths; task.lengths sets them")
     figure, axes = tiled(len(curves), "time per token against context length", 2.6)
@@ -44,13 +44,18 @@ def length(runs: Runs) -> Figure:
 
 def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series]]:
     """Of each arm its label, style, and the median time per token by prompt tokens; none where there is one length."""
-    found = []
+    curves = []
     for label, style, run in curves_of(runs, panel):
         by_length: dict[int, list[dict[str, Any]]] = {}
-        for one in run.timed_samples():
-            if one.get("tpot_ms") and "length" in one["meta"]:
-                by_length.setdefault(one["meta"]["length"], []).append(one)
-        samples = [one for alike in by_length.values() for one in timed_alike(alike) if not is_disturbed(one)]
+        for record in run.timed_samples():
+            if record.get("tpot_ms") and "length" in record["meta"]:
+                by_length.setdefault(record["meta"]["length"], []).append(record)
+        samples = [
+            record
+            for same_length in by_length.values()
+            for record in same_machine(same_length)
+            if not is_disturbed(record)
+        ]
         times = pd.DataFrame(
             {
                 "length": [sample["meta"]["length"] for sample in samples],
@@ -59,5 +64,5 @@ def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series
             }
         )
         if times["length"].nunique() > 1:
-            found.append((label, style, times.groupby("length").median().set_index("tokens")["ms"]))
-    return found
+            curves.append((label, style, times.groupby("length").median().set_index("tokens")["ms"]))
+    return curves

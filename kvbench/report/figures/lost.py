@@ -20,18 +20,22 @@ def lost(runs: Runs) -> Figure:
     arms = arms[arms["method"] != YARDSTICK]
     named, panels, below = named_arms(runs, "lost", arms) if len(arms) else ([], [], "")
     cells = [(title, lost_cells(run.samples())) for title, run in named]
-    found = [(f"{title}: {own.to_numpy().mean():.1f} %", own) for title, own in cells if own.size]
-    if not found:
+    maps = [(f"{title}: {losses.to_numpy().mean():.1f} %", losses) for title, losses in cells if losses.size]
+    if not maps:
         raise ConfigError("figure=lost: of the runs with probes none is sparse and has the mass of each layer and head")
-    most = max(own.to_numpy().max() for _, own in found)
+    most = max(losses.to_numpy().max() for _, losses in maps)
     title = f"attention mass lost by layer and query head, and its mean{below}"
-    return draw_maps(found, panels, title, ("lost (%)", "query head", "layer"), most)
+    return draw_maps(maps, panels, title, ("lost (%)", "query head", "layer"), most)
 
 
 def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Percent of the attention on keys that were not selected, layers by query heads: the mean over samples."""
     layers = [(sample.get("probe") or {}).get("layers") or {} for sample in samples]
-    frames = [pd.DataFrame({int(layer): own["mass"] for layer, own in one.items()}).T for one in layers if one]
+    frames = [
+        pd.DataFrame({int(layer): numbers["mass"] for layer, numbers in by_layer.items()}).T
+        for by_layer in layers
+        if by_layer
+    ]
     if not frames:
         return pd.DataFrame()
     return 100 * (1 - pd.concat(frames).groupby(level=0).mean().sort_index())

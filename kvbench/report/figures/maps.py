@@ -25,14 +25,14 @@ def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[list[tuple[st
     """Each arm under its name, with that of its panel where there are several; the panels; and what stands in the
     title."""
     panels = panels_of(name, runs, arms)
-    found = [
-        (one.label(arm.budget) if len(panels) == 1 else f"{one.label(arm.budget)}\n{panel.title}", runs[arm.name])
+    named = [
+        (series.label(arm.budget) if len(panels) == 1 else f"{series.label(arm.budget)}\n{panel.title}", runs[arm.name])
         for panel in panels
-        for one in series_of(runs, panel)
-        for arm in rows_of(one.arms)
+        for series in series_of(runs, panel)
+        for arm in rows_of(series.arms)
     ]
-    refuse_crowd(name, len(found), "arms", MOST_MAPS)
-    return found, panels, f": {panels[0].title}" if len(panels) == 1 else ""
+    refuse_crowd(name, len(named), "arms", MOST_MAPS)
+    return named, panels, f": {panels[0].title}" if len(panels) == 1 else ""
 
 
 def draw_maps(

@@ -12,7 +12,7 @@ from kvbench.runs.quantities import QUANTITIES
 KL = QUANTITIES["kl_mean"]
 LEAST_KL = 1e-5  # nats; what is nearer is drawn there, and its name says so
 
-Found = Callable[[Run], Estimate | None]
+EstimateOf = Callable[[Run], Estimate | None]
 
 
 def at_least(kl: Estimate) -> Estimate:
@@ -21,13 +21,13 @@ def at_least(kl: Estimate) -> Estimate:
     return kl._replace(mean=max(kl.mean, LEAST_KL), low=low, high=high)
 
 
-def measured(runs: Runs, panels: Sequence[Panel]) -> list[tuple[Panel, str, Found]]:
+def measured(runs: Runs, panels: Sequence[Panel]) -> list[tuple[Panel, str, EstimateOf]]:
     """Each panel with each measure that says something there: scores that rank methods, and KL where it is known."""
     scores = {panel.title: panel for panel in ranking(runs, panels)}
-    found: list[tuple[Panel, str, Found]] = []
+    measures: list[tuple[Panel, str, EstimateOf]] = []
     for panel in panels:
         if panel.title in scores:
-            found.append((scores[panel.title], "score", Run.score))
+            measures.append((scores[panel.title], "score", Run.score))
         if any((kl := runs[run].kl()) and kl.mean > 0 for run in panel.arms.index):
-            found.append((panel, KL.name, Run.kl))
-    return found
+            measures.append((panel, KL.name, Run.kl))
+    return measures

@@ -26,7 +26,7 @@ from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import Style, in_order, style_of, styles_of
-from kvbench.runs.quantities import QUANTITIES, TOGETHER, named
+from kvbench.runs.quantities import JOINTLY, QUANTITIES, named
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 
 Drawn = TypeVar("Drawn")
@@ -75,7 +75,7 @@ def of_script(files: Sequence[Path], figure: str, script: str, read: Callable[[A
     """
     (path, *others) = files or [Path("results")]
     try:
-        found = read(json_of(contents(path)))
+        parsed = read(json_of(contents(path)))
     except (OSError, ResultsError, *DAMAGED) as error:
         raise ConfigError(
             f"figure={figure}: {path}: expected one file, what scripts/{script}.py prints last, such as "
@@ -83,7 +83,7 @@ def of_script(files: Sequence[Path], figure: str, script: str, read: Callable[[A
         ) from error
     if others:
         raise ConfigError(f"figure={figure}: {1 + len(others)} files; expected one")
-    return found
+    return parsed
 
 
 def printed(size: str) -> Any:
@@ -166,8 +166,10 @@ def arms_for(
         arms = arms[arms[[*columns]].notna().any(axis=1)]
     if not len(arms):
         kind = " with probes (probe.every=1 makes some)" if probed else " with timings" if columns else ""
-        together = sum(run.is_together for run in runs) if columns else 0
-        without = f", of which {together} decoded together: sweep.shared_decode=false takes times" if together else ""
+        joint_count = sum(run.shares_decode for run in runs) if columns else 0
+        without = (
+            f", of which {joint_count} decoded together: sweep.shared_decode=false takes times" if joint_count else ""
+        )
         raise ConfigError(
             f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs{without}"
         )
@@ -176,15 +178,15 @@ def arms_for(
 
 def undisturbed(arms: pd.DataFrame) -> pd.DataFrame:
     """The arms, without the times of those that were timed beside other work: they are not times of a method."""
-    known = [named(key) for key in arms if key in QUANTITIES or "." in key]
-    times = [quantity.name for quantity in known if quantity.is_time and quantity.part != "hardware"]
-    beside = arms["disturbed"].isin([True])
-    return arms.assign(**{key: arms[key].mask(beside) for key in times}) if beside.any() else arms
+    quantities = [named(key) for key in arms if key in QUANTITIES or "." in key]
+    times = [quantity.name for quantity in quantities if quantity.is_time and quantity.part != "hardware"]
+    disturbed = arms["disturbed"].isin([True])
+    return arms.assign(**{key: arms[key].mask(disturbed) for key in times}) if disturbed.any() else arms
 
 
 def untimed(runs: Runs) -> list[str]:
     """What stands below a picture of times of whole tokens, which some of these runs have not."""
-    count = sum(run.is_together for run in runs)
+    count = sum(run.shares_decode for run in runs)
     return [f"{count} runs that decoded together have no time of a token and are not here"] if count else []
 
 
@@ -221,19 +223,25 @@ def panels_of(
     common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
-    found = []
-    for (task, model, *_), own in arms.groupby(["task", "model", *(common[key] for key in common)], sort=False):
+    titled_groups = []
+    for (task, model, *_), group in arms.groupby(["task", "model", *(common[key] for key in common)], sort=False):
         others = common[(arms["task"] == task) & (arms["model"] == model)]
         varied = fewest_keys(others.drop_duplicates().to_dict("records"))
-        first = common.loc[own.index[0]]
-        apart = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
-        found.append((", ".join([task, model, *apart, _samples(own)]), own))
-    refuse_crowd(name, len(found), "tasks, models and protocols", MOST_PANELS)
-    refuse_crowd(name, max((len(own) for _, own in found), default=0), "arms in a panel", MOST_ARMS)
-    few, notes = _few(runs, [own for _, own in found], lines == "arm") if lines else ([own for _, own in found], ())
-    styles = styles_of(method for own in few for method in own["method"])
+        first = common.loc[group.index[0]]
+        differing = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
+        titled_groups.append((", ".join([task, model, *differing, _samples(group)]), group))
+    refuse_crowd(name, len(titled_groups), "tasks, models and protocols", MOST_PANELS)
+    refuse_crowd(name, max((len(group) for _, group in titled_groups), default=0), "arms in a panel", MOST_ARMS)
+    few, notes = (
+        _few(runs, [group for _, group in titled_groups], lines == "arm")
+        if lines
+        else ([group for _, group in titled_groups], ())
+    )
+    styles = styles_of(method for group in few for method in group["method"])
     notes = (*notes, *unbounded)
-    return [Panel(title, own, styles, notes) for (title, _), own in zip(found, few, strict=True) if len(own)]
+    return [
+        Panel(title, group, styles, notes) for (title, _), group in zip(titled_groups, few, strict=True) if len(group)
+    ]
 
 
 def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
@@ -248,8 +256,8 @@ def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, t
         return arms, ()
     of = arms.loc[never]
     names = [
-        f"{style_of(method).label} {', '.join(map(size_text, own['budget'].sort_values().unique()))}"
-        for method, own in of.groupby("method", sort=False)
+        f"{style_of(method).label} {', '.join(map(size_text, group['budget'].sort_values().unique()))}"
+        for method, group in of.groupby("method", sort=False)
     ]
     why = f"{'; '.join(names)}, whose budget never applied: every step attended all tokens"
     if len(never) == len(arms):
@@ -273,18 +281,20 @@ def _few(runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool) -> tuple[Sequ
     every, budgets = pd.concat(frames), ""
     size = every["budget"].value_counts().sort_index().idxmax() if every["budget"].notna().any() else None
     if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
-        frames = [own[own["budget"].isna() | (own["budget"] == size)] for own in frames]
+        frames = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
         budgets = f"C = {size_text(size)} alone, "
-    methods = sorted(in_order(every["method"]), key=lambda one: (one != YARDSTICK, one in choices("method")))
-    lines = [Counter(own["method"] if by_arm else [method for method, *_ in _variants(runs, own)]) for own in frames]
-    kept: list[str] = []
+    methods = sorted(in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in choices("method")))
+    lines = [
+        Counter(frame["method"] if by_arm else [method for method, *_ in _variants(runs, frame)]) for frame in frames
+    ]
+    chosen: list[str] = []
     for method in methods:
-        if all(sum(own[one] for one in [*kept, method]) <= MOST_LINES for own in lines):
-            kept.append(method)
-    if not budgets and len(kept) == len(methods):
+        if all(sum(count[name] for name in [*chosen, method]) <= MOST_LINES for count in lines):
+            chosen.append(method)
+    if not budgets and len(chosen) == len(methods):
         return frames, ()
-    note = f"{budgets}{len(kept)} of {len(methods)} methods: --where method=... chooses others"
-    return [own[own["method"].isin(kept)] if kept else own.head(MOST_LINES) for own in frames], (note,)
+    note = f"{budgets}{len(chosen)} of {len(methods)} methods: --where method=... chooses others"
+    return [frame[frame["method"].isin(chosen)] if chosen else frame.head(MOST_LINES) for frame in frames], (note,)
 
 
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
@@ -292,15 +302,15 @@ def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
 
     Where full attention's own score ranks none (`Run.ranks_none`), or all score alike, none is better than another.
     """
-    kept: list[Panel] = []
+    ranked: list[Panel] = []
     others: list[Panel] = []
     for panel in panels:
         mute = panel.arms["score"].nunique() < 2 or runs[panel.arms.index[0]].ranks_none
-        (others if mute else kept).append(panel)
-    if not kept or not others:
+        (others if mute else ranked).append(panel)
+    if not ranked or not others:
         return list(panels)
     note = f"without {'; '.join(panel.title for panel in others)}: scores there rank no method"
-    return [panel._replace(notes=(*panel.notes, note)) for panel in kept]
+    return [panel._replace(notes=(*panel.notes, note)) for panel in ranked]
 
 
 def fidelity_panels(runs: Runs, name: str, lines: Literal["method", "arm"]) -> list[Panel]:
@@ -352,24 +362,28 @@ def _variants(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[tup
     """Of each series the method, the settings in which it differs from the method's others, and its arms by budget."""
     of_variants = [key for key in runs.differing if key.startswith(OF_VARIANTS) and key != without]
     for method in in_order(arms["method"]):
-        own = arms[arms["method"] == method]
-        settings = runs.differing.loc[own.index, of_variants]
-        alone = settings[own["decode"] != TOGETHER]  # all others began from a shared prefill
+        method_arms = arms[arms["method"] == method]
+        settings = runs.differing.loc[method_arms.index, of_variants]
+        alone = settings[method_arms["decode"] != JOINTLY]  # all others began from a shared prefill
         varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
         variants = {
             run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
-            for run in own.index
+            for run in method_arms.index
         }
-        groups = dict(list(own.groupby(pd.Series(variants))))
+        groups = dict(list(method_arms.groupby(pd.Series(variants))))
         for variant in sorted(groups, key=lambda words: (len(words), words)):
             yield method, variant, groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float))
 
 
 def curves_of(runs: Runs, panel: Panel) -> Iterator[tuple[str, Style, Run]]:
     """Each run with its label and style; budgets of a method differ in their lines."""
-    for one in series_of(runs, panel):
-        for index, arm in enumerate(rows_of(one.arms)):
-            yield one.label(arm.budget), replace(one.style, line=_next_line(one.style.line, index)), runs[arm.name]
+    for series in series_of(runs, panel):
+        for index, arm in enumerate(rows_of(series.arms)):
+            yield (
+                series.label(arm.budget),
+                replace(series.style, line=_next_line(series.style.line, index)),
+                runs[arm.name],
+            )
 
 
 def _next_line(line: str, steps: int) -> str:
@@ -428,31 +442,31 @@ def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple
     return figure, axes
 
 
-def draw_intervals(axis: Any, one: Series, places: Iterable[float], found: Sequence[Estimate]) -> None:
+def draw_intervals(axis: Any, series: Series, places: Iterable[float], estimates: Sequence[Estimate]) -> None:
     """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
-    drawn = sorted((place, value) for place, value in zip(places, found, strict=True) if not math.isnan(place))
+    drawn = sorted((place, value) for place, value in zip(places, estimates, strict=True) if not math.isnan(place))
     x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
-    look = {"elinewidth": 0.8, **line_look(one.style)}
-    axis.errorbar(x, y, bars([value for _, value in drawn]), label=one.label(), **look)
+    look = {"elinewidth": 0.8, **line_look(series.style)}
+    axis.errorbar(x, y, bars([value for _, value in drawn]), label=series.label(), **look)
 
 
-def bars(found: Sequence[Estimate]) -> list[list[float]]:
+def bars(estimates: Sequence[Estimate]) -> list[list[float]]:
     """How far the interval of each estimate reaches down, and up."""
     return [
-        [0.0 if value.low is None else max(0.0, value.mean - value.low) for value in found],
-        [0.0 if value.high is None else max(0.0, value.high - value.mean) for value in found],
+        [0.0 if value.low is None else max(0.0, value.mean - value.low) for value in estimates],
+        [0.0 if value.high is None else max(0.0, value.high - value.mean) for value in estimates],
     ]
 
 
-def draw_by_budget(axis: Any, one: Series, places: pd.Series, found: Sequence[Estimate]) -> None:
+def draw_by_budget(axis: Any, series: Series, places: pd.Series, estimates: Sequence[Estimate]) -> None:
     """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its interval."""
-    if one.arms["budget"].notna().any():
-        draw_intervals(axis, one, places.astype(float), found)
+    if series.arms["budget"].notna().any():
+        draw_intervals(axis, series, places.astype(float), estimates)
         return
-    for score in found:
-        axis.axhline(score.mean, color=one.style.colour, linestyle="--", linewidth=1, label=one.label())
+    for score in estimates:
+        axis.axhline(score.mean, color=series.style.colour, linestyle="--", linewidth=1, label=series.label())
         if score.low is not None and score.high is not None:
-            axis.axhspan(score.low, score.high, color=one.style.colour, alpha=0.1, linewidth=0)
+            axis.axhspan(score.low, score.high, color=series.style.colour, alpha=0.1, linewidth=0)
 
 
 def fit_scores(axis: Any) -> None:
@@ -475,9 +489,9 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     """A logarithmic x axis that is marked at these values, as far as there is room."""
     ticks = sorted(set(ticks))
     room = (ticks[-1] / ticks[0]) ** 0.1
-    kept = [tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]]
+    shown = [tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]]
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator(kept))
+    axis.xaxis.set_major_locator(FixedLocator(shown))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: thousands(value)))
     axis.grid(alpha=0.3)
@@ -514,8 +528,8 @@ def finished(
         axis.set_xlabel(textwrap.fill(axis.get_xlabel(), room))
         axis.set_ylabel(textwrap.fill(axis.get_ylabel(), int(0.7 * down)))
     arms = pd.concat([panel.arms for panel in panels])
-    left_out = dict.fromkeys(note for panel in panels for note in panel.notes)
-    below = [*notes, *left_out, " | ".join(filter(None, _caveats(arms, times)))]
+    panel_notes = dict.fromkeys(note for panel in panels for note in panel.notes)
+    below = [*notes, *panel_notes, " | ".join(filter(None, _caveats(arms, times)))]
     letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
     words = "\n".join(textwrap.fill(line, letters) for line in below if line)
     if not named:
@@ -542,11 +556,11 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
 def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
     """What a reader must know of the runs in a picture, and of their times where these are drawn."""
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
-    together = arms["method"][arms["decode"] == TOGETHER]
-    beside = int(arms["disturbed"].isin([True]).sum())
+    joint_methods = arms["method"][arms["decode"] == JOINTLY]
+    disturbed = int(arms["disturbed"].isin([True]).sum())
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
-    found = {
-        f"without times of {beside} arms, taken beside other work": times and beside,
+    caveats = {
+        f"without times of {disturbed} arms, taken beside other work": times and disturbed,
         "times of samples elsewhere or beside other work are left out": times
         and (arms["left_out"].astype(float) > 0).any(),
         "random weights: scores mean nothing": (arms["weights"] == "random").any(),
@@ -554,11 +568,13 @@ def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
         "transfers between host and device counted, in no time": "in place" in transfers,
         f"{failed} failed samples, which score 0": failed,
         "with unfinished runs": not arms["finished"].all(),
-        f"decoded together, the others alone: {', '.join(sorted(set(together)))}": 0 < len(together) < len(arms),
+        f"decoded together, the others alone: {', '.join(sorted(set(joint_methods)))}": 0
+        < len(joint_methods)
+        < len(arms),
         f"seeds {' or '.join(seeds)}": any("," in seed for seed in seeds),
     }
     machines = "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))
-    return [*(words for words, there in found.items() if there), machines]
+    return [*(words for words, there in caveats.items() if there), machines]
 
 
 def size_text(budget: Any) -> str:

@@ -16,22 +16,22 @@ def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_
     """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right end."""
     corners = front(costs, values, more_is_better)
     if len(corners) > 0:
-        left, right = axis.get_xlim()
+        x_min, x_max = axis.get_xlim()
         axis.step(
-            [*(cost for cost, _ in corners), right], [*(value for _, value in corners), corners[-1][1]],
+            [*(cost for cost, _ in corners), x_max], [*(value for _, value in corners), corners[-1][1]],
             where="post", label="Pareto front", **FRONT,
         )  # fmt: skip
-        axis.set_xlim(left, right)
+        axis.set_xlim(x_min, x_max)
 
 
 def front(costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> list[tuple[float, float]]:
     """The points (cost, value) to which no other is at once as cheap and as good, and better in one; by cost."""
-    sign, found, best = (1 if more_is_better else -1), [], -math.inf
+    sign, corners, best = (1 if more_is_better else -1), [], -math.inf
     for cost, value in sorted(zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])):
         if sign * value > best:
             best = sign * value
-            found.append((cost, value))
-    return found
+            corners.append((cost, value))
+    return corners
 
 
 def areas(budgets: Sequence[Any]) -> dict[Any, float]:

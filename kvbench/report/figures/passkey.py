@@ -18,9 +18,9 @@ def passkey(runs: Runs) -> Figure:
     arms = arms_for(runs, "passkey", probed=False, task="passkey")
     named, panels, below = named_arms(runs, "passkey", arms)
     units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
-    found = [(title, passkey_cells(run.samples())) for title, run in named]
+    maps = [(title, passkey_cells(run.samples())) for title, run in named]
     title = f"passkeys found by depth and length{below}"
-    return draw_maps(found, panels, title, ("found (%)", f"prompt length ({units})", "depth (%)"), 100)
+    return draw_maps(maps, panels, title, ("found (%)", f"prompt length ({units})", "depth (%)"), 100)
 
 
 def passkey_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

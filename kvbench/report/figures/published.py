@@ -16,7 +16,7 @@ from kvbench.report.data.style import Style, style_of
 from kvbench.report.figures.panels import MOST_PANELS, SMALL, Panel, finished, refuse_crowd, tiled
 from kvbench.report.figures.pareto import FRONT
 from kvbench.report.tables.cells import Cell
-from kvbench.report.tables.published import beside
+from kvbench.report.tables.published import merge_published
 
 BETTER = "b"  # the one letter that says nothing of samples or protocol
 
@@ -56,11 +56,11 @@ def published(runs: Runs) -> Figure:
 
 
 def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
-    made = beside(runs, paper)
+    merged = merge_published(runs, paper)
     method = dict(zip(paper.frame["row"], paper.frame["method"], strict=True))
     return [
-        _Point(style_of(method[made.rows[row][0]]), cell, cell.marks["score"].replace(BETTER, ""))
-        for (row, _), cell in made.cells.items()
+        _Point(style_of(method[merged.rows[row][0]]), cell, cell.marks["score"].replace(BETTER, ""))
+        for (row, _), cell in merged.cells.items()
         if {"published", "score"} <= cell.numbers.keys()
     ]
 

@@ -30,7 +30,7 @@ from kvbench.report.figures.panels import (
 from kvbench.runs.quantities import QUANTITIES
 
 KEY = "protocol.question"
-APART = 0.015  # so that no bar hides another
+OFFSET = 0.015  # so that no bar hides another
 PLACES = {word: place for place, word in enumerate(get_args(Question))}
 
 
@@ -39,10 +39,10 @@ def question(runs: Runs) -> Figure:
     arms = arms_for(runs, "question", probed=False, scored=True)
     arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})
     panels = [
-        own
+        budget_panel
         for panel in panels_of("question", runs, arms, free={*NOT_COMPARED, KEY}, lines="method")
-        for own in _by_budget(panel)
-        if own.arms[KEY].nunique() > 1
+        for budget_panel in _by_budget(panel)
+        if budget_panel.arms[KEY].nunique() > 1
     ]
     if not panels:
         raise ConfigError(f"figure=question: no runs here differ in {KEY} alone; -m {KEY}=with,after makes such")
@@ -51,9 +51,9 @@ def question(runs: Runs) -> Figure:
     bars = intervals(runs[run].score() for panel in panels for run in panel.arms.index)
     figure, axes = tiled(len(panels), f"score by when the question is read, with {bars}", 2.6)
     for panel, axis in zip(panels, axes.flat, strict=False):
-        for aside, one in enumerate(series_of(runs, panel, without="shared_prefill")):  # of no score
-            places = one.arms[KEY].map(PLACES) + APART * aside
-            draw_intervals(axis, one, places, [runs[run].score() for run in one.arms.index])
+        for aside, series in enumerate(series_of(runs, panel, without="shared_prefill")):  # of no score
+            places = series.arms[KEY].map(PLACES) + OFFSET * aside
+            draw_intervals(axis, series, places, [runs[run].score() for run in series.arms.index])
         words = [word for word in PLACES if word in set(panel.arms[KEY])]
         axis.set_xticks([PLACES[word] for word in words], words)
         axis.set(title=panel.title, xlabel=KEY, ylabel=QUANTITIES["score"].axis)
@@ -65,5 +65,5 @@ def question(runs: Runs) -> Figure:
 def _by_budget(panel: Panel) -> Iterator[Panel]:
     """A panel of the arms of each budget, with those that have none."""
     none = panel.arms[panel.arms["budget"].isna()]
-    for size, own in panel.arms.groupby("budget"):
-        yield panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, own]))
+    for size, group in panel.arms.groupby("budget"):
+        yield panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, group]))

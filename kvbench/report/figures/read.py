@@ -13,7 +13,7 @@ from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.data.sizes import bytes_read
 from kvbench.report.data.stats import intervals
 from kvbench.report.figures.labels import End, height_for, name_ends
-from kvbench.report.figures.nearness import LEAST_KL, Found, at_least, measured
+from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, measured
 from kvbench.report.figures.panels import (
     Series,
     arms_for,
@@ -41,34 +41,36 @@ def read(runs: Runs) -> Figure:
     if (arms["method"] == YARDSTICK).all():
         raise ConfigError("figure=read: no run of a sparse method whose audit has attended_bytes_per_step")
     drawn = measured(runs, panels_of("read", runs, arms, lines="method"))
-    bars = intervals(value for panel, _, found in drawn for run in panel.arms.index if (value := found(runs[run])))
+    bars = intervals(
+        value for panel, _, estimate_of in drawn for run in panel.arms.index if (value := estimate_of(runs[run]))
+    )
     lines = [list(series_of(runs, panel)) for panel, *_ in drawn]
     tall = height_for(max(map(len, lines)))
     better = " or ".join(dict.fromkeys("up" if name == "score" else "down" for _, name, _ in drawn))
     title = f"nearness over bytes read, with {bars}; left and {better} is better"
     figure, axes = tiled(len(drawn), title, tall + 0.6)
-    for (panel, name, found), axis, series in zip(drawn, axes.flat, lines, strict=False):
+    for (panel, name, estimate_of), axis, series in zip(drawn, axes.flat, lines, strict=False):
         axis.set(title=panel.title, xlabel=READ, ylabel=QUANTITIES[name].axis)
-        _draw(axis, runs, series, name, found, tall)
+        _draw(axis, runs, series, name, estimate_of, tall)
     return finished(figure, axes, [panel for panel, *_ in drawn], named=True, notes=[WHAT])
 
 
-def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, found: Found, tall: float) -> None:
+def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, estimate_of: EstimateOf, tall: float) -> None:
     """One measure of arms over the bytes they read, with names beside the lines and the Pareto front."""
     ends, costs, values = [], [], []
-    for one in series:
-        values_of = ((run, found(runs[run])) for run in one.arms.index)
-        known = {run: value for run, value in values_of if value and (name == "score" or value.mean > 0)}
-        if not known:
+    for curve in series:
+        values_of = ((run, estimate_of(runs[run])) for run in curve.arms.index)
+        estimates = {run: value for run, value in values_of if value and (name == "score" or value.mean > 0)}
+        if not estimates:
             continue
-        near = [value if name == "score" else at_least(value) for value in known.values()]
-        own = one.arms.loc[list(known)]
-        x, index = MIB.scale * own["read"], MIB.scale * own["index_bytes"].astype(float).fillna(0)
-        draw_intervals(axis, one, x, near)
-        axis.hlines([value.mean for value in near], x, x + index, color=one.style.colour, linewidth=0.6, alpha=0.6)
+        near = [value if name == "score" else at_least(value) for value in estimates.values()]
+        curve_arms = curve.arms.loc[list(estimates)]
+        x, index = MIB.scale * curve_arms["read"], MIB.scale * curve_arms["index_bytes"].astype(float).fillna(0)
+        draw_intervals(axis, curve, x, near)
+        axis.hlines([value.mean for value in near], x, x + index, color=curve.style.colour, linewidth=0.6, alpha=0.6)
         last = int(x.to_numpy().argmax())
         below = f" (below {LEAST_KL:g})" if name != "score" and near[last].mean == LEAST_KL else ""
-        ends.append(End(f"{one.label()}{below}", one.style, x.iloc[last], near[last].mean))
+        ends.append(End(f"{curve.label()}{below}", curve.style, x.iloc[last], near[last].mean))
         costs += list(x)
         values += [value.mean for value in near]
     if name == "score":

@@ -58,22 +58,22 @@ def search(files: Sequence[Path]) -> Figure:
     return legend(figure, axes, "", [pace])
 
 
-def _runs(found: Any) -> dict[tuple[Any, Any], Any]:
-    runs = {(run["keys"], run["n"]): _one_by_one(run) for run in found["runs"]}
+def _runs(results: Any) -> dict[tuple[Any, Any], Any]:
+    runs = {(run["keys"], run["n"]): _single_queries(run) for run in results["runs"]}
     if not runs:
         raise LookupError
     return runs
 
 
-def _one_by_one(run: Mapping[str, Any]) -> Mapping[str, Any]:
+def _single_queries(run: Mapping[str, Any]) -> Mapping[str, Any]:
     """The numbers of queries that are asked one by one."""
-    found: Mapping[str, Any] = next(group for group in run["groups"] if group["group"] == 1)
-    return found
+    numbers: Mapping[str, Any] = next(group for group in run["groups"] if group["group"] == 1)
+    return numbers
 
 
-def _draw(axis: Any, found: Mapping[str, Any]) -> None:
+def _draw(axis: Any, numbers: Mapping[str, Any]) -> None:
     for arm, style in ARMS.items():
-        points = sorted(found["points"].get(arm, []), key=lambda point: point["recall"])
+        points = sorted(numbers["points"].get(arm, []), key=lambda point: point["recall"])
         recall = [point["recall"] for point in points]
         look = {**line_look(style), "markersize": 3, "linewidth": 1}
         axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
@@ -81,7 +81,7 @@ def _draw(axis: Any, found: Mapping[str, Any]) -> None:
             axis.plot(
                 [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **SAME_BYTES
             )
-    axis.axvline(found["stream_us"], label="one pass over all keys", **FRONT)
-    axis.axvline(found["flat_us"], label="faiss, all keys scored", **ALL)
+    axis.axvline(numbers["stream_us"], label="one pass over all keys", **FRONT)
+    axis.axvline(numbers["flat_us"], label="faiss, all keys scored", **ALL)
     axis.set(xscale="log", ylim=(-0.03, 1.03))
     axis.grid(alpha=0.3)

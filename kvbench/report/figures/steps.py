@@ -47,7 +47,7 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
 def means(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """The mean over samples of each measure by decode step, as far as half of the samples go."""
     steps = [(sample.get("probe") or {}).get("steps") for sample in samples]
-    frames = [pd.DataFrame(one, dtype=float) for one in steps if one]
+    frames = [pd.DataFrame(sample_steps, dtype=float) for sample_steps in steps if sample_steps]
     if not frames:
         return pd.DataFrame()
     by_step = pd.concat(frames).groupby("step")

@@ -25,9 +25,9 @@ from kvbench.report.figures.panels import (
     size_text,
 )
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front
-from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
+from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, Quantity
 
-HELD, INDEXED = (QUANTITIES[name] for name in ("device_kv_bytes", "device_index_bytes"))
+DEVICE_KV, INDEXED = (QUANTITIES[name] for name in ("device_kv_bytes", "device_index_bytes"))
 TIME, OWN_TIME = (QUANTITIES[name] for name in ("tpot_ms_mean", "own_ms"))
 
 
@@ -42,22 +42,22 @@ def tradeoff(runs: Runs) -> Figure:
     scores = {run: runs[run].score() for panel in panels for run in panel.arms.index}
     bars = intervals(scores.values())
     seconds = [_second(panel.arms) for panel in panels]
-    costs = ["memory", *dict.fromkeys("time" if one.is_time else "memory with the index" for one in seconds)]
+    costs = ["memory", *dict.fromkeys("time" if quantity.is_time else "memory with the index" for quantity in seconds)]
     against = " and ".join(costs)
     figure, axes = grid(len(panels), 2, f"score against {against}, with {bars}; up and left is better")
     sizes = areas([budget for panel in panels for budget in panel.arms["budget"]])
     for panel, second, row in zip(panels, seconds, axes, strict=True):
-        points = pd.concat([one.arms.assign(label=one.label()) for one in series_of(runs, panel)])
+        points = pd.concat([series.arms.assign(label=series.label()) for series in series_of(runs, panel)])
         points["low"], points["high"] = ([scores[run][end] for run in points.index] for end in (1, 2))
-        styles = {one.label(): one.style for one in series_of(runs, panel)}
+        styles = {series.label(): series.style for series in series_of(runs, panel)}
         draw_tradeoff(row, points, styles, second, sizes=sizes)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=panel.title)
         row[1].set_title(panel.title)
     for budget, area in sizes.items():
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
-    own = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
-    return finished(figure, axes, panels, times=True, notes=[OWN] if own else [])
+    has_method_time = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
+    return finished(figure, axes, panels, times=True, notes=[METHOD_TIME] if has_method_time else [])
 
 
 def _second(arms: pd.DataFrame) -> Quantity:
@@ -88,14 +88,14 @@ def draw_tradeoff(
             attention has, is a line at its cost.
         sizes: the area of the mark of each budget.
     """
-    for axis, cost in zip(axes, (HELD, second), strict=True):
+    for axis, cost in zip(axes, (DEVICE_KV, second), strict=True):
         scale = "linear" if cost.is_time else "log"
-        known = points[points[cost.name].notna()]
-        if not len(known):
+        with_cost = points[points[cost.name].notna()]
+        if not len(with_cost):
             axis.set_axis_off()
             axis.set_title("")
             continue
-        for label, arms in known.groupby("label", sort=False):
+        for label, arms in with_cost.groupby("label", sort=False):
             style = styles[label]
             x, heights = arms[cost.name].astype(float) * cost.unit.scale, arms[y].astype(float)
             if y != "score" and not heights.any():
@@ -117,5 +117,5 @@ def draw_tradeoff(
         else:
             log_y(axis)
         axis.grid(alpha=0.3)
-        drawn = known[known[y] != 0] if y != "score" else known
+        drawn = with_cost[with_cost[y] != 0] if y != "score" else with_cost
         draw_front(axis, drawn[cost.name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")

@@ -34,12 +34,12 @@ def written(runs: Runs) -> Figure:
     title = f"what the model writes, with {INTERVALS}; level lines: without a budget"
     figure, axes = grid(len(panels), 2, title)
     for panel, row in zip(panels, axes, strict=True):
-        for one in series_of(runs, panel):
-            outputs = [_outputs(runs[run]) for run in one.arms.index]
-            lengths = [estimate([found["length"].to_numpy(float)]) for found in outputs]
-            looped = [proportion([100 * found["looped"].to_numpy(float)]) for found in outputs]
+        for series in series_of(runs, panel):
+            outputs = [_outputs(runs[run]) for run in series.arms.index]
+            lengths = [estimate([frame["length"].to_numpy(float)]) for frame in outputs]
+            looped = [proportion([100 * frame["looped"].to_numpy(float)]) for frame in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
-                draw_by_budget(axis, one, one.arms["budget"], values)
+                draw_by_budget(axis, series, series.arms["budget"], values)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
             axis.set(
                 title=panel.title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt"

@@ -22,7 +22,7 @@ from kvbench.report.site.pictures import pictures
 from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
 from kvbench.report.site.submitted import PATH, add_yours, submissions
-from kvbench.report.submissions.checked import Submitted
+from kvbench.report.submissions.checked import Submission
 
 ASSETS = ("site.css", "site.js")
 
@@ -51,7 +51,7 @@ PAGES = {
 OF_OTHERS = {"Runs of others": Pages(PATH, submissions)}  # of a site that has some
 
 
-def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submitted] = ()) -> None:
+def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] = ()) -> None:
     """Write a site; pages of an older one there that are not of this one go away.
 
     Args:
@@ -64,8 +64,8 @@ def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submitted] = 
         ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
     """
     check(out)
-    if held := next((path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None):
-        raise ConfigError(f"--out {out}: holds the run {held}; name a folder beside the runs")
+    if run_path := next((path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None):
+        raise ConfigError(f"--out {out}: holds the run {run_path}; name a folder beside the runs")
     site = Site(runs, folders, submitted)
     if not site.rows:
         raise ConfigError(f"--out {out}: timed runs alone make no site; --out report.html shows them")

@@ -21,12 +21,12 @@ class Column(NamedTuple):
 
     Attributes:
         heading: what stands above it.
-        about: what it says, a clause.
+        meaning: what it says, a clause.
         wide: whether a small screen has no room for it.
     """
 
     heading: str
-    about: str
+    meaning: str
     wide: bool = False
 
 
@@ -56,7 +56,7 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     rows = site.by_length
     columns = [name for name in COLUMNS if name in SHARED or any(name in row.cell.numbers for row in rows)]
     heads = "".join(
-        f'<th scope="col" data-name="{name}" title="{COLUMNS[name].about}" class="{"wide" * COLUMNS[name].wide}">'
+        f'<th scope="col" data-name="{name}" title="{COLUMNS[name].meaning}" class="{"wide" * COLUMNS[name].wide}">'
         f'<button type="button">{COLUMNS[name].heading}</button></th>'
         for name in columns
     )
@@ -68,11 +68,11 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     )
     pairs = _pairs(site)
     body = "\n".join(_line(row, words, columns, pairs[row.run]) for row in rows)
-    said = dict.fromkeys(note for table in site.tables for note in table.notes)
-    about = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].about}</dd>" for name in columns)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in said)
+    table_notes = dict.fromkeys(note for table in site.tables for note in table.notes)
+    legend = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].meaning}</dd>" for name in columns)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table_notes)
     timed = f"<li>{site.timed} timed runs are not here: --format html shows them.</li>" if site.timed else ""
-    left_out = "".join(f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.left_out)
+    skipped = "".join(f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.skipped)
     yield page(
         "leaderboard.html",
         "Which method, at which cost?",
@@ -81,7 +81,7 @@ def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         f"""<p>Every arm that ran: a method with a budget of C tokens for each head. Choose what it may cost; what fits
 is ordered by nearness to full attention (KL) or by score.</p>
 {protocols(site)}
-<details><summary>How to read these numbers</summary><dl>{about}</dl><ul class="notes">{notes}{timed}</ul></details>
+<details><summary>How to read these numbers</summary><dl>{legend}</dl><ul class="notes">{notes}{timed}</ul></details>
 {_filters(rows)}
 <section id="best" aria-live="polite" data-least="{LEAST}"></section>
 <p><small>An arm with prompts of several lengths has a line for each: what it costs and how near it stays are of the
@@ -91,7 +91,7 @@ or more, nothing on samples that rank no methods, as the list above says, and no
 <div class="scroll tall"><table id="board" class="sortable"><thead><tr>{named}{heads}</tr></thead><tbody>
 {body}
 </tbody></table></div>
-{f"<details><summary>Runs left out</summary><ul class=notes>{left_out}</ul></details>" if left_out else ""}""",
+{f"<details><summary>Runs left out</summary><ul class=notes>{skipped}</ul></details>" if skipped else ""}""",
     )
 
 
@@ -103,17 +103,19 @@ def _pairs(site: Site) -> dict[Run, str]:
     for row in site.by_length:
         panels.setdefault(row.panel, []).append(row)
     return {
-        row.run: "".join(_letter(site, row, other) for other in own) if row.is_choice and site.place(row, own) else ""
-        for own in panels.values()
-        for row in own
+        row.run: "".join(_letter(site, row, other) for other in panel_rows)
+        if row.is_choice and site.place(row, panel_rows)
+        else ""
+        for panel_rows in panels.values()
+        for row in panel_rows
     }
 
 
 def _letter(site: Site, row: Row, other: Row) -> str:
-    found = site.ahead(row, other)
-    if found is None or not ranks(found.n, found.low, found.high):
+    lead = site.ahead(row, other)
+    if lead is None or not ranks(lead.n, lead.low, lead.high):
         return "?"
-    return "=" if not found.differs else "+" if found.mean > 0 else "-"
+    return "=" if not lead.differs else "+" if lead.mean > 0 else "-"
 
 
 def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) -> str:
@@ -127,12 +129,12 @@ def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) ->
     looks = " ".join(["yardstick"] * row.run.is_full + ["theirs"] * (row.of is not None))
     bare = f' class="{looks}"' if looks else ""
     labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
-    apart = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
+    details = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
     phone = ", ".join(
         filter(None, [row.task if "task" in words else "", "" if row.budget == NONE else f"C = {row.budget}"])
     )
     of = f' <small><a href="{anchor(row.of)}">checked</a></small>' if row.of else ""
-    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(apart)}{of}'
+    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(details)}{of}'
     return f'<tr{bare}{data}><th scope="row" data-name="method">{head}</th>{labels}{cells}</tr>'
 
 
@@ -154,11 +156,11 @@ def _share(row: Row, name: str) -> str:
 def _filters(rows: Sequence[Row]) -> str:
     """The form above the table; a choice of one is none."""
 
-    def select(name: str, about: str, every: str, values: Sequence[str], shown: Callable[[str], str] = str) -> str:
+    def select(name: str, label: str, every: str, values: Sequence[str], shown: Callable[[str], str] = str) -> str:
         if len(values) < 2:
             return ""
         options = "".join(f'<option value="{escape(value)}">{escape(shown(value))}</option>' for value in values)
-        return f'<label>{about}<select name="{name}"><option value="">{every}</option>{options}</select></label>'
+        return f'<label>{label}<select name="{name}"><option value="">{every}</option>{options}</select></label>'
 
     def there(key: str) -> list[str]:
         return sorted({getattr(row, key) for row in rows} - {"-"}, key=order_of)

@@ -14,7 +14,7 @@ from kvbench.runs.stored import DAMAGED, ResultsError
 
 MOST_METHODS = 20  # that a reader can distinguish in one picture
 # Of more than that, a method of each kind.
-OF_EACH_KIND = {
+REPRESENTATIVES = {
     *("full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale", "lychee"),
     *("icecache", "icecache_plus", "pariskv", "pqcache", "clusterkv", "magicpig"),
 }
@@ -25,8 +25,8 @@ def legible(runs: Runs) -> Runs:
     methods = {run.arm["method"] for run in runs}
     if len(methods) <= MOST_METHODS:
         return runs
-    kept = OF_EACH_KIND | (methods - choices("method").keys())
-    return runs.only(run for run in runs if run.arm["method"] in kept)
+    shown = REPRESENTATIVES | (methods - choices("method").keys())
+    return runs.only(run for run in runs if run.arm["method"] in shown)
 
 
 def picture(make: Callable[[], Figure]) -> bytes:

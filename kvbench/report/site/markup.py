@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvbench
-from kvbench.models.hub import made_of
+from kvbench.models.hub import weights_origin
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import FEWEST
 from kvbench.report.data.style import style_of
@@ -56,22 +56,22 @@ def protocols(site: Site) -> str:
     """A line for each panel: on how many samples of which lengths, computed in what, on which machine."""
     lines = []
     for panel in dict.fromkeys(row.panel for row in site.rows):
-        own = [row.run for row in site.rows if row.panel == panel]
+        panel_runs = [row.run for row in site.rows if row.panel == panel]
         whys = dict.fromkeys(row.unranked for row in site.rows if row.panel == panel and row.unranked)
-        setting, arms = own[0].settings, [run.arm for run in own]
+        setting, arms = panel_runs[0].settings, [run.arm for run in panel_runs]
         counts = sorted({int(arm["n"]) for arm in arms})
         lengths = "" if missing(setting.get("task.lengths")) else f" of {words_of(setting['task.lengths'])} tokens"
-        dense = {run.settings["dense_layers"] for run in own} - {"[]"}
+        dense = {run.settings["dense_layers"] for run in panel_runs} - {"[]"}
         places = sorted({str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])})
         facts = [
             f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
             f"{setting['dtype']}",
-            f"weights {words}" if (words := made_of(str(setting["model.revision"]))) else "",
+            f"weights {words}" if (words := weights_origin(str(setting["model.revision"]))) else "",
             f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
             f"up to {setting['batch']} together, whose bytes and times these are" if setting["batch"] > 1 else "",
             f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
             f"too few to rank methods, which takes {FEWEST} or more" if counts[-1] < FEWEST else "",
-            "beside a number stands the range of so few" if any(map(_is_ranged, own)) else "",
+            "beside a number stands the range of so few" if any(map(_is_ranged, panel_runs)) else "",
             *(f"{why}, so no method is named best and none has a place" for why in whys),
         ]
         lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
@@ -81,7 +81,7 @@ def protocols(site: Site) -> str:
 
 
 def _is_ranged(run: Run) -> bool:
-    return any(found is not None and found.is_range for found in (run.score(), run.kl()))
+    return any(estimate is not None and estimate.is_range for estimate in (run.score(), run.kl()))
 
 
 def words_of(listed: str) -> str:
@@ -152,7 +152,7 @@ def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: s
         f'<a href="{root}{first}"{" aria-current=page" if first.partition("/")[0] == here else ""}>{escape(name)}</a>'
         for name, first in sections.items()
     )
-    about = f"Made by kvbench {kvbench.__version__} from {len(site.runs.arms)} runs below {site.folders}."
+    footer = f"Made by kvbench {kvbench.__version__} from {len(site.runs.arms)} runs below {site.folders}."
     return File(
         path,
         f"""<!doctype html>
@@ -162,6 +162,6 @@ def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: s
 <header><a class="home" href="{root}index.html">kvbench</a><nav>{nav}</nav></header>
 <main><h1>{escape(title)}</h1>
 {body}
-</main><footer>{escape(about)}</footer><script src="{root}site.js"></script></body></html>
+</main><footer>{escape(footer)}</footer><script src="{root}site.js"></script></body></html>
 """,
     )

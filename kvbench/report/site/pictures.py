@@ -20,14 +20,14 @@ class Shown(NamedTuple):
 
     Attributes:
         question: its heading.
-        about: what it shows, a clause.
+        caption: what it shows, a clause.
         longest: a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
         file: measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
         archive: of the runs that kvbench ships, drawn where a site's own make no such picture.
     """
 
     question: str
-    about: str
+    caption: str
     longest: str = ""
     file: str = ""
     archive: str = "claims.tar.xz"
@@ -61,7 +61,7 @@ def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
         image, note = _drawn(site, name, shown)
         if image:
             yield File(f"pictures/{name}.svg", image)
-            shot = figure(f"{name}.svg", f"{shown.about}{note}")
+            shot = figure(f"{name}.svg", f"{shown.caption}{note}")
             blocks.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
     body = "\n".join(blocks) or "<p>None can be drawn of these runs.</p>"
     yield page("pictures/index.html", "Pictures", site, sections, body)
@@ -69,7 +69,11 @@ def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
     """A figure, b"" where there is none, and a note on whose runs it is of."""
-    image = b"" if shown.file else picture(lambda: draw(name, _chosen(site.own(site.joined), shown.longest)))
+    image = (
+        b""
+        if shown.file
+        else picture(lambda: draw(name, _chosen(site.without_submissions(site.joined), shown.longest)))
+    )
     return (image, "") if image else (_of_shipped(name), f" ({OURS})")
 
 

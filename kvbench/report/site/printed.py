@@ -11,9 +11,9 @@ from kvbench.config import ConfigError
 from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.site.markup import ids_of, small, table_of
-from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.report.tables.formats import NONE, text
-from kvbench.report.tables.published import beside
+from kvbench.report.tables.published import merge_published
 
 LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a published row
 
@@ -23,12 +23,12 @@ class Printed(NamedTuple):
 
     Attributes:
         paper: as published.
-        made: with ours.
+        merged: with ours.
         why: ours are not there, a sentence, or "".
     """
 
     paper: PaperTable
-    made: Table
+    merged: ReportTable
     why: str = ""
 
 
@@ -39,28 +39,28 @@ def all_printed(runs: Runs) -> list[Printed]:
 
 def _printed(runs: Runs, paper: PaperTable) -> Printed:
     try:
-        return Printed(paper, beside(runs, paper))
+        return Printed(paper, merge_published(runs, paper))
     except ConfigError as error:  # several runs fit
-        return Printed(paper, beside(None, paper), str(error))
+        return Printed(paper, merge_published(None, paper), str(error))
 
 
 def published(method: str, tables: Sequence[Printed]) -> str:
     """Every published table that has the method, with full attention's row of the same model."""
     blocks, all_theirs, all_ours = [], 0, 0
-    for paper, made, why in tables:
+    for paper, merged, why in tables:
         frame = paper.frame
         rows = set(frame["row"][frame["method"] == method])
         if not rows:
             continue
         models = set(frame["model"][frame["method"] == method])
         shown = rows | set(frame["row"][(frame["method"] == YARDSTICK) & frame["model"].isin(models)])
-        cells = [cell for (place, _), cell in made.cells.items() if made.rows[place][0] in rows]
+        cells = [cell for (place, _), cell in merged.cells.items() if merged.rows[place][0] in rows]
         theirs, ours = (sum(name in cell.numbers for cell in cells) for name in ("published", "score"))
         all_theirs, all_ours = all_theirs + theirs, all_ours + ours
-        notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*made.notes, why]))
+        notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*merged.notes, why]))
         counts = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
         blocks.append(
-            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(made, shown)}"
+            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(merged, shown)}"
             f"<ul class=notes>{notes}<li><code>kvbench report --paper {paper.id}</code></li></ul></details>"
         )
     if not blocks:
@@ -71,22 +71,22 @@ def published(method: str, tables: Sequence[Printed]) -> str:
     )
 
 
-def _table(made: Table, shown: set[str]) -> str:
-    heads = "".join(f"<th>{escape(column)}</th>" for column in made.columns)
+def _table(merged: ReportTable, shown: set[str]) -> str:
+    heads = "".join(f"<th>{escape(column)}</th>" for column in merged.columns)
     lines = []
-    for place, (label,) in enumerate(made.rows):
-        own = [made.cells.get((place, column), Cell()) for column in range(len(made.columns))]
+    for place, (label,) in enumerate(merged.rows):
+        row_cells = [merged.cells.get((place, column), Cell()) for column in range(len(merged.columns))]
         for name, what in LINES.items():
-            if label in shown and any(name in cell.numbers for cell in own):
-                cells = "".join(_cell(made, cell, name, column) for column, cell in enumerate(own))
+            if label in shown and any(name in cell.numbers for cell in row_cells):
+                cells = "".join(_cell(merged, cell, name, column) for column, cell in enumerate(row_cells))
                 lines.append(f'<tr class="{name}"><th scope="row">{escape(what or label)}</th>{cells}</tr>')
     return table_of(f"<th></th>{heads}", lines, "paper")
 
 
-def _cell(made: Table, cell: Cell, name: str, column: int) -> str:
+def _cell(merged: ReportTable, cell: Cell, name: str, column: int) -> str:
     if name not in cell.numbers:
         return f'<td class="none">{NONE}</td>'
-    first, _, rest = text(made, cell, name, column).partition(" ")
+    first, _, rest = text(merged, cell, name, column).partition(" ")
     run = ids_of(Path(path).name for path in cell.run.split("; "))
-    source = f'data-run="{run}"' if name == "score" else f'data-paper="{made.id}"'
+    source = f'data-run="{run}"' if name == "score" else f'data-paper="{merged.id}"'
     return f'<td data-name="{name}" data-value="{cell.numbers[name]!r}" {source}>{escape(first)}{small(rest)}</td>'

@@ -14,7 +14,7 @@ FOLDER = PACKAGE.parent / "methods"
 CHOICE = "Where the paper"  # how the heading of a section on deviations begins
 
 
-def about(method: str) -> str:
+def readme_entry(method: str) -> str:
     """The entry of `methods/README.md` on a method, or ""."""
     for entry in _blocks(_text(FOLDER / "README.md")):
         names = re.match(r"- `(\w+)`(?:(?:,| and) `(\w+)`)*", entry)

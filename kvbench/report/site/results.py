@@ -22,14 +22,14 @@ FIGURES = {
 SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "own_ms")
 
 
-def results(site: Site, own: Sequence[Row]) -> str:
+def results(site: Site, method_rows: Sequence[Row]) -> str:
     """Every arm of a method, and its place among the sparse methods of its panel and budget."""
-    names = [name for name in SHOWN if any(name in row.cell.numbers for row in own)]
-    lines_of = {name: next(row.table.lines[name] for row in own if name in row.table.lines) for name in names}
+    names = [name for name in SHOWN if any(name in row.cell.numbers for row in method_rows)]
+    lines_of = {name: next(row.table.lines[name] for row in method_rows if name in row.table.lines) for name in names}
     heads = "".join(f"<th>{line.narrow_heading}</th>" for line in lines_of.values())
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
     lines = []
-    for row in sorted(own, key=lambda row: (row.panel, order_of(row.budget))):
+    for row in sorted(method_rows, key=lambda row: (row.panel, order_of(row.budget))):
         task, _, samples = row.panel.partition(", ")
         lines.append(
             f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
@@ -37,7 +37,7 @@ def results(site: Site, own: Sequence[Row]) -> str:
             f"{''.join(cell_of(row, name) for name in names)}"
             f'<td class="label"><code>{"<br>".join(map(escape, row.run.folder_names))}</code></td></tr>'
         )
-    tests = sum(len(_rivals(site, row)) for row in own if "data-place" in _place(site, row))
+    tests = sum(len(_rivals(site, row)) for row in method_rows if "data-place" in _place(site, row))
     return (
         "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score; from the "
         f"best to the worst that paired tests leave open ({tests} here, each at {COVERAGE} %), and none of fewer than "
@@ -71,11 +71,11 @@ def _place(site: Site, row: Row) -> str:
     return f'<td data-place="{shown}" data-of="{1 + len(rivals)}">{shown} of {1 + len(rivals)}</td>'
 
 
-def by_group(site: Site, own: Sequence[Row]) -> str:
+def by_group(site: Site, method_rows: Sequence[Row]) -> str:
     """The score of each group of samples, a table for each panel: marked where it is clear of the others' median."""
     tables = []
-    for panel in dict.fromkeys(row.panel for row in own):
-        rows = sorted((row for row in own if row.panel == panel), key=lambda row: order_of(row.budget))
+    for panel in dict.fromkeys(row.panel for row in method_rows):
+        rows = sorted((row for row in method_rows if row.panel == panel), key=lambda row: order_of(row.budget))
         groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
         if len(groups) > 1:
             heads = "".join(f"<th>{escape(row.budget)}{small(row.variant)}</th>" for row in rows)
@@ -100,24 +100,24 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
     score = row.run.score((group,)).mean
     rivals = [other.run for other in _rivals(site, row) if group in other.run.scores.groups]
     rivals = sorted(rivals, key=lambda run: run.score((group,)).mean)
-    apart = row.run.against([rivals[len(rivals) // 2]], (group,)) if rivals else None
-    look = "" if apart is None or not apart.differs else "ahead" if apart.mean > 0 else "behind"
+    lead = row.run.against([rivals[len(rivals) // 2]], (group,)) if rivals else None
+    look = "" if lead is None or not lead.differs else "ahead" if lead.mean > 0 else "behind"
     return (
         f'<td class="{look}" data-name="score" data-group="{escape(group)}" data-value="{score!r}" '
         f'data-run="{ids_of(row.run.folder_names)}">{score:.1f}</td>'
     )
 
 
-def pictures(site: Site, own: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
+def pictures(site: Site, method_rows: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
     """The figures of a method's runs, by name; only of panels with several of its budgets, if there are any."""
     budgets: dict[str, set[str]] = {}
-    for row in own:
+    for row in method_rows:
         budgets.setdefault(row.panel, set()).add(row.budget)
     panels = {panel for panel, there in budgets.items() if len(there) > 1} or budgets.keys()
-    beside = {own[0].method, YARDSTICK, ORACLE}
-    of_others = {row.of for row in own if row.of} if all(row.of for row in own) else set()
+    methods = {method_rows[0].method, YARDSTICK, ORACLE}
+    of_others = {row.of for row in method_rows if row.of} if all(row.of for row in method_rows) else set()
     shown = [row for row in site.rows if row.of is None or row.of in of_others]
-    runs = site.joined.only([row.run for row in shown if row.panel in panels and row.method in beside])
+    runs = site.joined.only([row.run for row in shown if row.panel in panels and row.method in methods])
     for name in FIGURES:
         if drawing := picture(partial(draw, name, runs)):
             yield name, drawing

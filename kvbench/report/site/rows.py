@@ -16,8 +16,8 @@ from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
 from kvbench.report.data.stats import LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
-from kvbench.report.submissions.checked import Submitted
-from kvbench.report.tables.cells import Cell, Table
+from kvbench.report.submissions.checked import Submission
+from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.report.tables.formats import NONE
 from kvbench.report.tables.runs import summary
 
@@ -49,11 +49,11 @@ class Row(NamedTuple):
     panel: str
     variant: str
     cell: Cell
-    table: Table
+    table: ReportTable
     full: Run | None
     unranked: str
     length: int | None = None
-    of: Submitted | None = None
+    of: Submission | None = None
 
     @property
     def is_choice(self) -> bool:
@@ -92,17 +92,17 @@ class Site:
 
     runs: Runs
     folders: str
-    submitted: Sequence[Submitted] = ()
+    submitted: Sequence[Submission] = ()
 
     @cached_property
-    def theirs(self) -> dict[str, Submitted]:
+    def theirs(self) -> dict[str, Submission]:
         """The submission of each run that is not the board's own, by the run's folder."""
-        return {str(run.arm["path"]): one for one in self.submitted for run in one.rows}
+        return {str(run.arm["path"]): submission for submission in self.submitted for run in submission.rows}
 
-    def own(self, runs: Runs) -> Runs:
+    def without_submissions(self, runs: Runs) -> Runs:
         """Those of these runs that are the board's own: claims, pictures and papers are held against no others."""
-        kept = (run for run in runs if str(run.arm["path"]) not in self.theirs)
-        return runs.only(kept) if self.theirs else runs
+        board_runs = (run for run in runs if str(run.arm["path"]) not in self.theirs)
+        return runs.only(board_runs) if self.theirs else runs
 
     @cached_property
     def joined(self) -> Runs:
@@ -112,10 +112,10 @@ class Site:
     @cached_property
     def judged(self) -> list[Judged]:
         """The papers' claims, with the verdicts by these runs and what kvbench ships."""
-        return judged(self.own(self.runs), [])
+        return judged(self.without_submissions(self.runs), [])
 
     @cached_property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[ReportTable]:
         """A table of arms for each protocol; timed runs are in none."""
         return summary(self.joined.only(self._untimed), values=VALUES)
 
@@ -137,43 +137,43 @@ class Site:
                 panel = ", ".join(filter(None, [task, model, protocol]))
                 rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, run.ranks_none))
         named = []
-        for alike in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
-            shared = set.intersection(*(set(words[row.run]) for row in alike))
-            for row in alike:
-                apart = [word for word in words[row.run] if word not in shared]
+        for group in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
+            shared = set.intersection(*(set(words[row.run]) for row in group))
+            for row in group:
+                differing = [word for word in words[row.run] if word not in shared]
                 of = self.theirs.get(str(row.run.arm["path"]))
-                named.append(row._replace(variant=", ".join([*apart, *([of.by] if of else [])]), of=of))
+                named.append(row._replace(variant=", ".join([*differing, *([of.by] if of else [])]), of=of))
         size = Counter(row.panel for row in named)
         return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row)))
 
     @cached_property
     def by_length(self) -> list[Row]:
         """The rows, and of arms with prompts of several lengths one for each, in a panel of that length."""
-        named, found = {row.run.folders: row for row in self.rows}, []
+        named, length_rows = {row.run.folders: row for row in self.rows}, []
         for length, part in by_length(self.runs).items():
             for row in Site(part, self.folders).rows:
                 if (whole := named.get(row.run.folders)) is None:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
-                found.append(row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of))
+                length_rows.append(row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of))
         panels = list(dict.fromkeys(row.panel for row in self.rows))
         place = {row.run.folders: panels.index(row.panel) for row in self.rows}
-        return sorted(found, key=lambda row: (place[row.run.folders], row.length or 0))
+        return sorted(length_rows, key=lambda row: (place[row.run.folders], row.length or 0))
 
     @cached_property
     def _paired(self) -> dict[tuple[Run, Run], Estimate | None]:
         return {}
 
-    def ahead(self, one: Row, other: Row) -> Estimate | None:
+    def ahead(self, first: Row, other: Row) -> Estimate | None:
         """How far an arm is ahead of another of its panel, paired by sample: in nats of KL, where both have some, or in
         points of score; None where they share too few samples.
         """
-        pair = one.run, other.run
+        pair = first.run, other.run
         if pair not in self._paired:
-            kl = all("kl_mean" in row.cell.numbers for row in (one, other))
-            found = one.run.against([other.run], kl=kl)
-            turned = found and found._replace(mean=-found.mean, low=-found.high, high=-found.low)  # type: ignore[operator]
-            self._paired[pair], self._paired[pair[::-1]] = (turned, found) if kl else (found, turned)
+            kl = all("kl_mean" in row.cell.numbers for row in (first, other))
+            lead = first.run.against([other.run], kl=kl)
+            turned = lead and lead._replace(mean=-lead.mean, low=-lead.high, high=-lead.low)  # type: ignore[operator]
+            self._paired[pair], self._paired[pair[::-1]] = (turned, lead) if kl else (lead, turned)
         return self._paired[pair]
 
     def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
@@ -181,17 +181,17 @@ class Site:
 
         None where too few samples rank it among any.
         """
-        found = [self.ahead(row, other) for other in rivals]
-        if not any(one is not None and ranks(one.n, one.low, one.high) for one in found):
+        leads = [self.ahead(row, other) for other in rivals]
+        if not any(lead is not None and ranks(lead.n, lead.low, lead.high) for lead in leads):
             return None
-        sure = [one.mean > 0 for one in found if one is not None and one.differs]
+        sure = [lead.mean > 0 for lead in leads if lead is not None and lead.differs]
         return 1 + sum(not ahead for ahead in sure), 1 + len(rivals) - sum(sure)
 
     @cached_property
     def methods(self) -> list[str]:
         """The methods that ran, and all that kvbench ships, in the order in which they are drawn."""
-        known = {name: place for place, name in enumerate(STYLES)}
-        return sorted({*choices("method"), *self.ran}, key=lambda name: (known.get(name, len(known)), name))
+        order = {name: place for place, name in enumerate(STYLES)}
+        return sorted({*choices("method"), *self.ran}, key=lambda name: (order.get(name, len(order)), name))
 
     @cached_property
     def ran(self) -> set[str]:
@@ -210,26 +210,26 @@ class Site:
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
     """The rows; the name of a panel says in what its samples differ from others of its model and task."""
-    for own in _grouped(rows, lambda row: row.panel):
-        settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in own}
+    for panel_rows in _grouped(rows, lambda row: row.panel):
+        settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows}
         keys = fewest_keys(list(settings.values()))
         names = {
             run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
             for run, setting in settings.items()
         }
-        for alike in _grouped(own, lambda row: tuple(names[row.run])):  # noqa: B023
-            several = len({row.run.kind[-1] for row in alike}) > 1  # data, in which no setting differs
-            for row in alike:
+        for same_samples in _grouped(panel_rows, lambda row: tuple(names[row.run])):  # noqa: B023
+            several = len({row.run.kind[-1] for row in same_samples}) > 1  # data, in which no setting differs
+            for row in same_samples:
                 data = [f"data {row.run.kind[-1]}"] if several else []
                 yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
     """The rows of each key, in order of appearance."""
-    found: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return list(found.values())
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
 
 
 def _rank(row: Row) -> tuple[bool, bool, float, float]:
@@ -255,19 +255,19 @@ def share_of(row: Row, indexed: bool = False) -> float | None:
     Args:
         indexed: with the bytes of the method's index, wherever it lies.
     """
-    alike = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
-    if row.full is None or alike is None:
+    same_kv_run = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
+    if row.full is None or same_kv_run is None:
         return None
-    own, full, held = row.run.arm, row.full.on_samples_of(row.run), alike.on_samples_of(row.run)
-    if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (own, full, held)):
+    audit, full, same_kv = row.run.arm, row.full.on_samples_of(row.run), same_kv_run.on_samples_of(row.run)
+    if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (audit, full, same_kv)):
         return None
-    windowed = _number(own, "windowed_kv_bytes")
-    unwindowed = 1 - _number(own, "windowed_share")
+    windowed = _number(audit, "windowed_kv_bytes")
+    unwindowed = 1 - _number(audit, "windowed_share")
     dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
     whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
-    kept = own["device_kv_bytes"] - windowed - (held["device_kv_bytes"] - windowed) * dense
-    index = _number(own, "index_bytes") if indexed else 0.0
-    return float(100 * (kept + index) / whole) if whole else None
+    sparse_bytes = audit["device_kv_bytes"] - windowed - (same_kv["device_kv_bytes"] - windowed) * dense
+    index = _number(audit, "index_bytes") if indexed else 0.0
+    return float(100 * (sparse_bytes + index) / whole) if whole else None
 
 
 def _number(arm: Mapping[str, Any], name: str) -> float:

@@ -41,23 +41,23 @@ def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
     """The body of a page, and whether there are outputs on it."""
     rows = sorted(rows, key=lambda row: not row.run.is_full)
     seeds = {seed for row in rows for seed in row.run.scores.seeds}
-    found = [_records(row.run, len(seeds) > 1) for row in rows]
-    ids = list(dict.fromkeys(id for records in found for id in records))
-    ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in found if id in records]))
+    stored = [_records(row.run, len(seeds) > 1) for row in rows]
+    ids = list(dict.fromkeys(id for records in stored for id in records))
+    ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in stored if id in records]))
     shown = ids[:MOST_SAMPLES]
     arms = [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows]
-    first = {id: next(records[id] for records in found if id in records) for id in shown}
+    first = {id: next(records[id] for records in stored if id in records) for id in shown}
     entries = [
         {
             "id": id,
             "group": first[id]["group"],
             "expected": first[id]["expected"],
             "prompt": first[id]["prompt"],
-            "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in found],
+            "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in stored],
         }
         for id in shown
     ]
-    dropped = not any(one and one[1] is not None for entry in entries for one in entry["arms"])
+    dropped = not any(answer and answer[1] is not None for entry in entries for answer in entry["arms"])
     kl = any("kl_mean" in row.cell.numbers for row in rows)
     measure = {"name": "KL" if kl else "score", "unit": "nats" if kl else "points", "digits": 4 if kl else 1}
     whole = {"arms": arms, "samples": entries, "outputs": not dropped, "measure": measure, "pairs": _pairs(site, rows)}
@@ -82,19 +82,22 @@ would differ by chance alone.</p>
 
 def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[float | int | str] | None]]:
     """Of each arm against each after it how far it is ahead: mean, ends, samples, and what that says."""
-    found: list[list[list[float | int | str] | None]] = []
+    pairs: list[list[list[float | int | str] | None]] = []
     for number, row in enumerate(rows):
         ahead = (site.ahead(row, other) for other in rows[number + 1 :])
-        found.append(
-            [one and [*(float(f"{end:.5g}") for end in one[:3]), one.n, one.is_range, _says(one)] for one in ahead]
+        pairs.append(
+            [
+                lead and [*(float(f"{end:.5g}") for end in lead[:3]), lead.n, lead.is_range, _says(lead)]
+                for lead in ahead
+            ]
         )  # type: ignore[arg-type,str-format]
-    return found
+    return pairs
 
 
-def _says(found: Estimate) -> str:
-    if found.differs:
-        return "ahead" if found.mean > 0 else "behind"
-    return "alike" if found.n >= FEWEST else "few"
+def _says(lead: Estimate) -> str:
+    if lead.differs:
+        return "ahead" if lead.mean > 0 else "behind"
+    return "alike" if lead.n >= FEWEST else "few"
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
@@ -102,22 +105,22 @@ def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
 
     By the sample's id; among runs of several seeds with the word for its content, as seeds share ids.
     """
-    found = {}
+    stored = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
         answers = record.get("answers") or [key for key in [(record.get("meta") or {}).get("key")] if key is not None]
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
-        found[f"{record['id']}{which}"] = {
+        stored[f"{record['id']}{which}"] = {
             "score": None if score is None else 100 * score,
             "group": str(record.get("group") or ""),
             "expected": " | ".join(map(str, answers))[:MOST_LETTERS] if answers else None,
             "prompt": str(record.get("excerpt") or ""),
             "output": None if output is None else str(output)[:MOST_LETTERS],
         }
-    return found
+    return stored
 
 
 def _spread(scores: Sequence[float | None]) -> float:
-    known = [score for score in scores if score is not None]
-    return statistics.pstdev(known) if known else 0.0
+    valid = [score for score in scores if score is not None]
+    return statistics.pstdev(valid) if valid else 0.0

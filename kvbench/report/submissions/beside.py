@@ -32,7 +32,7 @@ LOOKS = str.maketrans("0135i", "olesl", "_")
 PAIRS = {"rn": "m", "vv": "w"}  # letters that together look like another
 
 # What each check is about, for readers.
-BESIDE = {
+BOARD_CHECKS = {
     "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
     "samples": "the board's prompts, all and no others, by group, length and facts; scores and KL of the task's kind",
     "memory": "no less than the dense layers and what is attended take; as many dense layers as the board's arms leave",
@@ -48,10 +48,10 @@ def protocol_of(run: Run) -> dict[str, Any]:
 
 def arm_of(run: Run) -> str:
     """A word for an arm: two runs with one are repeats of each other."""
-    own = {key: value for key, value in run.settings.items() if key not in NOT_OF_ARM and not missing(value)}
+    settings = {key: value for key, value in run.settings.items() if key not in NOT_OF_ARM and not missing(value)}
     if run.is_full:
-        own = {"full": True, **{key: value for key, value in protocol_of(run).items() if key not in NOT_OF_ARM}}
-    return json.dumps(own, sort_keys=True, default=str)
+        settings = {"full": True, **{key: value for key, value in protocol_of(run).items() if key not in NOT_OF_ARM}}
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 class Board:
@@ -74,51 +74,59 @@ class Board:
 
     def yardstick(self, run: Run) -> tuple[Run | None, list[str]]:
         """The nearest run of full attention, and the settings in which it differs."""
-        own = protocol_of(run)
+        run_settings = protocol_of(run)
 
-        def apart(full: Run) -> list[str]:
+        def differing_keys(full: Run) -> list[str]:
             theirs = protocol_of(full)
-            return [key for key in {*ORDER, *own, *theirs} if own.get(key) != theirs.get(key)]
+            return [key for key in {*ORDER, *run_settings, *theirs} if run_settings.get(key) != theirs.get(key)]
 
-        found = min(self._full, key=lambda full: (run.scored_as != full.scored_as, len(apart(full))), default=None)
+        nearest = min(
+            self._full, key=lambda full: (run.scored_as != full.scored_as, len(differing_keys(full))), default=None
+        )
         ranked = {key: place for place, key in enumerate(ORDER)}
-        return found, sorted(apart(found), key=lambda key: (ranked.get(key, 9), key)) if found else []
+        return nearest, sorted(differing_keys(nearest), key=lambda key: (ranked.get(key, 9), key)) if nearest else []
 
-    def faults(self, run: Run, beside: Iterable[Run]) -> list[str]:
+    def faults(self, run: Run, submission_runs: Iterable[Run]) -> list[str]:
         """What keeps a run off the board, a clause each.
 
         Args:
             run: whole by itself.
-            beside: the runs of its submission.
+            submission_runs: the runs of its submission.
         """
-        return [*self._protocol(run, beside), *_name(run), *self._times(run)]
+        return [*self._protocol(run, submission_runs), *_name(run), *self._times(run)]
 
-    def _protocol(self, run: Run, beside: Iterable[Run]) -> Iterator[str]:
-        full, apart = self.yardstick(run)
+    def _protocol(self, run: Run, submission_runs: Iterable[Run]) -> Iterator[str]:
+        full, differing = self.yardstick(run)
         if full is None:
             yield "the board has no full attention to stand beside"
             return
-        if apart == ["device"]:
-            if not any(one.is_full and protocol_of(one) == protocol_of(run) for one in beside):
+        if differing == ["device"]:
+            if not any(other.is_full and protocol_of(other) == protocol_of(run) for other in submission_runs):
                 yield f"device={run.label('device')}: the board has {full.label('device')}; add your method=full"
-        elif apart:
-            more = f"; {len(apart) - 1} more settings differ: {', '.join(apart[1:4])}" if len(apart) > 1 else ""
-            key = apart[0]
+        elif differing:
+            more = (
+                f"; {len(differing) - 1} more settings differ: {', '.join(differing[1:4])}"
+                if len(differing) > 1
+                else ""
+            )
+            key = differing[0]
             yield f"{key}={_shown(run, key)}: the board has {_shown(full, key)}{more}"
             return
         if run.arm["metric"] != full.arm["metric"]:
             yield f"scored by {run.arm['metric']}; the board's metric is {full.arm['metric']}"
         yield from _samples(run, full, run.scored_as in self.runs.graded)
-        sparse = self._sparse.get(full.index) or [one for one in self.runs if protocol_of(one) == protocol_of(full)]
+        sparse = self._sparse.get(full.index) or [
+            other for other in self.runs if protocol_of(other) == protocol_of(full)
+        ]
         self._sparse[full.index] = sparse
         if not run.is_full:
-            yield from _of_sparse(run, full, [one for one in sparse if not one.is_full])
+            yield from _of_sparse(run, full, [other for other in sparse if not other.is_full])
 
     def _times(self, run: Run) -> Iterator[str]:
-        alike = [self._timed[times] for record in run.samples() if (times := times_of(record)) in self._timed]
-        if other := next((one for one in alike if arm_of(one) != arm_of(run)), None):
+        matches = [self._timed[times] for record in run.samples() if (times := times_of(record)) in self._timed]
+        if other := next((twin for twin in matches if arm_of(twin) != arm_of(run)), None):
             run_of = f"{other.label('method')}'s run {other.folder_names[0]}"
-            yield f"{len(alike)} samples have the times of {run_of}, to the last digit"
+            yield f"{len(matches)} samples have the times of {run_of}, to the last digit"
 
     def is_copy(self, run: Run) -> bool:
         """Whether it has the times of a run that is there."""
@@ -136,12 +144,12 @@ def _shown(run: Run, key: str) -> str:
 
 
 def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
-    own, theirs = _prompts(run), _prompts(full)
-    if lacks := sorted(theirs.keys() - own.keys()):
+    prompts, theirs = _prompts(run), _prompts(full)
+    if lacks := sorted(theirs.keys() - prompts.keys()):
         yield f"lacks {len(lacks)} of the board's {len(theirs)} samples, such as {lacks[0]}"
-    if more := sorted(own.keys() - theirs.keys()):
+    if more := sorted(prompts.keys() - theirs.keys()):
         yield f"has {len(more)} samples that the board has not, such as {more[0]}; task.limit={len(theirs)}"
-    if other := sorted(id for id in own.keys() & theirs.keys() if own[id] != theirs[id]):
+    if other := sorted(id for id in prompts.keys() & theirs.keys() if prompts[id] != theirs[id]):
         yield f"{len(other)} prompts are not the board's, such as that of {other[0]}"
     if not graded and set(run.scores.values) - {0.0, 100.0}:
         yield f"scores between 0 and 1, where {run.label('task')} gives 0 or 1"
@@ -166,13 +174,15 @@ def _kl_steps(record: Record) -> int | None:
 def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
     """Whether entries are counted as of the board's sparse arms, and as many layers are dense."""
     for key in OF_SPARSE if sparse else ():
-        known = sorted({_shown(one, key) for one in sparse})
-        if _shown(run, key) not in known:
-            yield f"{key}={_shown(run, key)}: the board has {' or '.join(known)}"
+        values = sorted({_shown(other, key) for other in sparse})
+        if _shown(run, key) not in values:
+            yield f"{key}={_shown(run, key)}: the board has {' or '.join(values)}"
             return
     share = run.arm["dense_share"]
-    shares = {one.arm["dense_share"] for one in sparse if _shown(one, "dense_layers") == _shown(run, "dense_layers")}
-    if shares and not any(missing(one) or abs(one - share) < NEAR for one in shares):
+    shares = {
+        other.arm["dense_share"] for other in sparse if _shown(other, "dense_layers") == _shown(run, "dense_layers")
+    }
+    if shares and not any(missing(other) or abs(other - share) < NEAR for other in shares):
         yield f"its audit has {share:.3g} of the layers dense, and the board's {max(shares):.3g}"
     if missing(full.arm["windowed_share"]):
         yield from _too_little(run, full)
@@ -196,8 +206,8 @@ def _too_little(run: Run, full: Run) -> Iterator[str]:
                 continue
             floor = least * whole[name] / whole[counted] * entries
             if audit[name] < floor * (1 - SLACK):
-                said = f"its dense layers, and {attended:g} attended entries in the others, take {floor:.0f} or more"
-                yield f"sample {record['id']}: {name}={audit[name]:.0f}; {said}"
+                reason = f"its dense layers, and {attended:g} attended entries in the others, take {floor:.0f} or more"
+                yield f"sample {record['id']}: {name}={audit[name]:.0f}; {reason}"
                 return
 
 
@@ -213,13 +223,13 @@ def target_of(run: Run) -> str:
 
 def _name(run: Run) -> Iterator[str]:
     name, target = run.arm["method"], target_of(run)
-    known = choices("method")
-    if name in known:
+    methods = choices("method")
+    if name in methods:
         if target != (right := method_config(name).target):
             yield f"is called {name}, kvbench's {right}, and is {target or 'nothing'}; name it otherwise"
     elif not re.fullmatch(NAME, name):
         yield f"method {name[:60]}: expected a name of small letters, digits and _, of at most 40"
-    elif twin := next((one for one in known if _looks(one) == _looks(name)), ""):
+    elif twin := next((method for method in methods if _looks(method) == _looks(name)), ""):
         yield f"method {name} looks like kvbench's {twin}; name it otherwise"
 
 
@@ -240,7 +250,7 @@ def code_of(run: Run) -> str:
     return f"{'the method of this kvbench' if same else 'a method of another version'}; {harness}"
 
 
-def beside_words(run: Run, other: Run) -> str:
+def main_numbers(run: Run, other: Run) -> str:
     """The main number of a run and of the one that it repeats."""
     numbers: list[Mapping[str, Any]] = [run.arm, other.arm]
     if not any(missing(arm["kl_mean"]) for arm in numbers):

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from kvbench.report.data.frame import collect, gathered
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.submissions.beside import BESIDE, Board, arm_of, beside_words, code_of
+from kvbench.report.submissions.beside import BOARD_CHECKS, Board, arm_of, code_of, main_numbers
 from kvbench.report.submissions.manifest import Manifest, read
 from kvbench.report.submissions.whole import ALONE, faults, named, times_of
 from kvbench.runs.archive import SUFFIX
 from kvbench.runs.stored import DAMAGED, ResultsError, contents, printable, what_of
 
-CHECKS = {"files": "those of the manifest, by SHA-256, in a plain archive", **ALONE, **BESIDE}
+CHECKS = {"files": "those of the manifest, by SHA-256, in a plain archive", **ALONE, **BOARD_CHECKS}
 NOBODY = Manifest("", "", "")
 
 
 @dataclass(eq=False)
-class Submitted:
+class Submission:
     """A submission as it was found.
 
     Attributes:
@@ -59,60 +59,66 @@ class Submitted:
         return f"by {self.manifest.who}"
 
 
-def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submitted], Runs]:
+def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submission], Runs]:
     """What these submissions come to beside a board, and the board with their rows.
 
     Args:
         archives: in the order in which they came: the first to have an arm has its row.
         shipped: the board's own runs.
     """
-    board, found = Board(shipped), list[Submitted]()
-    owners, seen = dict[str, Submitted](), dict[str, str]()
+    board, submissions = Board(shipped), list[Submission]()
+    owners, names_by_digest = dict[str, Submission](), dict[str, str]()
     for archive in archives:
-        one = Submitted(printable(archive.name.removesuffix(SUFFIX)))
+        submission = Submission(printable(archive.name.removesuffix(SUFFIX)))
         try:
-            one.manifest = read(archive)
-            if first := seen.get(digest := hashlib.sha256(contents(archive)).hexdigest()):
+            submission.manifest = read(archive)
+            if first := names_by_digest.get(digest := hashlib.sha256(contents(archive)).hexdigest()):
                 raise ResultsError(f"the same file as {first}")
-            seen[digest] = one.name
-            _take(one, collect([archive], unfinished=True), board, owners)
+            names_by_digest[digest] = submission.name
+            _take(submission, collect([archive], unfinished=True), board, owners)
         except (ResultsError, OSError) as error:
-            one.reasons = [printable(str(error))]
+            submission.reasons = [printable(str(error))]
         except DAMAGED as error:
-            one.reasons = [f"not as kvbench writes it ({what_of(error)})"]
-        if one.reasons:
-            one.rows, one.repeats, one.code, one.unread = [], [], [], []
-        board.add(one.rows)
-        owners |= {row.arm["method"]: one for row in one.rows if row.arm["method"] not in owners}
-        found.append(one)
-    return found, gathered([*shipped, *(row for one in found for row in one.rows)], shipped.left_out)
+            submission.reasons = [f"not as kvbench writes it ({what_of(error)})"]
+        if submission.reasons:
+            submission.rows, submission.repeats, submission.code, submission.unread = [], [], [], []
+        board.add(submission.rows)
+        owners |= {row.arm["method"]: submission for row in submission.rows if row.arm["method"] not in owners}
+        submissions.append(submission)
+    return submissions, gathered(
+        [*shipped, *(row for submission in submissions for row in submission.rows)], shipped.skipped
+    )
 
 
-def _take(one: Submitted, runs: Runs, board: Board, owners: dict[str, Submitted]) -> None:
+def _take(submission: Submission, runs: Runs, board: Board, owners: dict[str, Submission]) -> None:
     """Hold each run of a submission against the board."""
-    one.reasons += [f"{path.name}: {why}" for path, why in runs.left_out]
-    one.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
-    one.reasons += _copied(runs)
+    submission.reasons += [f"{path.name}: {why}" for path, why in runs.skipped]
+    submission.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
+    submission.reasons += _copied(runs)
     for run in runs:
         reasons = faults(run) or board.faults(run, runs)
-        one.reasons += [f"{named(run)}: {reason}" for reason in [*reasons, *_taken(one, run, board, owners)]]
-    for run in runs if not one.reasons else ():
-        if other := board.arms.get(arm_of(run)) or _first(run, one.rows):
+        submission.reasons += [
+            f"{named(run)}: {reason}" for reason in [*reasons, *_taken(submission, run, board, owners)]
+        ]
+    for run in runs if not submission.reasons else ():
+        if other := board.arms.get(arm_of(run)) or _first(run, submission.rows):
             copy = ", and its times: a copy" if board.is_copy(run) else ""
-            one.repeats.append(f"{named(run)} has the arm of {other.folder_names[0]}: {beside_words(run, other)}{copy}")
+            submission.repeats.append(
+                f"{named(run)} has the arm of {other.folder_names[0]}: {main_numbers(run, other)}{copy}"
+            )
         else:
             run.arm["submitted"] = True
-            one.rows.append(run)
-            one.code.append(code_of(run))
+            submission.rows.append(run)
+            submission.code.append(code_of(run))
             if any(record.get("output") is None for record in run.samples()):
-                one.unread.append(run)
+                submission.unread.append(run)
 
 
-def _taken(one: Submitted, run: Run, board: Board, owners: dict[str, Submitted]) -> Iterable[str]:
+def _taken(submission: Submission, run: Run, board: Board, owners: dict[str, Submission]) -> Iterable[str]:
     """Whether a method of one's own has the name of an earlier submission's."""
     method = run.arm["method"]
     owner = owners.get(method)
-    if owner and owner.manifest.who != one.manifest.who and code_of(run).startswith("a method of its own"):
+    if owner and owner.manifest.who != submission.manifest.who and code_of(run).startswith("a method of its own"):
         theirs = next(row for row in owner.rows if row.arm["method"] == method)
         if code_of(theirs) != code_of(run):
             yield f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"
@@ -122,8 +128,8 @@ def _copied(runs: Runs) -> Iterator[str]:
     """Runs that are copies of another arm's of their submission."""
     first = dict[tuple[float, ...], Run]()
     for run in runs:
-        alike = [first.setdefault(times, run) for record in run.samples() if (times := times_of(record))]
-        if other := next((one for one in alike if arm_of(one) != arm_of(run)), None):
+        sources = [first.setdefault(times, run) for record in run.samples() if (times := times_of(record))]
+        if other := next((source for source in sources if arm_of(source) != arm_of(run)), None):
             yield f"{named(run)}: samples have the times of {named(other)}, to the last digit"
 
 

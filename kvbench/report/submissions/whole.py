@@ -42,8 +42,8 @@ def faults(run: Run) -> list[str]:
         run: of one folder, as `kvbench.report.data.frame.collect` reads it.
     """
     path, records = Path(run.arm["path"]), run.samples()
-    found = [*_unfit(run, path), *_audits(records), *_identity(path)]
-    return [*found, *_summary(run, path, records)]
+    problems = [*_unfit(run, path), *_audits(records), *_identity(path)]
+    return [*problems, *_summary(run, path, records)]
 
 
 def _unfit(run: Run, path: Path) -> Iterator[str]:
@@ -78,37 +78,37 @@ def _audits(records: list[Record]) -> Iterator[str]:
 
 def _identity(path: Path) -> Iterator[str]:
     written = read_run_yaml(path)
-    own = run_id(written["identity"])
-    if written["run_id"] != own or path.name not in (own, *earlier_ids(own)):
+    expected = run_id(written["identity"])
+    if written["run_id"] != expected or path.name not in (expected, *earlier_ids(expected)):
         yield "its settings are not those of its run id: run.yaml was changed"
 
 
 def times_of(record: Mapping[str, Any]) -> tuple[float, ...]:
     """The times of a sample: no two samples have the same ones."""
     parts = (record.get(name) for name in TIMES)
-    each: Iterator[Any] = (time for part in parts for time in (part.values() if isinstance(part, dict) else [part]))
-    return tuple(float(time) for time in each if is_number(time))
+    times: Iterator[Any] = (time for part in parts for time in (part.values() if isinstance(part, dict) else [part]))
+    return tuple(float(time) for time in times if is_number(time))
 
 
 def _summary(run: Run, path: Path, records: list[Record]) -> Iterator[str]:
-    stored, made = json_in(path / "summary.json"), summarise(records, run.arm["metric"])
-    if run.arm["finished"] and (wrong := next(_differences(_said(made), _said(stored)), "")):
+    stored, recomputed = json_in(path / "summary.json"), summarise(records, run.arm["metric"])
+    if run.arm["finished"] and (wrong := next(_differences(_comparable(recomputed), _comparable(stored)), "")):
         yield f"summary.json does not say what its samples say: {wrong}"
 
 
-def _said(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a summary of any version has: how many samples, scores, KL, and the audit."""
     near = summary.get("fidelity")
     kl = near.get("kl_mean") if isinstance(near, dict) else None
     return {name: summary.get(name) for name in ("score", "n", "failed", "scores", "audit")} | {"kl_mean": kl}
 
 
-def _differences(made: Any, stored: Any, where: str = "") -> Iterator[str]:
-    if isinstance(made, dict):
-        for key, value in made.items():
+def _differences(recomputed: Any, stored: Any, where: str = "") -> Iterator[str]:
+    if isinstance(recomputed, dict):
+        for key, value in recomputed.items():
             yield from _differences(value, stored.get(key) if isinstance(stored, dict) else None, f"{where}.{key}")
-    elif is_number(made) and is_number(stored):
-        if not is_near(made, stored, TINY):
-            yield f"{where.lstrip('.')} is {stored:g}, and {made:g} of the samples"
-    elif made != stored and not missing(made):
-        yield f"{where.lstrip('.')} is {str(stored)[:40]}, and {str(made)[:40]} of the samples"
+    elif is_number(recomputed) and is_number(stored):
+        if not is_near(recomputed, stored, TINY):
+            yield f"{where.lstrip('.')} is {stored:g}, and {recomputed:g} of the samples"
+    elif recomputed != stored and not missing(recomputed):
+        yield f"{where.lstrip('.')} is {str(stored)[:40]}, and {str(recomputed)[:40]} of the samples"

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvbench.models.hub import made_of
+from kvbench.models.hub import weights_origin
 from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import NOT_OF_FULL, YARDSTICK, Run, missing
 from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
-from kvbench.runs.quantities import OWN, QUANTITIES, Quantity
+from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, Quantity
 
 # What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
 WITH_SCORE = {
@@ -76,7 +76,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows and columns of cells.
 
     Attributes:
@@ -117,13 +117,13 @@ def settings_of(run: Run) -> dict[str, str]:
     return {key: run.label(key) for key, value in run.settings.items() if not missing(value) and key not in idle}
 
 
-def captions(cells: Iterable[Cell], parts: Iterable[str], said: Collection[str]) -> list[str]:
+def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[str]) -> list[str]:
     """What the labels of a table do not say of its runs: the settings that all have; those that all of a part have; and
     those in which runs differ for another reason. Options in which methods differ are left to CSV.
 
     Args:
         parts: of each cell, what its row is of, such as "tiny, passkey".
-        said: the settings that its labels say.
+        labelled: the settings that its labels say.
     """
     of_parts: dict[str, list[Mapping[str, str]]] = {}
     for cell, part in zip(cells, parts, strict=True):
@@ -131,25 +131,31 @@ def captions(cells: Iterable[Cell], parts: Iterable[str], said: Collection[str])
             of_parts.setdefault(part, []).append(cell.settings)
 
     def values(key: str, some: Iterable[Mapping[str, str]]) -> list[str]:
-        return sorted({one.get(key, "-") for one in some if key in one or one["method"] != YARDSTICK})
+        return sorted(
+            {
+                run_settings.get(key, "-")
+                for run_settings in some
+                if key in run_settings or run_settings["method"] != YARDSTICK
+            }
+        )
 
-    every = [settings for own in of_parts.values() for settings in own]
-    keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in said]
-    alike = [f"{key}={value}" for key in keys for value in _the_one(values(key, every))]
+    every = [settings for part_settings in of_parts.values() for settings in part_settings]
+    keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in labelled]
+    shared = [f"{key}={value}" for key in keys for value in _single_value(values(key, every))]
     others = [key for key in keys if len(values(key, every)) > 1 and not key.startswith("method.")]
-    by_part = [key for key in others if all(len(values(key, own)) < 2 for own in of_parts.values())]
-    lines = {"The same in all rows": alike}
-    for part, own in of_parts.items():
-        lines[part] = [f"{key}={value}" for key in by_part for value in _the_one(values(key, own))]
+    by_part = [key for key in others if all(len(values(key, part_settings)) < 2 for part_settings in of_parts.values())]
+    lines = {"The same in all rows": shared}
+    for part, part_settings in of_parts.items():
+        lines[part] = [f"{key}={value}" for key in by_part for value in _single_value(values(key, part_settings))]
     lines["Not the same in all rows"] = [
         f"{key}={' | '.join(values(key, every))}" for key in others if key not in by_part
     ]
-    said_of = {one["model"]: made_of(one.get("model.revision", "")) for one in every}
-    weights = [f"Weights of {model}: {words}." for model, words in said_of.items() if words]
+    origins = {run_settings["model"]: weights_origin(run_settings.get("model.revision", "")) for run_settings in every}
+    weights = [f"Weights of {model}: {words}." for model, words in origins.items() if words]
     return weights + [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
 
 
-def _the_one(values: Sequence[str]) -> Sequence[str]:
+def _single_value(values: Sequence[str]) -> Sequence[str]:
     """The value of a setting where there is one, and it is set."""
     return values if len(values) == 1 and values != ["-"] else ()
 
@@ -161,35 +167,35 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
 
 def kl_numbers(kl: Estimate) -> dict[str, float]:
     """A KL divergence and its interval over samples, as `Cell.numbers`."""
-    found = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
-    return {name: float(value) for name, value in found.items() if value is not None and kl.low is not None}
+    numbers = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
+    return {name: float(value) for name, value in numbers.items() if value is not None and kl.low is not None}
 
 
 def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
     gain = gain_of(run, groups)
-    found = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    numbers = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
-    own, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
-    found = {
-        "score": own.mean,
-        "score_low": own.low,
-        "score_high": own.high,
+    score, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
+    numbers = {
+        "score": score.mean,
+        "score_low": score.low,
+        "score_high": score.high,
         "against_full": against and against.mean,
         "against_full_low": against and against.low,
         "against_full_high": against and against.high,
         "pairs": against and against.n,
         "attended_share": run.arm_of(groups)["attended_share"],
-        "samples": own.n,
+        "samples": score.n,
         "failed": run.failed(groups),
     }
     if len(seeds) > 1:
-        found |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
-    return {name: float(value) for name, value in found.items() if not missing(value)}
+        numbers |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
+    return {name: float(value) for name, value in numbers.items() if not missing(value)}
 
 
 def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
@@ -204,8 +210,8 @@ def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[
     number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
     marked = {}
     for place, cell in timed.items():
-        own = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
-        marked[place] = replace(cell, marks={**cell.marks, **own})
+        letters = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
+        marked[place] = replace(cell, marks={**cell.marks, **letters})
     names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
     return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {names}."]
 
@@ -223,8 +229,8 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
 def beyond_noise(cell: Cell) -> bool:
     """Whether a score differs from full attention's by more than chance, on samples that may rank methods."""
     names, numbers = ("against_full", "against_full_low", "against_full_high", "pairs"), cell.numbers
-    known = all(name in numbers for name in names) and ranks_methods(cell)
-    return known and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
+    is_complete = all(name in numbers for name in names) and ranks_methods(cell)
+    return is_complete and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
 
 
 def ranks_methods(cell: Cell) -> bool:
@@ -278,7 +284,7 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
             f"of the paired differences. {compared(cells)}."
         )
     if any("own_ms" in cell.numbers for cell in cells):
-        notes.append(f"{OWN.capitalize()}.")
+        notes.append(f"{METHOD_TIME.capitalize()}.")
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
     probes = {name for name, line in lines.items() if line.part == "probe"}

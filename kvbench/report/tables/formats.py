@@ -16,7 +16,7 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from kvbench.report.data.stats import RANGE_UP_TO
-from kvbench.report.tables.cells import Cell, Table, beyond_noise
+from kvbench.report.tables.cells import Cell, ReportTable, beyond_noise
 from kvbench.runs.quantities import Quantity
 from kvbench.runs.terminal import Console, fitting
 
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
     rows: list[list[Line]]
 
 
-def grid(table: Table) -> Grid:
+def grid(table: ReportTable) -> Grid:
     """The strings of a table: values side by side where it has no columns, else a line for each value."""
     cells = table.cells
     if table.columns == [""]:
@@ -67,14 +67,14 @@ def grid(table: Table) -> Grid:
         lines: list[Line] = []
         for name, value in table.lines.items():
             texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
-            if any(one != NONE for one in texts):
+            if any(word != NONE for word in texts):
                 shown = labels if not lines else ("",) * len(labels)
                 lines.append(Line((*shown, value.heading) if several else shown, texts))
         rows.append(lines)
     return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
 
 
-def text(table: Table, cell: Cell | None, name: str, column: int) -> str:
+def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
     """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be beside a paper's."""
     if cell is None:
         return NONE
@@ -124,7 +124,7 @@ def _signed(shown: str) -> str:
     return shown if shown.startswith("-") or not float(shown) else f"+{shown}"
 
 
-def _digits(table: Table, name: str, column: int) -> int:
+def _digits(table: ReportTable, name: str, column: int) -> int:
     """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
@@ -135,48 +135,48 @@ def _digits(table: Table, name: str, column: int) -> int:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
-def console(tables: Sequence[Table], target: Console) -> list[str]:
+def console(tables: Sequence[ReportTable], target: Console) -> list[str]:
     """Print tables. Returns the headings of the columns for which an overview had no room.
 
     A table that is wider than the console comes in several boxes, each with the labels of its rows; a box of one column
     that is still wider runs over: no number is cut.
     """
-    left_out = []
+    omitted = []
     for table in tables:
         if table.shared:
-            left_out += _overview(table, target)
+            omitted += _overview(table, target)
         else:
             _in_boxes(table, target)
         for note in table.notes:
             target.print(Text(note), width=min(target.width, PAGE_WIDTH))
         target.print()
-    return left_out
+    return omitted
 
 
 def _fitting(whole: Grid, encoding: str) -> Grid:
     """The same as a console of this encoding shows it, so that columns are as wide as what stands in them."""
 
     def fit(texts: Iterable[str]) -> list[str]:
-        return [fitting(one, encoding) for one in texts]
+        return [fitting(word, encoding) for word in texts]
 
     rows = [[Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows]
     return Grid(tuple(fit(whole.head)), fit(whole.columns), rows)
 
 
-def _overview(table: Table, target: Console) -> list[str]:
+def _overview(table: ReportTable, target: Console) -> list[str]:
     """Print a table as wide as a page at most, with the labels that rows share on lines of their own."""
     whole = _fitting(grid(table), target.encoding)
     widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
     room = min(target.width, PAGE_WIDTH)
     fits = [column for column in range(heads, len(widths)) if sum(widths[: column + 1]) + 2 * column <= room]
-    kept = widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
+    shown_widths = widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
 
     def show(cells: Sequence[str], style: str = "") -> None:
-        aligned = (f"{cell:{'<' if index < heads else '>'}{kept[index]}}" for index, cell in enumerate(cells))
+        aligned = (f"{cell:{'<' if index < heads else '>'}{shown_widths[index]}}" for index, cell in enumerate(cells))
         target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
 
-    names = (*whole.head[table.shared :], *whole.columns)[: len(kept)]
-    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, kept, strict=True)]
+    names = (*whole.head[table.shared :], *whole.columns)[: len(shown_widths)]
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, shown_widths, strict=True)]
     depth = max(map(len, wrapped))
     target.print(Text(table.title, "italic"))
     for line in zip(*([""] * (depth - len(words)) + words for words in wrapped), strict=True):
@@ -187,12 +187,12 @@ def _overview(table: Table, target: Console) -> list[str]:
             above = table.section(row)
             target.print(Text(f"\n{above}", "bold"), soft_wrap=True)
         for line in lines:
-            show((*line.labels[table.shared :], *line.texts)[: len(kept)])
+            show((*line.labels[table.shared :], *line.texts)[: len(shown_widths)])
     target.print()
-    return whole.columns[len(kept) - heads :]
+    return whole.columns[len(shown_widths) - heads :]
 
 
-def _in_boxes(table: Table, target: Console) -> None:
+def _in_boxes(table: ReportTable, target: Console) -> None:
     """Print a table in a box, or in several where it is wider than the console."""
     whole = _fitting(grid(table), target.encoding)
     widths = _widths(whole)
@@ -209,8 +209,8 @@ def _in_boxes(table: Table, target: Console) -> None:
                 drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
             if len(lines) > 1:
                 drawn.add_section()
-        needed = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
-        width, target.width = target.width, max(target.width, needed + GAP * (heads + len(columns)) + 1)
+        min_width = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
+        width, target.width = target.width, max(target.width, min_width + GAP * (heads + len(columns)) + 1)
         target.print(drawn, crop=False)
         target.width = width
 
@@ -227,19 +227,19 @@ def _boxes(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[
     room = width - sum(heads) - GAP * len(heads) - 1
     box: list[int] = []
     for column, size in enumerate(widths):
-        if box and sum(widths[one] + GAP for one in box) + size + GAP > room:
+        if box and sum(widths[index] + GAP for index in box) + size + GAP > room:
             yield box
             box = []
         box.append(column)
     yield box
 
 
-def markdown(tables: Sequence[Table]) -> str:
+def markdown(tables: Sequence[ReportTable]) -> str:
     """Tables in GitHub's Markdown."""
     return "\n".join(map(_markdown, tables))
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: ReportTable) -> str:
     whole = grid(table)
     head = [*whole.head, *whole.columns]
     rule = [*["---"] * len(whole.head), *["---:"] * len(whole.columns)]
@@ -276,7 +276,7 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
     return out.getvalue()
 
 
-def csv_text(tables: Sequence[Table]) -> str:
+def csv_text(tables: Sequence[ReportTable]) -> str:
     """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
     every setting that is no label, and the seed and run that it is from. Numbers are as stored: bytes, or in the unit
     that ends their name.
@@ -296,13 +296,13 @@ def csv_text(tables: Sequence[Table]) -> str:
             numbers = [_stored(table, cell, name) for name in names]
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            own = [cell.settings.get(key, "") for key in keys]
-            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, *own, cell.run])
+            values = [cell.settings.get(key, "") for key in keys]
+            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, *values, cell.run])
     return csv_lines(rows)
 
 
-def _stored(table: Table, cell: Cell, name: str) -> float | str:
+def _stored(table: ReportTable, cell: Cell, name: str) -> float | str:
     """A number of a cell as it was stored, where a printed table has it in the unit of its heading."""
     names = [name, *(name.removesuffix(end) for end in ("_low", "_high", "_error"))]
-    line = next((table.lines[one] for one in names if one in table.lines), None)
+    line = next((table.lines[candidate] for candidate in names if candidate in table.lines), None)
     return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""

@@ -19,7 +19,7 @@ from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, Table, beyond_noise, compared, ranks_methods, was_bounded
+from kvbench.report.tables.cells import Cell, ReportTable, beyond_noise, compared, ranks_methods, was_bounded
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.widths import tabular_width
 from kvbench.runs.quantities import Quantity
@@ -55,12 +55,12 @@ SIZES = (Letters("", 10.0), Letters(r"\small", 9.25), Letters(r"\footnotesize", 
 TIGHT = Letters(r"\scriptsize\setlength{\tabcolsep}{2pt}", 8.0, 4.0, 12)  # where labels leave no room for two
 
 
-def latex(tables: Sequence[Table]) -> str:
+def latex(tables: Sequence[ReportTable]) -> str:
     """Tables for LaTeX with \\usepackage{booktabs}; columns without room stand in a tabular below."""
     return "\n".join(map(_latex, tables))
 
 
-def _latex(table: Table) -> str:
+def _latex(table: ReportTable) -> str:
     lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
     stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
     columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
@@ -83,31 +83,31 @@ def _latex(table: Table) -> str:
 
 
 def _fitting(
-    columns: Sequence[Column], made: Callable[[Sequence[Column], Letters], list[str]]
+    columns: Sequence[Column], make: Callable[[Sequence[Column], Letters], list[str]]
 ) -> tuple[Letters, list[list[str]]]:
     """The largest letters in which these columns fit a page, and their tabular; of small ones as many as it takes."""
 
     def fits(some: Sequence[Column], size: Letters) -> bool:
-        return tabular_width(made(some, size), size.em, size.gap) <= TEXT_WIDTH
+        return tabular_width(make(some, size), size.em, size.gap) <= TEXT_WIDTH
 
     for size in SIZES:
         if fits(columns, size):
-            return size, [made(columns, size)]
+            return size, [make(columns, size)]
     has_room = len(columns) > 1 and all(fits(two, SIZES[-1]) for two in itertools.pairwise(columns))
     size = SIZES[-1] if has_room else TIGHT
-    groups = [list(group) for _, group in itertools.groupby(columns, key=lambda one: one[0])]
-    parts = [part for group in groups for part in ([group] if fits(group, size) else [[one] for one in group])]
+    groups = [list(group) for _, group in itertools.groupby(columns, key=lambda column: column[0])]
+    parts = [part for group in groups for part in ([group] if fits(group, size) else [[column] for column in group])]
     blocks: list[list[Column]] = []
     for part in parts:
         if blocks and fits([*blocks[-1], *part], size):
             blocks[-1] += part
         else:
             blocks.append(part)
-    return size, [made(block, size) for block in blocks]
+    return size, [make(block, size) for block in blocks]
 
 
 def _tabular(
-    table: Table,
+    table: ReportTable,
     stacked: Sequence[str],
     ranks: Mapping[tuple[int, int, str], str],
     columns: Sequence[Column],
@@ -127,9 +127,12 @@ def _tabular(
         if begins:
             section = rf"\emph{{{escaped(table.section(row))}}}"
             body.append(rf"\multicolumn{{{len(names) + len(columns)}}}{{@{{}}l}}{{{section}}} \\")
-        own = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
+        row_labels = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
         for number, line in enumerate(stacked or [""]):
-            shown = [*([""] * len(own) if number else own), *([table.lines[line].heading] if stacked else [])]
+            shown = [
+                *([""] * len(row_labels) if number else row_labels),
+                *([table.lines[line].heading] if stacked else []),
+            ]
             cells = [_cell(table, row, column, name or line, ranks, size) for column, name in columns]
             words = [_stacked(word, size.line, "l") for word in shown]
             body.append(" & ".join([*words, *cells]) + r" \\")
@@ -144,7 +147,7 @@ def _tabular(
     ]
 
 
-def _is_shown(table: Table, name: str) -> bool:
+def _is_shown(table: ReportTable, name: str) -> bool:
     """Whether any cell has this number."""
     return any(text(table, cell, name, column) != NONE for (_, column), cell in table.cells.items())
 
@@ -154,7 +157,7 @@ def _label(axis: str, label: str) -> str:
     return STYLES[label].label if axis == "method" and label in STYLES else label
 
 
-def _head(table: Table, names: Sequence[str], columns: Sequence[tuple[int, str]]) -> Iterator[str]:
+def _head(table: ReportTable, names: Sequence[str], columns: Sequence[tuple[int, str]]) -> Iterator[str]:
     """The lines of the head: the labels of each column, one below the other, and what stands in it."""
     several = len({name for _, name in columns}) > 1
     labels = [
@@ -163,24 +166,27 @@ def _head(table: Table, names: Sequence[str], columns: Sequence[tuple[int, str]]
     ]
     for level in range(len(labels[0]) - 1):
         above, rules, place = [""] * len(names), "", len(names) + 1
-        for label, alike in itertools.groupby(own[: level + 1] for own in labels):
-            end = place + len(list(alike))
+        for label, group in itertools.groupby(column_labels[: level + 1] for column_labels in labels):
+            end = place + len(list(group))
             above.append(rf"\multicolumn{{{end - place}}}{{c}}{{{escaped(label[-1])}}}")
             rules += rf"\cmidrule(lr){{{place}-{end - 1}}}"
             place = end
         yield " & ".join(above) + r" \\"
         yield rules
-    yield " & ".join([*map(escaped, names), *(_stacked(own[-1], NARROW, "r") for own in labels)]) + r" \\"
+    yield (
+        " & ".join([*map(escaped, names), *(_stacked(column_labels[-1], NARROW, "r") for column_labels in labels)])
+        + r" \\"
+    )
 
 
-def _labels(table: Table, column: int) -> tuple[str, ...]:
+def _labels(table: ReportTable, column: int) -> tuple[str, ...]:
     """The labels of a column, one for each of its settings; none where the values stand side by side."""
     if table.heads:
         return table.heads[column]
     return (table.columns[column],) if table.columns != [""] else ()
 
 
-def _heading(table: Table, name: str) -> str:
+def _heading(table: ReportTable, name: str) -> str:
     return "score" if name in SCORES else table.lines[name].heading
 
 
@@ -197,7 +203,7 @@ def _spaced(text: str) -> str:
 
 
 def _cell(
-    table: Table, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str], size: Letters
+    table: ReportTable, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str], size: Letters
 ) -> str:
     """What stands in a cell: a number with its letters, a score with its interval and a star, too."""
     cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
@@ -220,7 +226,7 @@ def _ranked(shown: str, rank: str) -> str:
     return f"{rank}{{{shown}}}" if rank else shown
 
 
-def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
+def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
     """The command for the best and for the second best of each column, by row, column and line.
 
     Rivals are the methods of rows that are alike in all else; full attention is none, nor a method whose budget never
@@ -235,28 +241,28 @@ def _ranks(table: Table, lines: Sequence[str]) -> dict[tuple[int, int, str], str
         if named["method"] != YARDSTICK:
             others = (label for axis, label in named.items() if not axis.startswith("method"))
             rivals.setdefault(tuple(others), []).append(row)
-    found = {}
+    commands = {}
     for rows, column, name in itertools.product(rivals.values(), range(len(table.columns)), lines):
         quantity = table.lines[name]
         cells = {row: cell for row in rows if (cell := table.cells.get((row, column))) and was_bounded(cell)}
         numbers = {row: _number(cell, name, quantity.digits) for row, cell in cells.items()}
         shown = {row: value for row, value in numbers.items() if not math.isnan(value)}
         best = sorted(set(shown.values()), reverse=quantity.better != "less")[:2]
-        apart = quantity.is_time and len({cell.machine for cell in cells.values()}) > 1
+        machines_differ = quantity.is_time and len({cell.machine for cell in cells.values()}) > 1
         counts, most = Counter(shown.values()), max(2, len(shown) // 2)
-        if not quantity.better or len(best) < 2 or apart or counts[best[0]] > most:
+        if not quantity.better or len(best) < 2 or machines_differ or counts[best[0]] > most:
             continue
         for row, value in shown.items():
             if value in best and counts[value] <= most and _is_sure(cells[row], name, quantity):
-                found[row, column, name] = (r"\textbf", r"\underline")[best.index(value)]
-    return found
+                commands[row, column, name] = (r"\textbf", r"\underline")[best.index(value)]
+    return commands
 
 
 def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     """Whether a number may be called best: it was counted, or is of samples that rank methods."""
     name = "score" if name in SCORES else name
-    own = "samples" if name == "score" else f"{name}_samples"
-    n = cell.numbers.get(own, cell.numbers.get("samples", 0))
+    count_key = "samples" if name == "score" else f"{name}_samples"
+    n = cell.numbers.get(count_key, cell.numbers.get("samples", 0))
     ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
     return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or ranks_methods(cell)))
 
@@ -267,7 +273,7 @@ def _number(cell: Cell | None, name: str, digits: int) -> float:
     return round(cell.numbers[name], digits) if cell and name in cell.numbers else math.nan
 
 
-def _notes(table: Table, ranked: bool) -> Iterator[str]:
+def _notes(table: ReportTable, ranked: bool) -> Iterator[str]:
     cells = table.cells.values()
     yield from (escaped(_spaced(note)) for note in table.notes if not note.startswith(NOT_HERE))
     if any("score_low" in cell.numbers for cell in cells):
@@ -295,5 +301,5 @@ _SPECIAL |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 def escaped(word: str) -> str:
     """A word as LaTeX prints it, in one line."""
     word = " ".join(word.split())
-    word = re.sub(r"[\\~^±<>|]|[&%$#_{}]", lambda found: _SPECIAL.get(found[0], "\\" + found[0]), word)
+    word = re.sub(r"[\\~^±<>|]|[&%$#_{}]", lambda match: _SPECIAL.get(match[0], "\\" + match[0]), word)
     return "{}" + word if word.startswith(("[", "*")) else word  # which \\ before it would take for its own

@@ -12,11 +12,18 @@ from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import decoded_alike, marks_of_decoding, marks_of_mixed, refuse_several, scored, select
+from kvbench.report.data.select import (
+    marks_of_decoding,
+    marks_of_mixed,
+    refuse_several,
+    same_decode_mode,
+    scored,
+    select,
+)
 from kvbench.report.tables.cells import (
     WITH_SCORE,
     Cell,
-    Table,
+    ReportTable,
     captions,
     mark_machines,
     notes_of,
@@ -31,20 +38,22 @@ from kvbench.tasks.ruler.texts import GENERATED
 # Options of a task that choose samples: a run with others still has comparable groups.
 CHOOSE_SAMPLES = {"task.lengths", "task.samples", "task.subsets", "task.keys", "task.positions"}
 KIND = ("model", "method", "task")  # what a published cell and a run beside it have in common
-BESIDE = {
+COMPARED_LINES = {
     "score": QUANTITIES["score"]._replace(label="ours"),
     **WITH_SCORE,
     "published": Quantity("published", "", "published"),
     "difference": Quantity("difference", "", "difference", digits=1),
 }
-BESIDE_SECONDS = {
+COMPARED_SECONDS = {
     "score": Quantity("score", "", "ours", digits=3),
     "published": Quantity("published", "", "published"),
     "difference": Quantity("difference", "", "difference", digits=3),
 }
 
 
-def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allow_mixed: bool = False) -> Table:
+def merge_published(
+    runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allow_mixed: bool = False
+) -> ReportTable:
     """A published table, and in each cell that kvbench can run what it found there.
 
     Args:
@@ -59,18 +68,18 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
     _, chosen = over_seeds(runs, _near(paper, select(runs, where))) if runs else (None, [])
     whole = {
-        row: tuple(dict.fromkeys(group for groups in own for group in _groups_of(groups)))
-        for row, own in frame.groupby("row", sort=False)["group"]
+        row: tuple(dict.fromkeys(group for groups in group_names for group in _groups_of(groups)))
+        for row, group_names in frame.groupby("row", sort=False)["group"]
     }
     fitting = _fitting(paper, chosen, whole)
-    used = sorted({run for alike in fitting.values() for run in alike}, key=lambda run: run.index)
-    asked = {word.partition("=")[0] for words in frame["settings"] for word in words}
-    mixed, together = marks_of_mixed(used, sorted(asked), allow_mixed), marks_of_decoding(used)
-    mixed = {run: mixed.get(run, "") + together.get(run, "") for run in used}
+    used = sorted({run for candidates in fitting.values() for run in candidates}, key=lambda run: run.index)
+    requested_keys = {word.partition("=")[0] for words in frame["settings"] for word in words}
+    mixed, decoding_marks = marks_of_mixed(used, sorted(requested_keys), allow_mixed), marks_of_decoding(used)
+    mixed = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
-        alike, groups = fitting[line.Index], _needed(line, whole)
-        ours = _ours(paper, line, groups, alike, mixed) if alike else Cell()
+        candidates, groups = fitting[line.Index], _required_groups(line, whole)
+        ours = _ours(paper, line, groups, candidates, mixed) if candidates else Cell()
         numbers = dict(ours.numbers)
         if not missing(line.value):
             numbers["published"] = line.value
@@ -78,14 +87,14 @@ def beside(runs: Runs | None, paper: PaperTable, where: Sequence[str] = (), allo
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
         cells[rows.index(line.row), columns.index(line.column)] = replace(ours, numbers=numbers, mapped=mapped)
-    lines = BESIDE_SECONDS if paper.timed else BESIDE | seeds_of(cells.values())
+    lines = COMPARED_SECONDS if paper.timed else COMPARED_LINES | seeds_of(cells.values())
     cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     notes += captions(cells.values(), [""] * len(cells), ["method", "budget"])
-    return Table(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
+    return ReportTable(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
 
 
-def ran(table: Table) -> Table:
+def ran(table: ReportTable) -> ReportTable:
     """The rows of a published table that ran here, and a line that counts the others; all rows where none ran."""
     there = [
         row
@@ -103,26 +112,26 @@ def ran(table: Table) -> Table:
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
     lines = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
-    there = {(model, *rest) for own, *rest in lines for model in (own, paper.stand_in)}
+    there = {(model, *rest) for published_model, *rest in lines for model in (published_model, paper.stand_in)}
     return [run for run in chosen if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there]
 
 
-def _needed(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _required_groups(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The groups of samples of a published cell: of an average those of its row."""
     return whole[line.row] if line.metric == "macro" else _groups_of(line.group)
 
 
 def _fitting(paper: PaperTable, chosen: Sequence[Run], whole: Mapping[str, tuple[str, ...]]) -> dict[int, list[Run]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
-    found = {}
+    runs_by_line = {}
     for line in paper.frame.itertuples():
-        needed = _needed(line, whole)
-        fitting = [run for run in chosen if _fits(run, line, needed, line.model)]
-        found[line.Index] = fitting or [run for run in chosen if _fits(run, line, needed, paper.stand_in)]
-    return found
+        required = _required_groups(line, whole)
+        fitting = [run for run in chosen if _fits(run, line, required, line.model)]
+        runs_by_line[line.Index] = fitting or [run for run in chosen if _fits(run, line, required, paper.stand_in)]
+    return runs_by_line
 
 
-def _fits(run: Run, line: Any, needed: tuple[str, ...], model: str | None) -> bool:
+def _fits(run: Run, line: Any, required: tuple[str, ...], model: str | None) -> bool:
     """Whether a run is one of `model` that a published cell could stand beside."""
     arm = run.arm
     if not line.metric or tuple(arm[key] for key in KIND) != (model, line.method, line.task):
@@ -132,17 +141,19 @@ def _fits(run: Run, line: Any, needed: tuple[str, ...], model: str | None) -> bo
         budget = (shipped("method", line.method) or {}).get("preset")
     if arm["budget"] != budget:
         return False
-    asked = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
-    if any(run.label(key) != value for key, value in asked.items() if key not in CHOOSE_SAMPLES):
+    requested = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
+    if any(run.label(key) != value for key, value in requested.items() if key not in CHOOSE_SAMPLES):
         return False
-    return set(needed) <= set(run.scores.groups)
+    return set(required) <= set(run.scores.groups)
 
 
-def _ours(paper: PaperTable, line: Any, groups: tuple[str, ...], alike: Sequence[Run], mixed: dict[Run, str]) -> Cell:
+def _ours(
+    paper: PaperTable, line: Any, groups: tuple[str, ...], candidates: Sequence[Run], mixed: dict[Run, str]
+) -> Cell:
     """What the one run that fits a published cell found there, in these groups of samples."""
-    alike = decoded_alike(alike)
-    refuse_several(alike, f"{line.row}, {line.column}")
-    run = scored(alike)[0]
+    candidates = same_decode_mode(candidates)
+    refuse_several(candidates, f"{line.row}, {line.column}")
+    run = scored(candidates)[0]
     if paper.timed:
         return _timed_cell(run, line, mixed.get(run, ""))
     marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
@@ -171,8 +182,8 @@ def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
     Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
-    there = [found for cell, found in run.cells().items() if (cell.tokens, cell.batch) == place]
-    best = max(there, key=lambda found: (found["disturbed"] not in (True,), found["n"]))
+    there = [measured for cell, measured in run.cells().items() if (cell.tokens, cell.batch) == place]
+    best = max(there, key=lambda measured: (measured["disturbed"] not in (True,), measured["n"]))
     names = line.metric.split(" + ")
     times = [best[name] for name in names if not missing(best.get(name))]
     numbers = {"score": sum(times) / 1e3} if len(times) == len(names) else {}
@@ -194,9 +205,11 @@ def _notes(paper: PaperTable, cells: Iterable[Cell]) -> list[str]:
         notes.append(f"{'; '.join(noted['row'] + ', ' + noted['column'])}: {note}.")
     if not any(cell.mapped for cell in cells):
         return [*notes, "Published only: kvbench has no such method, model or task."]
-    asked = dict.fromkeys(" ".join([f"task={line.task}", *line.settings]) for line in frame.itertuples() if line.task)
+    requested = dict.fromkeys(
+        " ".join([f"task={line.task}", *line.settings]) for line in frame.itertuples() if line.task
+    )
     return [
         *notes,
-        f"Ours: {'; '.join(asked)}, with each row's model, method and budget. Rows and cells without are published "
+        f"Ours: {'; '.join(requested)}, with each row's model, method and budget. Rows and cells without are published "
         "only: kvbench has no such method, model or task.",
     ]

@@ -38,7 +38,7 @@ from kvbench.report.tables.cells import (
     SAME_TOP,
     WHOLE_SCORE,
     Cell,
-    Table,
+    ReportTable,
     captions,
     ends,
     gain_numbers,
@@ -69,18 +69,18 @@ MOST_ROWS = 40  # of an overview with a row for each budget
 Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     """One table for all runs but timed ones, by model and task: a row for each method and budget, or where these are
     many, a row for each method with only the scores. Where all runs are timed, their own tables.
 
     Raises:
         ConfigError: as `select`.
     """
-    found = select(runs, where)
-    chosen = [run for run in found if not run.is_timed]
+    selected = select(runs, where)
+    chosen = [run for run in selected if not run.is_timed]
     if not chosen:
         return summary(runs, where)
-    count, timed = len(chosen), len(found) - len(chosen)
+    count, timed = len(chosen), len(selected) - len(chosen)
     _, chosen = over_seeds(runs, chosen)
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
     axes = _axes_for(chosen, [*shared, "method", "budget"])
@@ -88,10 +88,10 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
         axes.remove("budget")
         title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
-    values = ["score"] if columns else _with_own(OVERVIEW, chosen)
+    values = ["score"] if columns else _with_method_time(OVERVIEW, chosen)
     near = [run for run in chosen if not missing(run.arm["kl_p50"])]
     if not columns and len(near) == len(chosen):
-        values, score = _with_own(OF_NEAR, chosen), SAME_TOP
+        values, score = _with_method_time(OF_NEAR, chosen), SAME_TOP
     table = _table(chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
@@ -100,7 +100,7 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     return [table]
 
 
-def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY) -> list[Table]:
+def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY) -> list[ReportTable]:
     """Everything found, a line for each model, task, method and budget and for what else differs; a table for each
     protocol. Timed runs follow in tables of their own.
 
@@ -110,28 +110,28 @@ def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMA
     Raises:
         ConfigError: as `select`.
     """
-    _, found = over_seeds(runs, select(runs, where))
+    _, selected = over_seeds(runs, select(runs, where))
     tables = []
-    for number, (chosen, what) in enumerate(by_protocol([run for run in found if not run.is_timed]), 1):
+    for number, (chosen, what) in enumerate(by_protocol([run for run in selected if not run.is_timed]), 1):
         axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        tables.append(_table(chosen, axes, [], _with_own(values, chosen), id, title, {}))
-    for number, (chosen, what) in enumerate(by_protocol([run for run in found if run.is_timed]), 1):
+        tables.append(_table(chosen, axes, [], _with_method_time(values, chosen), id, title, {}))
+    for number, (chosen, what) in enumerate(by_protocol([run for run in selected if run.is_timed]), 1):
         tables += timed_tables(chosen, str(number) if what else "", what)
     return tables
 
 
-def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
+def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     """The scores of each group of samples (subset, length); a table for each task that has some, and each protocol.
 
     Raises:
         ConfigError: as `select`.
     """
-    _, found = over_seeds(runs, select(runs, where))
+    _, selected = over_seeds(runs, select(runs, where))
     tables = []
     for task in dict.fromkeys(run.arm["task"] for run in runs):
-        own = [run for run in found if run.arm["task"] == task and not run.is_timed]
-        for number, (chosen, what) in enumerate(by_protocol(own), 1):
+        task_runs = [run for run in selected if run.arm["task"] == task and not run.is_timed]
+        for number, (chosen, what) in enumerate(by_protocol(task_runs), 1):
             if len({group for run in chosen for group in run.scores.groups}) > 1:
                 axes = _axes_for(chosen, ["model", "method", "budget"])
                 title = f"{task} by group" + (f", with {what}" if what else "")
@@ -140,10 +140,10 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[Table]:
     return tables
 
 
-def _with_own(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
+def _with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
     """These values, and after a time of a whole token what runs that decoded together have in its place."""
-    together = any(run.is_together for run in chosen)
-    pairs = ([name, "own_ms"] if together and name.startswith("tpot_ms") else [name] for name in values)
+    any_joint = any(run.shares_decode for run in chosen)
+    pairs = ([name, "own_ms"] if any_joint and name.startswith("tpot_ms") else [name] for name in values)
     return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
 
 
@@ -161,7 +161,7 @@ def pivot(
     allow_mixed: bool = False,
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
     best_first: bool = False,
-) -> Table:
+) -> ReportTable:
     """Any selection: runs, or their groups, by some of their settings.
 
     Args:
@@ -184,16 +184,16 @@ def pivot(
     if "seed" not in (*down, *across):
         _, chosen = over_seeds(runs, chosen)
     meant = {word: [word] if word in PARTS else values_of(runs, word) for word in values}
-    names = [name for own in meant.values() for name in own]
+    names = [name for value_names in meant.values() for name in value_names]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
     if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
         down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
-    for labels, alike in by_labels(chosen, [*down, *across]).items():
-        refuse_several(alike, ", ".join(labels), "add it to --rows or --columns, or ")
-    asked = [label for word in where for label in word.partition("=")[2].split(",")]
-    titles = [_line(own[0]).title if len(own) == 1 else word for word, own in meant.items()]
+    for labels, cell_runs in by_labels(chosen, [*down, *across]).items():
+        refuse_several(cell_runs, ", ".join(labels), "add it to --rows or --columns, or ")
+    label_order = [label for word in where for label in word.partition("=")[2].split(",")]
+    titles = [_line(value_names[0]).title if len(value_names) == 1 else word for word, value_names in meant.items()]
     table = _table(
-        chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, asked
+        chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, label_order
     )
     return _best_first(table) if best_first else table
 
@@ -203,7 +203,7 @@ def _line(name: str) -> Quantity:
     return PARTS.get(name) or named(name)
 
 
-def _best_first(table: Table) -> Table:
+def _best_first(table: ReportTable) -> ReportTable:
     """The same table, its rows by the first value in the first column; last those without one, and those whose budget
     never applied.
     """
@@ -223,11 +223,11 @@ def _best_first(table: Table) -> Table:
 def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
     """What a selection shows, in words: the numbers, the settings they stand by, and the one task and model of all."""
     what, by = (
-        " and ".join(map(str, filter(None, [", ".join(own[:-1]), own[-1]])))
-        for own in (titles, [last_word(key) for key in axes])
+        " and ".join(map(str, filter(None, [", ".join(words[:-1]), words[-1]])))
+        for words in (titles, [last_word(key) for key in axes])
     )
-    alike = [label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)]
-    of = f" ({', '.join(alike)})" if 0 < len(alike) <= 2 else ""
+    shared = [label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)]
+    of = f" ({', '.join(shared)})" if 0 < len(shared) <= 2 else ""
     return f"{what[:1].upper()}{what[1:]} by {by}{of}"
 
 
@@ -240,21 +240,21 @@ def _table(
     title: str,
     mixed: Mapping[Run, str],
     score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
-    asked: Sequence[str] = (),
+    label_order: Sequence[str] = (),
     shared: int = 0,
-) -> Table:
+) -> ReportTable:
     """The table of these runs, of which at most one without probes and one with them share a cell.
 
     Args:
         score_lines: what a score is shown by.
-        asked: labels in the order in which they were asked for; others follow.
+        label_order: labels in the order in which they were asked for; others follow.
     """
-    together = marks_of_decoding(chosen, [*rows, *columns])
-    marks = {run: mixed.get(run, "") + together.get(run, "") for run in chosen}
+    decoding_marks = marks_of_decoding(chosen, [*rows, *columns])
+    marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
     cells_of = _runs_of_cells(chosen, rows, columns)
-    seen = dict.fromkeys(group for *_, groups in cells_of for group in groups)
-    appeared = {group: index for index, group in enumerate(seen)}
-    places = {label: place for place, label in enumerate(asked)}
+    groups_in_order = dict.fromkeys(group for *_, groups in cells_of for group in groups)
+    appeared = {group: index for index, group in enumerate(groups_in_order)}
+    places = {label: place for place, label in enumerate(label_order)}
 
     def order(labels: Iterable[str]) -> list[Any]:
         return [(appeared.get(label, -1), places.get(label, len(places)), order_of(label)) for label in labels]
@@ -262,8 +262,8 @@ def _table(
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(alike, groups, values, marks)
-        for (row, column, groups), alike in cells_of.items()
+        (row_labels.index(row), column_labels.index(column)): _cell(cell_runs, groups, values, marks)
+        for (row, column, groups), cell_runs in cells_of.items()
     }
     lines: dict[str, Quantity] = {}
     for name in values:
@@ -271,13 +271,13 @@ def _table(
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
-    notes += [NO_TIMES] if times and not together and any(run.is_together for run in chosen) else []
+    notes += [NO_TIMES] if times and not decoding_marks and any(run.shares_decode for run in chosen) else []
     axes = [*rows, *columns]
     parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
     notes += captions(cells.values(), parts, axes)
     heads = tuple(column_labels) if len(columns) > 1 else ()
     names = list(map(", ".join, column_labels))
-    return Table(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
+    return ReportTable(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
 
 
 def _part(axes: Sequence[str], labels: Sequence[str]) -> str:
@@ -290,28 +290,28 @@ def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence
 
     A method that has no budget stands in the column of each budget, if its row names the method.
     """
-    found: dict[Where, list[Run]] = {}
+    runs_by_cell: dict[Where, list[Run]] = {}
     for run in chosen:
         for group in dict.fromkeys(run.scores.groups) if "group" in (*rows, *columns) else [None]:
             row, column = (
                 tuple(group if key == "group" and group is not None else run.label(key) for key in axes)
                 for axes in (rows, columns)
             )
-            found.setdefault((row, column, () if group is None else (group,)), []).append(run)
+            runs_by_cell.setdefault((row, column, () if group is None else (group,)), []).append(run)
     if "budget" not in columns or "method" not in rows:
-        return found
+        return runs_by_cell
     place = columns.index("budget")
     budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}  # the columns that differ in the budget alone
-    for column in dict.fromkeys(column for _, column, _ in found if column[place] != "-"):
+    for column in dict.fromkeys(column for _, column, _ in runs_by_cell if column[place] != "-"):
         budgets.setdefault((*column[:place], *column[place + 1 :]), []).append(column)
     return {
-        (row, each, groups): own
-        for (row, column, groups), own in found.items()
-        for each in (column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))) or [column]
+        (row, target, groups): cell_runs
+        for (row, column, groups), cell_runs in runs_by_cell.items()
+        for target in (column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))) or [column]
     }
 
 
-def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], of_runs: Mapping[Run, str]) -> Cell:
+def _cell(cell_runs: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], of_runs: Mapping[Run, str]) -> Cell:
     """The numbers of one cell: scores and times of its run without probes, probes of its run with them.
 
     Args:
@@ -323,7 +323,7 @@ def _cell(alike: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], 
     marks: dict[str, str] = {}
     for name in values:
         quantity = _line(name)
-        candidates = probed(alike) if quantity.part == "probe" else scored(alike)
+        candidates = probed(cell_runs) if quantity.part == "probe" else scored(cell_runs)
         if not candidates:
             continue
         (run,) = candidates

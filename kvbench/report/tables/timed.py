@@ -11,7 +11,7 @@ from kvbench.report.data.crossing import TIME, crossing
 from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import CELL, Run, TimedCell, is_shared, missing
 from kvbench.report.data.select import differing_keys, labels_of, last_word, order_of
-from kvbench.report.tables.cells import Cell, Table, captions, ends, notes_of, settings_of
+from kvbench.report.tables.cells import Cell, ReportTable, captions, ends, notes_of, settings_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
 # What they show in place of a score, by table; the parts of a step stand in the last.
@@ -66,7 +66,7 @@ class _Row(NamedTuple):
     line: Line
 
 
-def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[Table]:
+def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[ReportTable]:
     """The tables of `TIMED` of these timed runs.
 
     Args:
@@ -85,19 +85,19 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[Table]:
     head = ("tokens", "batch", *("machine" if key == MACHINE else last_word(key) for key in axes))
     title = ", ".join(filter(None, ["latency", *(f"{last_word(key)}={label}" for key, label in same.items()), what]))
     tables = []
-    for id, (about, wanted) in TIMED.items():
-        names = [name for word in wanted for name in (_parts_of_step(timed) if word == "breakdown_ms" else [word])]
+    for id, (subject, value_names) in TIMED.items():
+        names = [name for word in value_names for name in (_parts_of_step(timed) if word == "breakdown_ms" else [word])]
         shown = {name: named(name)._replace(label=named(name).narrow_heading) for name in names}
         cells = {(index, 0): _cell(row, shown) for index, row in enumerate(timed)}
         notes = [*_notes(timed, cells.values()), *notes_of(cells.values(), {})]
         notes += captions(cells.values(), [""] * len(cells), {*axes, *same, *CELL})
-        tables.append(Table(f"{id}{number}", f"{title}: {about}", head, rows, [""], cells, shown, notes))
+        tables.append(ReportTable(f"{id}{number}", f"{title}: {subject}", head, rows, [""], cells, shown, notes))
     if against := _against_full(timed, axes):
         rows, cells = list(against), {(index, 0): cell for index, cell in enumerate(against.values())}
-        about = "from which length a method is faster than full attention"
+        subject = "from which length a method is faster than full attention"
         notes = [*notes_of(cells.values(), {}), FASTER_NOTE]
-        breakeven = Table(
-            f"latency_breakeven{number}", f"{title}: {about}", head[1:], rows, [""], cells, AGAINST_FULL, notes
+        breakeven = ReportTable(
+            f"latency_breakeven{number}", f"{title}: {subject}", head[1:], rows, [""], cells, AGAINST_FULL, notes
         )
         tables.append(breakeven)
     return tables
@@ -119,21 +119,21 @@ def _against_full(rows: Sequence[_Row], axes: Sequence[str]) -> dict[tuple[str, 
         times = full.setdefault(place, {}) if row.run.is_full else arms
         times.setdefault(labels, {})[row.tokens] = row
         rivals[labels] = place
-    for labels, own in arms.items():
+    for labels, method_rows in arms.items():
         there = full.get(rivals[labels], {})
-        beside = there[max(there, key=lambda other: sum(map(eq, other, labels)))] if there else {}
-        common = sorted(own.keys() & beside.keys())
+        full_rows = there[max(there, key=lambda other: sum(map(eq, other, labels)))] if there else {}
+        common = sorted(method_rows.keys() & full_rows.keys())
         if len(common) > 1:
-            run, mine, theirs = own[common[-1]].run, own[common[-1]].line, beside[common[-1]].line
+            run, mine, theirs = method_rows[common[-1]].run, method_rows[common[-1]].line, full_rows[common[-1]].line
             numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]}
-            sides = ({tokens: row.line[TIME.name] for tokens, row in side.items()} for side in (own, beside))
+            sides = ({tokens: row.line[TIME.name] for tokens, row in side.items()} for side in (method_rows, full_rows))
             if start := crossing(*sides):
                 numbers["faster_from"] = start
             marks = dict.fromkeys(numbers, _letters(mine, theirs, TIME.name))
             if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
                 numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
                 marks["ttft_over_full"] = _letters(mine, theirs, "ttft_s")
-            cells[labels] = Cell(numbers, {name: own for name, own in marks.items() if own}, run.folders)
+            cells[labels] = Cell(numbers, {name: letters for name, letters in marks.items() if letters}, run.folders)
     return cells
 
 
@@ -145,7 +145,7 @@ def _axes(cells_of: Mapping[Run, Cells]) -> tuple[list[str], dict[str, str]]:
             rivals.setdefault((*cell, *map(run.label, AXES)), []).append(run)
     several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
     labels = {key: labels_of(cells_of, key) for key in AXES[:3]}
-    same = {key: own[0] for key, own in labels.items() if len(own) == 1}
+    same = {key: values[0] for key, values in labels.items() if len(values) == 1}
     axes = [key for key in (*AXES, *differing_keys(rivals.values())) if key not in same]
     axes += [MACHINE] if several else []
     if same.get("task.prefill") == "true":
@@ -198,7 +198,7 @@ def _notes(rows: Sequence[_Row], cells: Collection[Cell]) -> list[str]:
         rates: dict[str, list[float]] = {}
         for line in (row.line for row in rows if not missing(row.line["copy_bandwidth"])):
             rates.setdefault(str(line["device_name"]), []).append(line["copy_bandwidth"] / 1e9)
-        machines = "; ".join(f"{name}: {' to '.join(_ends(found))} GB / s" for name, found in rates.items())
+        machines = "; ".join(f"{name}: {' to '.join(_ends(values))} GB / s" for name, values in rates.items())
         notes.append(
             f"Floor: bytes of weights and of keys and values attended, over the bandwidth of a copy ({machines}). "
             "Times are of that machine."

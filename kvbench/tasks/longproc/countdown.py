@@ -51,21 +51,21 @@ def _explored(numbers: list[int], target: int, depth: int, log: list[str]) -> li
     """The steps from these numbers to the target, or None; `log` gets what is tried, from this depth on."""
     for first, second in combinations(range(len(numbers)), 2):
         a, b = numbers[first], numbers[second]
-        left = [number for place, number in enumerate(numbers) if place not in (first, second)]
-        if left:
-            log.append(_indent(depth) + STRINGS["pick"].format(a=a, b=b, left=left))
+        remaining = [number for place, number in enumerate(numbers) if place not in (first, second)]
+        if remaining:
+            log.append(_indent(depth) + STRINGS["pick"].format(a=a, b=b, left=remaining))
         for value, step in _operations(max(a, b), min(a, b)):
-            if (steps := _tried(value, step, left, target, depth + bool(left), log)) is not None:
+            if (steps := _tried(value, step, remaining, target, depth + bool(remaining), log)) is not None:
                 return [step, *steps]
     return None
 
 
 def _tried(
-    value: float | None, step: str, left: list[int], target: int, depth: int, log: list[str]
+    value: float | None, step: str, remaining: list[int], target: int, depth: int, log: list[str]
 ) -> list[str] | None:
     """The steps to the target after this one, or None."""
-    name = _outcome(value, left, target)
-    numbers = [] if value is None else [int(value), *left]
+    name = _outcome(value, remaining, target)
+    numbers = [] if value is None else [int(value), *remaining]
     text = STRINGS[name].format(step=step, value=value, numbers=numbers, target=target)
     if name == "add":
         text += STRINGS["last" if len(numbers) == 2 else "options"].format(options=_options(numbers))
@@ -75,7 +75,7 @@ def _tried(
     return [] if name == "found" else None
 
 
-def _outcome(value: float | None, left: Sequence[int], target: int) -> str:
+def _outcome(value: float | None, remaining: Sequence[int], target: int) -> str:
     """What comes of a result, by the name of its wording."""
     if value is None:
         return "invalid"
@@ -83,7 +83,7 @@ def _outcome(value: float | None, left: Sequence[int], target: int) -> str:
         return "decimal"
     if value >= LARGEST:
         return "large"
-    if left:
+    if remaining:
         return "add"
     return "found" if value == target else "other"
 
@@ -111,7 +111,7 @@ def _indent(depth: int) -> str:
 
 def is_solution(numbers: Sequence[int], target: int, text: str) -> bool:
     """Whether three right equations, one a line, use each number once and end in the target."""
-    left, lines = list(numbers), text.split("\n")
+    remaining, lines = list(numbers), text.split("\n")
     if len(lines) != 3:
         return False
     for line in lines:
@@ -121,12 +121,12 @@ def is_solution(numbers: Sequence[int], target: int, text: str) -> bool:
             a, b = map(int, calculation.split(sign))
             if SIGNS[sign](a, b) != int(result):
                 return False
-            left.remove(a)
-            left.remove(b)
+            remaining.remove(a)
+            remaining.remove(b)
         except (ValueError, StopIteration, ArithmeticError):
             return False
-        left.append(int(result))
-    return left[0] == target
+        remaining.append(int(result))
+    return remaining[0] == target
 
 
 def share_of_search(output: str, reference: str) -> float:

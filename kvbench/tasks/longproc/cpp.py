@@ -41,8 +41,8 @@ def compiler() -> str | None:
 
 def program_in(output: str) -> str | None:
     """The program between an output's marks, or None."""
-    found = re.search(r"```cpp([\s\S]*)```", output.replace("```c++", "```cpp"))
-    return found[1] if found else None
+    match = re.search(r"```cpp([\s\S]*)```", output.replace("```c++", "```cpp"))
+    return match[1] if match else None
 
 
 def passes(program: str, cases: Sequence[Sequence[Sequence[str]]]) -> bool:
@@ -71,18 +71,18 @@ def is_case(case: Any) -> bool:
     )
 
 
-def _prints(home: Path, given: Sequence[str], expected: Sequence[str]) -> bool:
-    if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(given) + "\n").encode(), {}) in OUT_OF_TIME:
+def _prints(home: Path, input_lines: Sequence[str], expected: Sequence[str]) -> bool:
+    if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(input_lines) + "\n").encode(), {}) in OUT_OF_TIME:
         return False
     return (home / "printed").read_bytes() == ("\n".join(expected) + "\n").encode()
 
 
-def _run(command: str, home: Path, given: bytes, environment: dict[str, str]) -> int | None:
+def _run(command: str, home: Path, stdin: bytes, environment: dict[str, str]) -> int | None:
     """Run a command there with its output in the file "printed"; its exit code, or None if it was ended by the clock.
 
     A program that another signal than that of a time limit ended has what it printed until then, as officially.
     """
-    (home / "given").write_bytes(given)
+    (home / "given").write_bytes(stdin)
     with open(home / "given", "rb") as source, open(home / "printed", "wb") as printed:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],

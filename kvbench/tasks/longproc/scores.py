@@ -27,12 +27,12 @@ def html_to_tsv(output: str, reference: str) -> dict[str, float]:
     """Precision, recall and F1 of a table's rows, in any order."""
     fenced = re.search(r"```tsv([\s\S]*)```", output)
     table = fenced[1] if fenced else output.split("```tsv")[1] if "```tsv" in output else output
-    found, right = rows_in(table), rows_in(reference)
+    rows, right = rows_in(table), rows_in(reference)
     nothing = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "extraction_rate": 0.0}
-    if not found or not right or len(found[0]) != len(right[0]):
+    if not rows or not right or len(rows[0]) != len(right[0]):
         return nothing
-    wanted, there = set(right), set(found)
-    precision = sum(row in wanted for row in found) / len(found)
+    expected, there = set(right), set(rows)
+    precision = sum(row in expected for row in rows) / len(rows)
     recall = sum(row in there for row in right) / len(right)
     both = precision + recall
     f1 = 2 * precision * recall / both if both else 0.0
@@ -70,25 +70,25 @@ def path_traversal(output: str, reference: str) -> dict[str, float]:
         return _accuracy(1.0, 1.0)
     right, lines = reference.strip().split("\n"), route.split("\n")
     pairs = list(zip(right, lines, strict=False))
-    wrong = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs) - 1)
+    wrong = next((place for place, (expected, other) in enumerate(pairs) if expected != other), len(pairs) - 1)
     return _accuracy(0.0, (wrong + 1) / len(right))
 
 
 def tom_tracking(output: str, reference: str) -> dict[str, float]:
     """Whether each line of the trace says the same, and the share of those before the first that does not."""
-    found, right = beliefs(output), beliefs(reference)
-    if found == right:
+    trace, right = beliefs(output), beliefs(reference)
+    if trace == right:
         return _accuracy(1.0, 1.0)
-    pairs = list(zip(found, right, strict=False))
-    same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    pairs = list(zip(trace, right, strict=False))
+    same = next((place for place, (belief, other) in enumerate(pairs) if belief != other), len(pairs))
     return _accuracy(0.0, same / len(right))
 
 
 def beliefs(text: str) -> list[str]:
     """What the lines that begin with a hyphen say, without small words."""
     lines = "\n".join(line for line in text.splitlines() if line.strip().startswith("-")).strip().split("\n")
-    said = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]
-    return [kept for one in said if (kept := " ".join(SMALL_WORDS.sub(" ", one).split()))]
+    statements = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]
+    return [words for statement in statements if (words := " ".join(SMALL_WORDS.sub(" ", statement).split()))]
 
 
 def _accuracy(right: float, partly: float, extracted: bool = True) -> dict[str, float]:

@@ -16,7 +16,7 @@ import yaml
 from kvbench.tasks import Sample, Task
 from kvbench.tasks.longproc import countdown, cpp, scores
 from kvbench.tasks.rows import check_subsets, in_turn
-from kvbench.tasks.sources import LocalFile, Row, rows_of
+from kvbench.tasks.sources import DataRow, LocalFile, rows_of
 
 if TYPE_CHECKING:
     from kvbench.models.types import Tokenizer
@@ -120,8 +120,8 @@ class LongProc(Task):
             ValueError: a file cannot be had or read as what it should be.
         """
         templates = {name: self._template(kind_of(name)) for name in self.subsets}
-        found = {name: [self._sample(name, row, templates[name]) for row in self._rows(name)] for name in self.subsets}
-        return in_turn(self.name, seed, found)
+        groups = {name: [self._sample(name, row, templates[name]) for row in self._rows(name)] for name in self.subsets}
+        return in_turn(self.name, seed, groups)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The subset's own numbers, and the first of them as "score".
@@ -131,16 +131,16 @@ class LongProc(Task):
         """
         kind, (reference, *_) = kind_of(sample.group), sample.answers
         if kind == "countdown":
-            found = _countdown(output, reference, sample.meta["nums"], sample.meta["target"])
+            values = _countdown(output, reference, sample.meta["nums"], sample.meta["target"])
         elif kind == RUN:
             if not self.execute:  # a stored sample may be of another subset than the options name
                 raise ValueError(f"task.execute=false: {sample.id} is scored by running a program; use true")
             program = cpp.program_in(output)
             right = float(program is not None and cpp.passes(program, sample.meta["testcases"]))
-            found = {"accuracy": right, "partial_accuracy": right, "extraction_rate": float(program is not None)}
+            values = {"accuracy": right, "partial_accuracy": right, "extraction_rate": float(program is not None)}
         else:
-            found = SCORES[kind](output, reference)
-        return {"score": next(iter(found.values())), **found}
+            values = SCORES[kind](output, reference)
+        return {"score": next(iter(values.values())), **values}
 
     def _file(self, name: str) -> LocalFile:
         kind = kind_of(name)
@@ -151,7 +151,7 @@ class LongProc(Task):
         return LocalFile(self.data_dir / kind / "prompts.yaml", "task.data_dir")
 
     @functools.cache  # noqa: B019 - a task lives as long as its run
-    def _rows(self, name: str) -> list[Row]:
+    def _rows(self, name: str) -> list[DataRow]:
         return rows_of(self._file(name), FIELDS[kind_of(name)])
 
     def _template(self, kind: str) -> str:
@@ -161,7 +161,7 @@ class LongProc(Task):
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ValueError(f"task.data_dir: {path}: no prompt by the name USER_PROMPT in it") from error
 
-    def _sample(self, name: str, row: Row, template: str) -> Sample:
+    def _sample(self, name: str, row: DataRow, template: str) -> Sample:
         id, kind = f"{name}-{row.line - 1}", kind_of(name)
         new_tokens = self.max_new_tokens or NEW_TOKENS[name.rpartition("_")[2]]
         try:

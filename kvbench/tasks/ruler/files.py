@@ -63,9 +63,9 @@ def source(
     file = folder / str(length) / f"{subset}.jsonl"
     roots = [folder / str(length), *([folder] if len(lengths) == 1 else [])]
     written = (root / data / subset / "validation.jsonl" for root in roots for data in ("data", ""))
-    own = next((path for path in written if path.is_file() and not file.is_file()), None)
-    if own is not None:
-        return ValidationFile(own, KEY, lines=samples)
+    validation_file = next((path for path in written if path.is_file() and not file.is_file()), None)
+    if validation_file is not None:
+        return ValidationFile(validation_file, KEY, lines=samples)
     return LocalFile(file, KEY, tuple(subsets), lines=samples)
 
 
@@ -76,10 +76,10 @@ def stored(file: File, subset: str, samples: int, length: int) -> list[Stored]:
         ValueError: it has fewer, or was made for another length, or for a model's chat template.
     """
     rows = _table(file, subset) if isinstance(file, HubFile) else _lines(file, subset, length)
-    found = list(islice(rows, samples))
-    if len(found) < samples:
-        raise ValueError(f"task.samples={samples}: {file.label} has {len(found)} of {subset}")
-    return found
+    chosen = list(islice(rows, samples))
+    if len(chosen) < samples:
+        raise ValueError(f"task.samples={samples}: {file.label} has {len(chosen)} of {subset}")
+    return chosen
 
 
 def family(subset: str) -> str:
@@ -94,7 +94,7 @@ def _lines(file: LocalFile, subset: str, length: int) -> Iterator[Stored]:
             if line.error:
                 yield Stored(row, error=line.error)
             else:
-                if reason := _made_otherwise(line.data, subset, length if "length" in fields else None):
+                if reason := _mismatch(line.data, subset, length if "length" in fields else None):
                     raise ValueError(f"{KEY}: {file.file}, line {line.line}: {reason}")
                 prefix, outputs = line.data.get("answer_prefix", ""), line.data["outputs"]
                 if error := _unfit(prefix, outputs):
@@ -103,7 +103,7 @@ def _lines(file: LocalFile, subset: str, length: int) -> Iterator[Stored]:
                     yield _stored(row, subset, line.data["input"], prefix, outputs)
 
 
-def _made_otherwise(data: Mapping[str, Any], subset: str, length: int | None) -> str:
+def _mismatch(data: Mapping[str, Any], subset: str, length: int | None) -> str:
     """Why a line is of another file than is asked for, or ""; `length` where no folder's name says it."""
     if length is not None and not length // 2 < data["length"] <= length:
         return f"field length: {data['length']}; of prompts for task.lengths=[{length}] expected more than half of it"
@@ -118,7 +118,7 @@ def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:
     """What is wrong with the fields of a line that need not be there, or hold anything; "" if nothing."""
     if not isinstance(prefix, str):
         return f"field answer_prefix: expected str, not {type(prefix).__name__}"
-    if not outputs or not all(isinstance(one, str | int | float) and str(one).strip() for one in outputs):
+    if not outputs or not all(isinstance(output, str | int | float) and str(output).strip() for output in outputs):
         return "field outputs: expected one text or number, or more, not blank"
     return ""
 
@@ -132,14 +132,14 @@ def _table(file: HubFile, subset: str) -> Iterator[Stored]:
         raise ValueError(f"{KEY}={HUB}: {file.label}: {error}") from error
     for row, values in enumerate(table.to_dict("records")):
         text = values["context"] + values["question"]
-        found = _stored(row, subset, text, values["answer_prefix"], values["answer"])
-        yield found._replace(question=values["question"])
+        sample = _stored(row, subset, text, values["answer_prefix"], values["answer"])
+        yield sample._replace(question=values["question"])
 
 
 def _stored(row: int, subset: str, text: str, prefix: str, outputs: Any) -> Stored:
     if prefix:
-        apart = prefix[0].isspace() or text[-1:].isspace()
-        prefix = prefix if apart else f" {prefix}"
+        is_spaced = prefix[0].isspace() or text[-1:].isspace()
+        prefix = prefix if is_spaced else f" {prefix}"
         prompt = text.removesuffix(prefix)
     else:
         prompt, prefix = _cut(text, subset)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.tasks.ruler.writers import Cell, Draft, Writer, Written
+from kvbench.tasks.ruler.writers import Draft, RulerCell, Writer, Written
 
 Rule = Literal["official", "tight"]
 
@@ -29,7 +29,7 @@ class Fit:
             each sample, to about a hundredth of the length.
     """
 
-    cell: Cell
+    cell: RulerCell
     writer: Writer
     rule: Rule = "official"
 
@@ -50,8 +50,8 @@ class Fit:
             ValueError: not even the least haystack fits.
         """
         draft = self.writer.draft(self.cell, index)
-        found = self._tight(draft) if self.rule == "tight" else None
-        return found or self._shrunk(draft)
+        tight = self._tight(draft) if self.rule == "tight" else None
+        return tight or self._shrunk(draft)
 
     def _shrunk(self, draft: Draft) -> tuple[Written, int]:
         """From the first sample's size down by units."""
@@ -75,7 +75,7 @@ class Fit:
     def _tight(self, draft: Draft) -> tuple[Written, int] | None:
         """From the first sample's size by the tokens that are left or too many; None if nothing is found to fit."""
         best: tuple[Written, int] | None = None
-        left = 0
+        free_tokens = 0
         length, (size, rate) = self.cell.length, self._first
         low, high = self.writer.least - 1, 2 * size + 2  # the largest known to fit, the smallest known not to
         size -= size // (2 * NEAR_ENOUGH)  # so that most fit at once
@@ -84,13 +84,13 @@ class Fit:
             room = length - self._tokens(written)
             letters = len(written.text) / (length - room)
             if room >= 0:
-                best, low, left = (written, size), size, room
+                best, low, free_tokens = (written, size), size, room
                 if room <= length // NEAR_ENOUGH:
                     break
             else:
                 high = size
             if high - low == 1:
-                if best is None or not draft.swap(low, int(left * letters)):
+                if best is None or not draft.swap(low, int(free_tokens * letters)):
                     break
                 high += 1
             size = min(max(size + int(room // rate), low + 1), high - 1)
@@ -108,7 +108,7 @@ class Fit:
 
     def _tokens(self, written: Written) -> int:
         """Of prompt and answer, with the longest of its questions."""
-        return max(self.cell.count(one.text) for one in (written, *written.others)) + self.writer.new_tokens
+        return max(self.cell.count(variant.text) for variant in (written, *written.others)) + self.writer.new_tokens
 
     def _too_short(self, minimum: int) -> ValueError:
         name, length = self.cell.name, self.cell.length
@@ -135,8 +135,8 @@ def _largest(tokens: Callable[[int], int], length: int, least: int) -> tuple[int
         turn += 1
         share = 0.5 if turn % 3 == 0 else (length - few) / (many - few)
         middle = min(max(low + int((high - low) * share), low + 1), high - 1)
-        if (found := tokens(middle)) <= length:
-            low, few = middle, found
+        if (count := tokens(middle)) <= length:
+            low, few = middle, count
         else:
-            high, many = middle, found
+            high, many = middle, count
     return low, rate

@@ -18,8 +18,8 @@ from kvbench.tasks.ruler.writers import (
     NOUNS,
     STRINGS,
     WORDS,
-    Cell,
     Draft,
+    RulerCell,
     Writer,
     Written,
     different,
@@ -79,9 +79,9 @@ class Needles(Writer):
         """Words or lines."""
         return unit_of(_NIAH["units"][self.haystack], length)
 
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `write`."""
-        writer = replace(self, essay=_kept(self.essay))
+        writer = replace(self, essay=_cached_essay(self.essay))
         return Draft(functools.partial(writer.write, cell.stream(index), cell.seed))
 
     def write(self, cell: str, seed: int, size: int) -> Written:
@@ -90,9 +90,9 @@ class Needles(Writer):
         keys = draw(self.key, self.hidden, rng)
         drawn = draw(self.value, self.hidden * self.values, rng)
         values = [drawn[first : first + self.values] for first in range(0, len(drawn), self.values)]
-        asked = rng.sample(range(self.hidden), self.queries * self.questions)
+        queried = rng.sample(range(self.hidden), self.queries * self.questions)
 
-        needles = [(self.needle(key, value), value) for key, own in zip(keys, values, strict=True) for value in own]
+        needles = [(self.needle(key, value), value) for key, row in zip(keys, values, strict=True) for value in row]
         random.Random(seed).shuffle(needles)  # RULER: the same permutation in every sample
         if self.haystack == "essay":
             context, depths = _in_sentences(self.essay(cell, size), [text for text, _ in needles], rng)
@@ -110,7 +110,7 @@ class Needles(Writer):
             depths = {"depths": [depth_of[answer] for answer in answers]}
             return Written(frame.format(context=context) + question, question, prefix, answers, {**depths, **meta})
 
-        return Written.all([ask(asked[first :: self.questions]) for first in range(self.questions)])
+        return Written.all([ask(queried[first :: self.questions]) for first in range(self.questions)])
 
     def needle(self, key: str, value: str) -> str:
         """The sentence that hides a value."""
@@ -138,8 +138,8 @@ class Needles(Writer):
         texts, kind = [_NIAH[key] for key in ("template", "question", "answer_prefix")], str(self.value)
         if self.queries * self.values == 1:
             kind = kind.removesuffix("s")
-            for many, one in _NIAH["singular"]:
-                texts = [text.replace(many, one) for text in texts]
+            for many, singular in _NIAH["singular"]:
+                texts = [text.replace(many, singular) for text in texts]
         query = queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
         frame, question, prefix = (text.format(type=kind, query=query, context="{context}") for text in texts)
         return frame, question, prefix
@@ -154,8 +154,8 @@ def draw(kind: Kind, count: int, rng: random.Random, taken: Iterable[str] = ()) 
     Raises:
         ValueError: so many that drawing different ones would take for ever.
     """
-    one, variety = _DRAWS[kind]
-    return different(one, variety, kind, count, rng, taken)
+    make, variety = _DRAWS[kind]
+    return different(make, variety, kind, count, rng, taken)
 
 
 def _word(rng: random.Random) -> str:
@@ -181,7 +181,7 @@ _DRAWS: dict[Kind, tuple[Callable[[random.Random], str], int]] = {
 # -- haystacks ---------------------------------------------------------------------------------------------------------
 
 
-def _kept(essay: Essay) -> Essay:
+def _cached_essay(essay: Essay) -> Essay:
     """An essay whose words stay for the next size, as making them takes as long as counting their tokens."""
     words: list[str] = []
 
@@ -195,13 +195,13 @@ def _kept(essay: Essay) -> Essay:
 
 def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
     """Needles between the sentences of an essay, at distinct ones of `DEPTHS`; the text, and each needle's depth."""
-    found = sentences(" ".join(words))
+    essay_sentences = sentences(" ".join(words))
     depths = sorted(rng.sample(DEPTHS, len(needles)))
-    cuts = [0, *(int(len(found) * (depth / 100)) for depth in depths), len(found)]
+    cuts = [0, *(int(len(essay_sentences) * (depth / 100)) for depth in depths), len(essay_sentences)]
     pieces = []
     for index, needle in enumerate(needles):
-        pieces += [" ".join(found[cuts[index] : cuts[index + 1]]), needle]
-    pieces.append(" ".join(found[cuts[-2] :]))
+        pieces += [" ".join(essay_sentences[cuts[index] : cuts[index + 1]]), needle]
+    pieces.append(" ".join(essay_sentences[cuts[-2] :]))
     # An empty piece leaves its space, as in RULER: a needle at depth 0 starts with one.
     return " ".join(pieces), [float(depth) for depth in depths]
 

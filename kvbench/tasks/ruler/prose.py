@@ -30,24 +30,24 @@ _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 def sentences(seed: int | str) -> Iterator[str]:
     """Sentences without end, no two of them alike: the text of `seed`."""
     rng = random.Random(f"prose/{seed}")
-    seen: set[str] = set()
+    previous: set[str] = set()
     while True:
         grammar = _GRAMMAR | {rule: rng.sample(_GRAMMAR[rule], count) for rule, count in _CAST.items()}
         for _ in range(rng.randint(_SHORTEST, _LONGEST)):
             sentence = _sentence(grammar, rng)
             # A paragraph's few words allow many thousands of sentences, and the next paragraph has other words.
-            if sentence not in seen:
-                seen.add(sentence)
+            if sentence not in previous:
+                previous.add(sentence)
                 yield sentence
 
 
 def words(seed: int | str, count: int) -> list[str]:
     """The first `count` words of the text of `seed`; the last sentence may be cut."""
-    found: list[str] = []
+    collected: list[str] = []
     text = sentences(seed)
-    while len(found) < count:
-        found += next(text).split()
-    return found[:count]
+    while len(collected) < count:
+        collected += next(text).split()
+    return collected[:count]
 
 
 def _sentence(grammar: dict[str, list[Alternative]], rng: random.Random) -> str:

@@ -28,11 +28,11 @@ from kvbench.tasks.ruler.writers import (
     NOUNS,
     STRINGS,
     WONDERWORDS,
-    Cell,
     CommonWords,
     Count,
     Documents,
     FrequentWords,
+    RulerCell,
     Variables,
     Writer,
 )
@@ -62,7 +62,7 @@ READERS = {
     "hotpotqa": {"qa_2"},
     "words": {"cwe"},
 }
-ONE_IS_ENOUGH = ("qa_1", "qa_2")  # whose answers say the same; of all others each is wanted
+ANY_ANSWER_COUNTS = ("qa_1", "qa_2")  # whose answers say the same; of all others each is wanted
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -71,7 +71,7 @@ class Ruler(Task):
     """`samples` contexts for each subset and length, with `questions` prompts each, one after the other.
 
     Attributes:
-        subsets: names such as niah_single_2, of `known`.
+        subsets: names such as niah_single_2, of `valid_subsets`.
         lengths: tokens of a prompt and its answer together, as RULER counts them, and with the special tokens that the
             tokenizer adds and those of its chat template (RULER leaves out the former): what fits `length` fits a
             model's window of that length.
@@ -90,7 +90,7 @@ class Ruler(Task):
 
     name = "ruler"
     metric = "score"
-    known: tuple[str, ...] = ALL_SUBSETS
+    valid_subsets: tuple[str, ...] = ALL_SUBSETS
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Ruler(Task):
         data_dir: str | None = None,
         questions: int = 1,
     ) -> None:
-        unknown = [name for name in subsets if name not in self.known]
+        unknown = [name for name in subsets if name not in self.valid_subsets]
         if unknown or not subsets or len(set(subsets)) < len(subsets):
-            raise ValueError(f"task.subsets={list(subsets)}: different ones of {', '.join(self.known)}")
+            raise ValueError(f"task.subsets={list(subsets)}: different ones of {', '.join(self.valid_subsets)}")
         if not lengths or any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
             raise ValueError(f"task.lengths={list(lengths)}: different positive numbers, at least one")
         if data_dir == HUB and not set(lengths) <= MEGABYTES.keys():
@@ -121,18 +121,18 @@ class Ruler(Task):
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
         self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
-        self.max_new_tokens, self.asked = max_new_tokens, questions
+        self.max_new_tokens, self.per_context = max_new_tokens, questions
         self.data_dir, self.stored = None if data_dir is None else str(data_dir), data_dir is not None
-        asked = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
+        choices = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
             key: LocalFile(Path(str(value)).expanduser(), f"task.{key}")
-            for key, value in asked.items()
+            for key, value in choices.items()
             if value != (WONDERWORDS if key == "words" else GENERATED)
         }
         self.sources = self._sources()
 
     def __len__(self) -> int:
-        return len(self.subsets) * len(self.lengths) * self.count * self.asked
+        return len(self.subsets) * len(self.lengths) * self.count * self.per_context
 
     def _sources(self) -> Sequence[DataFile]:
         """The files that samples are made from."""
@@ -143,7 +143,7 @@ class Ruler(Task):
         return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
 
     def _stored_file(self, name: str, length: int) -> ruler_files.File:
-        return ruler_files.source(str(self.data_dir), name, self.lengths, length, self.count, self.known)
+        return ruler_files.source(str(self.data_dir), name, self.lengths, length, self.count, self.valid_subsets)
 
     @functools.cached_property
     def writers(self) -> dict[str, Writer]:
@@ -161,44 +161,48 @@ class Ruler(Task):
             ValueError: a length is too short for a subset, or a file is not what it should be.
         """
         cells = [(name, length) for length in self.lengths for name in self.subsets]
-        made = self._read(cells) if self.data_dir is not None else self._generated(cells, counter(tokenizer), seed)
-        yield from made
+        samples = self._read(cells) if self.data_dir is not None else self._generated(cells, counter(tokenizer), seed)
+        yield from samples
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The share of the answers that the output contains, in either case; of a question's, whether there is any."""
         text = cleaned(output).lower()
-        found = [answer.lower() in text for answer in sample.answers]
+        matches = [answer.lower() in text for answer in sample.answers]
         subset = sample.group.partition("/")[0]
-        if subset in ONE_IS_ENOUGH:
-            part = float(any(found))
+        if subset in ANY_ANSWER_COUNTS:
+            part = float(any(matches))
             return {self.metric: part, "string_match_part": part}
-        share = sum(found) / len(found) if found else 0.0
+        share = sum(matches) / len(matches) if matches else 0.0
         return {self.metric: share, "string_match_all": share}
 
     def _writer(self, name: str) -> Writer:
         if name == "qa_1":
             file = self.files.get("squad")
             read = ruler_texts.squad
-            return Documents(read(file, self.count, self.asked) if file else ruler_texts.Generated(1), self.asked)
+            return Documents(
+                read(file, self.count, self.per_context) if file else ruler_texts.GeneratedCorpus(1), self.per_context
+            )
         if name == "qa_2":
             file = self.files.get("hotpotqa")
             read = ruler_texts.hotpotqa
-            return Documents(read(file, self.count, self.asked) if file else ruler_texts.Generated(2), self.asked)
+            return Documents(
+                read(file, self.count, self.per_context) if file else ruler_texts.GeneratedCorpus(2), self.per_context
+            )
         if name == "cwe" and "words" in self.files:
             return CommonWords(*ruler_texts.vocabulary(self.files["words"], max(STRINGS["cwe"]["example"]["words"])))
         if name in _OTHERS:
             return _OTHERS[name]()
         if name == "vt":
-            return Variables(self.asked)
+            return Variables(self.per_context)
         source, essay = self._essays if name in READERS["haystack"] else ruler_texts.essays(None)
-        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source, questions=self.asked)
+        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source, questions=self.per_context)
 
     @functools.cached_property
     def _essays(self) -> tuple[str, ruler_texts.Essay]:
         return ruler_texts.essays(self.files.get("haystack"))
 
     def _generated(self, cells: list[tuple[str, int]], count: Count, seed: int) -> Iterator[Sample]:
-        fits = [Fit(Cell(name, length, seed, count), self.writers[name], self.fit) for name, length in cells]
+        fits = [Fit(RulerCell(name, length, seed, count), self.writers[name], self.fit) for name, length in cells]
         for fit in fits:
             fit.check()
         for index in range(self.count):
@@ -211,7 +215,7 @@ class Ruler(Task):
         name, length = fit.cell.name, fit.cell.length
         for number, written in enumerate((first, *first.others), 1):
             yield Sample(
-                id=f"{name}-{length}-{index}" + (f"-q{number}" if self.asked > 1 else ""),
+                id=f"{name}-{length}-{index}" + (f"-q{number}" if self.per_context > 1 else ""),
                 prompt=written.prompt,
                 answers=written.answers,
                 max_new_tokens=self._new_tokens(fit.writer.new_tokens),
@@ -226,13 +230,13 @@ class Ruler(Task):
         return official if self.max_new_tokens is None else min(self.max_new_tokens, official)
 
     def _read(self, cells: list[tuple[str, int]]) -> Iterator[Sample]:
-        found = []
+        loaded = []
         for name, length in cells:
             file = self._stored_file(name, length)
             meta = {"subset": name, "length": length, "data": file.label}
-            found.append((name, length, meta, ruler_files.stored(file, name, self.count, length)))
+            loaded.append((name, length, meta, ruler_files.stored(file, name, self.count, length)))
         for index in range(self.count):
-            for name, length, meta, rows in found:
+            for name, length, meta, rows in loaded:
                 row = rows[index]
                 yield Sample(
                     id=f"{name}-{length}-{row.row}",
@@ -253,7 +257,7 @@ class Niah(Ruler):
 
     name = "niah"
     metric = "string_match_all"
-    known = SUBSETS
+    valid_subsets = SUBSETS
 
 
 _OTHERS: dict[str, type[CommonWords] | type[FrequentWords]] = {"cwe": CommonWords, "fwe": FrequentWords}
@@ -276,8 +280,8 @@ def _check_questions(questions: object, subsets: Sequence[str], data_dir: str | 
         if name in _OTHERS:
             raise ValueError(f"{where}: {name} has one question about its words; use 1, or leave it out")
         if name in READERS["haystack"]:
-            each = STRINGS["niah"]["subsets"][name]["queries"] * STRINGS["niah"]["subsets"][name]["values"]
-            if (most := len(DEPTHS) // each) < questions:
+            needles = STRINGS["niah"]["subsets"][name]["queries"] * STRINGS["niah"]["subsets"][name]["values"]
+            if (most := len(DEPTHS) // needles) < questions:
                 raise ValueError(f"{where}: {name} has {len(DEPTHS)} places for needles, room for {most} questions")
 
 
@@ -286,14 +290,14 @@ class Counter:
     """Counts the tokens of a prompt as the model gets it.
 
     Attributes:
-        around: tokens that the chat template puts around a message.
+        template_tokens: tokens that the chat template puts around a message.
     """
 
     tokenizer: Tokenizer
-    around: int = 0
+    template_tokens: int = 0
 
     def __call__(self, text: str) -> int:
-        return len(self.tokenizer(text, verbose=False)["input_ids"]) + self.around
+        return len(self.tokenizer(text, verbose=False)["input_ids"]) + self.template_tokens
 
 
 def counter(tokenizer: Tokenizer) -> Counter:

@@ -87,17 +87,17 @@ def _read(file: LocalFile) -> tuple[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Question:
+class DocumentQuestion:
     """A question about documents.
 
     Attributes:
         answers: any of them is right.
-        needed: which of the documents hold the answer, from 0 on.
+        supporting: which of the documents hold the answer, from 0 on.
     """
 
     text: str
     answers: tuple[str, ...]
-    needed: tuple[int, ...]
+    supporting: tuple[int, ...]
 
 
 class Corpus(Protocol):
@@ -108,14 +108,14 @@ class Corpus(Protocol):
         """What results call it."""
 
     @property
-    def needed(self) -> int:
+    def documents_per_question(self) -> int:
         """Documents that a question needs."""
 
     @property
     def hardest(self) -> int:
         """Index of a question whose needed documents are longest."""
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
         """So many questions from the first on, and the documents of all; `stream` names the random numbers.
 
         The documents are without end, those needed first, then the nearest; those of a file come again.
@@ -123,17 +123,17 @@ class Corpus(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PublishedQuestion:
     """A question of a data set.
 
     Attributes:
-        needed: indices of the documents that hold the answer.
+        supporting: indices of the documents that hold the answer.
         near: of others that belong to it, the same article's or those it was published with.
     """
 
     text: str
     answers: tuple[str, ...]
-    needed: tuple[int, ...]
+    supporting: tuple[int, ...]
     near: tuple[int, ...]
 
 
@@ -142,30 +142,33 @@ class Published:
     """Questions of SQuAD or HotpotQA, in their order, about documents of the whole file."""
 
     name: str
-    needed: int
+    documents_per_question: int
     documents: Sequence[str]
-    asked: Sequence[Asked]
+    questions: Sequence[PublishedQuestion]
 
     @property
     def hardest(self) -> int:
         """The question that is longest with its documents."""
 
         def letters(index: int) -> int:
-            question = self.asked[index]
-            return len(question.text) + sum(len(self.documents[place]) for place in question.needed)
+            question = self.questions[index]
+            return len(question.text) + sum(len(self.documents[place]) for place in question.supporting)
 
-        return max(range(len(self.asked)), key=letters)
+        return max(range(len(self.questions)), key=letters)
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
         """The needed documents, then the near ones and after them all others in random order, then all again."""
-        asked, rng = self.asked[first : first + count], random.Random(f"ruler/{stream}")
-        needed = list(dict.fromkeys(place for one in asked for place in one.needed))
-        near = [place for one in asked for place in rng.sample(one.near, len(one.near))]
-        taken = dict.fromkeys([*needed, *near])
+        questions, rng = self.questions[first : first + count], random.Random(f"ruler/{stream}")
+        supporting = list(dict.fromkeys(place for question in questions for place in question.supporting))
+        near = [place for question in questions for place in rng.sample(question.near, len(question.near))]
+        taken = dict.fromkeys([*supporting, *near])
         others = (place for place in _shuffled(len(self.documents), rng) if place not in taken)
         order = chain(taken, others, _again(len(self.documents)))
         documents = (self.documents[place] for place in order)
-        return [Question(one.text, one.answers, tuple(map(needed.index, one.needed))) for one in asked], documents
+        return [
+            DocumentQuestion(question.text, question.answers, tuple(map(supporting.index, question.supporting)))
+            for question in questions
+        ], documents
 
 
 def squad(file: LocalFile, samples: int, questions: int) -> Published:
@@ -175,21 +178,21 @@ def squad(file: LocalFile, samples: int, questions: int) -> Published:
         ValueError: it has another schema, or too few questions.
     """
 
-    def read(data: Any) -> tuple[list[str], list[Asked]]:
+    def read(data: Any) -> tuple[list[str], list[PublishedQuestion]]:
         documents = sorted({paragraph["context"] for article in data["data"] for paragraph in article["paragraphs"]})
         place = {text: index for index, text in enumerate(documents)}
-        asked = []
+        answerable = []
         for article in data["data"]:
             near = list(dict.fromkeys(place[paragraph["context"]] for paragraph in article["paragraphs"]))
             for paragraph in article["paragraphs"]:
-                own = place[paragraph["context"]]
-                others = tuple(other for other in near if other != own)
+                current = place[paragraph["context"]]
+                others = tuple(other for other in near if other != current)
                 for entry in paragraph["qas"]:
                     texts = (answer["text"] for answer in entry["answers"])
                     answers = tuple(dict.fromkeys(text for text in texts if text.strip()))
                     if answers and not entry.get("is_impossible"):
-                        asked.append(Asked(entry["question"], answers, (own,), others))
-        return documents, asked
+                        answerable.append(PublishedQuestion(entry["question"], answers, (current,), others))
+        return documents, answerable
 
     return _published(file, samples, questions, 1, "SQuAD", read)
 
@@ -201,17 +204,17 @@ def hotpotqa(file: LocalFile, samples: int, questions: int) -> Published:
         ValueError: it has another schema, or too few questions.
     """
 
-    def read(data: Any) -> tuple[list[str], list[Asked]]:
+    def read(data: Any) -> tuple[list[str], list[PublishedQuestion]]:
         documents = sorted({_titled(*paragraph) for entry in data for paragraph in entry["context"]})
         place = {text: index for index, text in enumerate(documents)}
-        asked = []
+        answerable = []
         for entry in data:
             supporting = {title for title, _ in entry["supporting_facts"]}
-            own = {place[_titled(title, text)]: title in supporting for title, text in entry["context"]}
-            needed, near = ([index for index in own if own[index] is wanted] for wanted in (True, False))
+            is_supporting = {place[_titled(title, text)]: title in supporting for title, text in entry["context"]}
+            gold, near = ([index for index in is_supporting if is_supporting[index] is flag] for flag in (True, False))
             if entry["answer"].strip():
-                asked.append(Asked(entry["question"], (entry["answer"],), tuple(needed), tuple(near)))
-        return documents, asked
+                answerable.append(PublishedQuestion(entry["question"], (entry["answer"],), tuple(gold), tuple(near)))
+        return documents, answerable
 
     return _published(file, samples, questions, 2, "HotpotQA", read)
 
@@ -224,20 +227,20 @@ def _published(
     file: LocalFile,
     samples: int,
     questions: int,
-    needed: int,
+    documents_per_question: int,
     schema: str,
-    read: Callable[[Any], tuple[list[str], list[Asked]]],
+    read: Callable[[Any], tuple[list[str], list[PublishedQuestion]]],
 ) -> Published:
     name, content = _read(file)
     try:
-        documents, asked = read(parsed_json(content))
+        documents, usable = read(parsed_json(content))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.key}={file.file}: not the JSON of {schema} ({problem})") from error
-    if len(asked) < samples * questions:
-        each = f", task.questions={questions}" if questions > 1 else ""
-        raise ValueError(f"task.samples={samples}{each}: {file.label} has {len(asked)} questions with an answer")
-    return Published(name, needed, documents, asked[: samples * questions])
+    if len(usable) < samples * questions:
+        note = f", task.questions={questions}" if questions > 1 else ""
+        raise ValueError(f"task.samples={samples}{note}: {file.label} has {len(usable)} questions with an answer")
+    return Published(name, documents_per_question, documents, usable[: samples * questions])
 
 
 def _shuffled(count: int, rng: random.Random) -> Iterator[int]:
@@ -258,7 +261,7 @@ def _again(count: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedCorpus:
     """Short documents about invented people, without end; each name in them is made up for one sentence alone.
 
     Attributes:
@@ -270,20 +273,20 @@ class Generated:
     hardest = 0
 
     @property
-    def needed(self) -> int:
+    def documents_per_question(self) -> int:
         """A document for each hop."""
         return self.hops
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[Question], Iterator[str]]:
+    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
         """Questions of this sample alone."""
         cast = _Cast(random.Random(f"ruler/{stream}"))
-        made = [_one_hop(cast) if self.hops == 1 else _two_hops(cast) for _ in range(count)]
-        needed, near = ([text for one in made for text in one[place]] for place in (2, 3))
-        asked = [
-            Question(text, answers, tuple(range(self.hops * place, self.hops * (place + 1))))
-            for place, (text, answers, _, _) in enumerate(made)
+        drafts = [_single_hop(cast) if self.hops == 1 else _two_hops(cast) for _ in range(count)]
+        supporting, near = ([text for draft in drafts for text in draft[place]] for place in (2, 3))
+        questions = [
+            DocumentQuestion(text, answers, tuple(range(self.hops * place, self.hops * (place + 1))))
+            for place, (text, answers, _, _) in enumerate(drafts)
         ]
-        return asked, chain(needed, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast))
+        return questions, chain(supporting, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast))
 
 
 class _Cast:
@@ -308,16 +311,16 @@ class _Cast:
                 self.taken.add(name)
                 return name
 
-    def slots(self, name: str, **given: str) -> _Slots:
+    def slots(self, name: str, **values: str) -> _Slots:
         """The slots of a sentence about a person."""
-        return _Slots(self, name=name, surname=name.rpartition(" ")[2], **given)
+        return _Slots(self, name=name, surname=name.rpartition(" ")[2], **values)
 
 
 class _Slots(dict[str, str]):
     """A sentence's slots; what it does not have it makes up and keeps."""
 
-    def __init__(self, cast: _Cast, **given: str) -> None:
-        super().__init__(given)
+    def __init__(self, cast: _Cast, **values: str) -> None:
+        super().__init__(values)
         self.cast = cast
 
     def __missing__(self, kind: str) -> str:
@@ -325,15 +328,15 @@ class _Slots(dict[str, str]):
         return self[kind]
 
 
-Made = tuple[str, tuple[str, ...], list[str], list[str]]  # a question, its answers, documents needed and near
+QuestionDraft = tuple[str, tuple[str, ...], list[str], list[str]]  # a question, its answers, documents needed and near
 
 
-def _one_hop(cast: _Cast) -> Made:
+def _single_hop(cast: _Cast) -> QuestionDraft:
     rng = cast.rng
     article = _article(cast)
     gold = rng.randrange(len(article))
-    text, asked = article[gold]
-    question, answer = rng.choice(asked)
+    text, questions = article[gold]
+    question, answer = rng.choice(questions)
     near = [text for place, (text, _) in enumerate(article) if place != gold]
     rng.shuffle(near)
     return question, _accepted(answer), [text], near
@@ -349,16 +352,16 @@ def _article(cast: _Cast) -> list[tuple[str, list[tuple[str, str]]]]:
     name = cast.invent("person")
     article = []
     for first, *rest in _DATA["topics"].values():
-        sentences, asked = [], []
+        sentences, questions = [], []
         for text, question, answer in (first, *cast.rng.sample(rest, len(rest))):
             slots = cast.slots(name)
             sentences.append(text.format_map(slots))
-            asked.append((question.format_map(slots), slots[answer]))
-        article.append((" ".join(sentences), asked))
+            questions.append((question.format_map(slots), slots[answer]))
+        article.append((" ".join(sentences), questions))
     return article
 
 
-def _two_hops(cast: _Cast) -> Made:
+def _two_hops(cast: _Cast) -> QuestionDraft:
     first, second, question, answer = _pair(cast)
     return question, _accepted(answer), [first, second], []
 
@@ -385,9 +388,9 @@ def _person(cast: _Cast, name: str, other: str) -> tuple[str, str, list[tuple[st
     facts: list[tuple[str, Mapping[str, str], str]] = []
     targets = _DATA["targets"]
     for text, question, answer in cast.rng.sample(targets, len(targets)):
-        own = cast.slots(name)
-        sentences.append(text.format_map(own))
-        facts.append((question, own, answer))
+        fact_slots = cast.slots(name)
+        sentences.append(text.format_map(fact_slots))
+        facts.append((question, fact_slots, answer))
     return _titled(name, [" ".join(sentences)]), str(who.format_map(slots)), facts
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.tasks.ruler.texts import Corpus, Question
+from kvbench.tasks.ruler.texts import Corpus, DocumentQuestion
 
 Count = Callable[[str], int]
 
@@ -63,9 +63,9 @@ class Written:
         return self.prompt + self.answer_prefix
 
     @staticmethod
-    def all(asked: Sequence[Written]) -> Written:
+    def all(questions: Sequence[Written]) -> Written:
         """The first of several questions about one context, with the others."""
-        return replace(asked[0], others=tuple(asked[1:]))
+        return replace(questions[0], others=tuple(questions[1:]))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RulerCell:
     """Where a sample stands.
 
     Attributes:
@@ -130,7 +130,7 @@ class Writer(ABC):
         """What a sample of `length` tokens gives up at a time until it fits."""
 
     @abstractmethod
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """Sample `index` of a cell, to be written in any size from `least` on."""
 
     def official(self, size: int, length: int) -> int:
@@ -142,7 +142,7 @@ class Writer(ABC):
         """The sample whose shortest prompt is longest; any where they hardly differ."""
         return 0
 
-    def shortest(self, cell: Cell) -> Written:
+    def shortest(self, cell: RulerCell) -> Written:
         """A prompt that a length must have room for; one for all seeds and samples."""
         stand_in = replace(cell, seed=0, length=1 if cell.small else SMALL_LENGTH)
         return self.draft(stand_in, self.hardest).write(self.smallest)
@@ -173,7 +173,7 @@ class Variables(Writer):
         """Lines of noise."""
         return unit_of(_VT["units"], length)
 
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `Writer.draft`; the solved example before the task differs in names and value only."""
         rng = random.Random(f"ruler/{cell.stream(index)}/example")
         order = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
@@ -221,12 +221,12 @@ def _example_lines(count: Count) -> int:
 
     Its own tokens alone: those of a chat template and special ones, which stand around any text, are no part of it.
     """
-    around = count("")
+    template_tokens = count("")
     lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
 
     def fits(lines: int) -> bool:
         [solved] = Variables._tasks(1, letters, lines, random.Random(0), random.Random(0))
-        return count(solved.text) <= tokens + around
+        return count(solved.text) <= tokens + template_tokens
 
     while lines < tokens and fits(lines + 1):
         lines += 1
@@ -260,7 +260,7 @@ class CommonWords(Writer):
         """Different words."""
         return unit_of(_CWE["units"], length)
 
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `Writer.draft`."""
         regime, example = int(not cell.small), _CWE["example"]
         solved = _Vocabulary(self.singles, random.Random(f"ruler/{cell.stream(index)}/example"))
@@ -308,7 +308,7 @@ class FrequentWords(Writer):
         start, unit = (length - self.new_tokens) // _FWE["letters"], self.unit(length)
         return max(self.least, start + (size - start) // unit * unit)
 
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `Writer.draft`."""
         ranks = max(cell.length // 50, _FWE["asked"] + 2)
         rng = random.Random(f"ruler/{cell.stream(index)}")
@@ -355,7 +355,7 @@ class Documents(Writer):
     @property
     def least(self) -> int:
         """What the questions need, whatever else is left out."""
-        return self.corpus.needed * self.questions
+        return self.corpus.documents_per_question * self.questions
 
     @property
     def smallest(self) -> int:
@@ -371,13 +371,13 @@ class Documents(Writer):
         """That with the question whose needed documents are longest."""
         return self.corpus.hardest // self.questions
 
-    def draft(self, cell: Cell, index: int) -> Draft:
+    def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `Writer.draft`."""
-        asked, found = self.corpus.ask(cell.stream(index), index * self.questions, self.questions)
+        questions, document_stream = self.corpus.ask(cell.stream(index), index * self.questions, self.questions)
         texts: list[str] = []
 
         def read(count: int) -> None:
-            texts.extend(islice(found, max(0, count - len(texts))))
+            texts.extend(islice(document_stream, max(0, count - len(texts))))
 
         def write(size: int) -> Written:
             read(size)
@@ -389,21 +389,21 @@ class Documents(Writer):
             context = _QA["template"].format(context="\n\n".join(documents))
             repeated = {"different_documents": different} if (different := len(set(texts[:size]))) < size else {}
 
-            def ask(one: Question) -> Written:
-                question = _QA["question"].format(query=one.text)
-                depths = sorted(round(100 * order.index(index) / size, 2) for index in one.needed)
+            def ask(entry: DocumentQuestion) -> Written:
+                question = _QA["question"].format(query=entry.text)
+                depths = sorted(round(100 * order.index(index) / size, 2) for index in entry.supporting)
                 meta = {"documents": self.corpus.name, "depths": depths, **repeated}
-                return Written(context + question, question, _QA["answer_prefix"], one.answers, meta)
+                return Written(context + question, question, _QA["answer_prefix"], entry.answers, meta)
 
-            return Written.all([ask(one) for one in asked])
+            return Written.all([ask(entry) for entry in questions])
 
         def swap(index: int, letters: int) -> bool:
             """A long document may be next where a shorter one still fits."""
             read(index + _AHEAD)
             shorter = (other for other in range(index + 1, index + _AHEAD) if len(texts[other]) <= letters)
-            if (found := next(shorter, None)) is None:
+            if (place := next(shorter, None)) is None:
                 return False
-            texts[index], texts[found] = texts[found], texts[index]
+            texts[index], texts[place] = texts[place], texts[index]
             return True
 
         return Draft(write, swap)
@@ -419,29 +419,29 @@ def unit_of(units: Sequence[int], length: int) -> int:
 
 
 def different(
-    one: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
+    make: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
 ) -> list[str]:
     """`count` different ones of a kind of which there are `variety`, none of them `taken`.
 
     Raises:
         ValueError: so many that drawing different ones would take for ever.
     """
-    found = dict.fromkeys(taken)
-    wanted = len(found) + count
-    if 2 * wanted > variety:
-        raise ValueError(f"task.lengths: {wanted} different {kind} are needed, of {variety}; choose shorter lengths")
-    while len(found) < wanted:
-        found[one(rng)] = None
-    return list(found)[wanted - count :]
+    distinct = dict.fromkeys(taken)
+    total = len(distinct) + count
+    if 2 * total > variety:
+        raise ValueError(f"task.lengths: {total} different {kind} are needed, of {variety}; choose shorter lengths")
+    while len(distinct) < total:
+        distinct[make(rng)] = None
+    return list(distinct)[total - count :]
 
 
 def _coded(alphabet: str, letters: int, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
     """`count` different random strings of letters."""
 
-    def one(rng: random.Random) -> str:
+    def make(rng: random.Random) -> str:
         return "".join(rng.choices(alphabet, k=letters))
 
-    return different(one, len(alphabet) ** letters, "coded words", count, rng, taken)
+    return different(make, len(alphabet) ** letters, "coded words", count, rng, taken)
 
 
 _VOWELS, _CONSONANTS = "aeiou", "bdfgklmnprstvz"
@@ -460,7 +460,7 @@ class _Vocabulary:
     def __init__(self, singles: Sequence[str], rng: random.Random) -> None:
         self.singles = rng.sample(singles, len(singles))
         self.lots = [rng.random() for _ in range(_CWE["common"])]
-        self.made_up: list[str] = []
+        self.coined: list[str] = []
         self.rng = rng
 
     def words(self, size: int) -> tuple[list[str], list[str]]:
@@ -468,13 +468,13 @@ class _Vocabulary:
         count, more = len(self.lots), size - len(self.singles)
         if more <= 0:
             return self.singles[:count], self.singles[count:size]
-        if more > len(self.made_up):
-            variety, known = (
+        if more > len(self.coined):
+            variety, taken = (
                 len(_STARTS) ** 2 * len(_CLUSTERS) * len(_CONSONANTS) * len(_ENDS),
-                (*self.singles, *self.made_up),
+                (*self.singles, *self.coined),
             )
-            self.made_up += different(_made_up, variety, "made-up words", more - len(self.made_up), self.rng, known)
-        common, others = self.singles[:count], self.singles[count:] + self.made_up[:more]
+            self.coined += different(_coined_word, variety, "made-up words", more - len(self.coined), self.rng, taken)
+        common, others = self.singles[:count], self.singles[count:] + self.coined[:more]
         for index, lot in enumerate(self.lots[:more]):
             if lot * size >= len(self.singles):
                 # Where this made-up word lies among the others.
@@ -483,7 +483,7 @@ class _Vocabulary:
         return common, others
 
 
-def _made_up(rng: random.Random) -> str:
+def _coined_word(rng: random.Random) -> str:
     """A word that could be one: dorbalen, misuket."""
     choice = rng.choice
     return choice(_STARTS) + choice(_CLUSTERS) + choice(_STARTS) + choice(_CONSONANTS) + choice(_ENDS)

@@ -106,12 +106,12 @@ def best_tokens(
     """
     batch, kv_heads, _, head_dim = low.shape
     group = query.shape[1] // kv_heads
-    found = np.empty((batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64)
+    ids = np.empty((batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64)
     arrays = stored(query.view(batch, kv_heads, group, head_dim)), stored(low), stored(high), starts, rows
     work = 2 * batch * group * kv_heads * starts.shape[1] * head_dim
-    threads, longest = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)), np.empty(len(found), np.int64)
-    kernels.best_tokens(threads, *arrays, mean, join, found, longest)
-    return torch.from_numpy(found).view(batch, -1, found.shape[2])[:, :, : int(longest.max())]
+    threads, longest = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)), np.empty(len(ids), np.int64)
+    kernels.best_tokens(threads, *arrays, mean, join, ids, longest)
+    return torch.from_numpy(ids).view(batch, -1, ids.shape[2])[:, :, : int(longest.max())]
 
 
 @cache

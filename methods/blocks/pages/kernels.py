@@ -57,12 +57,12 @@ def _upper_bounds(low, high, falling, rising, scores):  # type: ignore[no-untype
 @jit
 def _halves(queries, falling, rising):  # type: ignore[no-untyped-def]
     """Add the negative and positive elements of queries [G, D] to [Q, D] each, Q = G or, for their mean, 1."""
-    asked = len(falling)
+    lists = len(falling)
     for g in range(len(queries)):
         for k in range(queries.shape[1]):
-            element = widen(queries[g, k]) / np.float32(len(queries) // asked)
-            falling[g % asked, k] += min(element, np.float32(0))
-            rising[g % asked, k] += max(element, np.float32(0))
+            element = widen(queries[g, k]) / np.float32(len(queries) // lists)
+            falling[g % lists, k] += min(element, np.float32(0))
+            rising[g % lists, k] += max(element, np.float32(0))
 
 
 @kernel
@@ -118,7 +118,7 @@ def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def best_tokens(threads, queries, low, high, starts, rows, mean, join, found, longest):  # type: ignore[no-untyped-def]
+def best_tokens(threads, queries, low, high, starts, rows, mean, join, ids, longest):  # type: ignore[no-untyped-def]
     """The tokens of the best pages of all KV heads, in so many threads.
 
     Args:
@@ -128,35 +128,35 @@ def best_tokens(threads, queries, low, high, starts, rows, mean, join, found, lo
         rows: [B, 3], of each row: pages, those that are ranked, tokens that fit.
         mean: pages are ranked by the mean bound of the group.
         join: the lists of the group are joined by rank, after the last page.
-        found: [B * Hkv, lists, most] int64; written, trailing -1.
+        ids: [B * Hkv, lists, most] int64; written, trailing -1.
         longest: [B * Hkv] int64; written, tokens of the longest list of each.
     """
-    given = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, found, longest
-    in_threads(threads, _best_tokens, given)
+    arguments = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, ids, longest
+    in_threads(threads, _best_tokens, arguments)
 
 
 @jit
-def _best_tokens(_, claims, queries, low, high, starts, rows, mean, join, found, longest):  # type: ignore[no-untyped-def]
+def _best_tokens(_, claims, queries, low, high, starts, rows, mean, join, ids, longest):  # type: ignore[no-untyped-def]
     kv_heads, group, head_dim = queries.shape[1:]
-    asked = 1 if mean else group
+    lists = 1 if mean else group
     at = claim(claims)
-    while at < len(found):
+    while at < len(ids):
         row, head = at // kv_heads, at % kv_heads
         pages, most, room = rows[row]
-        falling, rising = np.zeros((asked, head_dim), np.float32), np.zeros((asked, head_dim), np.float32)
+        falling, rising = np.zeros((lists, head_dim), np.float32), np.zeros((lists, head_dim), np.float32)
         _halves(queries[row, head], falling, rising)
-        scores = np.empty((asked, pages), np.float32)
+        scores = np.empty((lists, pages), np.float32)
         _upper_bounds(low[row, head], high[row, head], falling, rising, scores)
         most = min(most, pages)
-        ranked, values, picked = np.empty((asked, most), np.int32), np.empty(most, np.float32), np.empty(most, np.int32)
-        for asks in range(asked):
+        ranked, values, picked = np.empty((lists, most), np.int32), np.empty(most, np.float32), np.empty(most, np.int32)
+        for asks in range(lists):
             write_best(scores[asks], pages, ranked[asks], values, picked)
         if join:
-            joined = np.empty((1, asked * most + 1), np.int32)
+            joined = np.empty((1, lists * most + 1), np.int32)
             _joined(ranked, pages, joined[0])
             ranked = joined
         most = 0
-        for one in range(len(ranked)):
-            most = max(most, _tokens(ranked[one], starts[row], room, found[at, one]))
+        for list_index in range(len(ranked)):
+            most = max(most, _tokens(ranked[list_index], starts[row], room, ids[at, list_index]))
         longest[at] = most
         at = claim(claims)

@@ -1,7 +1,7 @@
 """Numba kernels of the DCI tree. `index.py` calls them, nobody else.
 
 They hold no state of their own and release the GIL: any number of threads may build, or ask, different trees at once,
-and different workspaces may ask the same tree. Nothing here allocates what it can take from a `Workspace`.
+and different workspaces may ask the same tree. Nothing here allocates what it can take from a `WorkArrays`.
 
 Words: a point is a row of the key memory. A node is the parent of points: node 0 is the root, every other node is
 itself a point of level 2 or more. A node's children lie in its chain of pages. The height of a key is
@@ -24,7 +24,7 @@ from methods.icecache.kernels.arrays import (
     SIZES,
     TOP,
     Tree,
-    Workspace,
+    WorkArrays,
 )
 from methods.icecache.kernels.layer import attend, insert_leaves
 from methods.icecache.kernels.levels import (
@@ -60,7 +60,7 @@ __all__ = [
     "SKETCH_LANES",
     "TOP",
     "Tree",
-    "Workspace",
+    "WorkArrays",
     "add_children",
     "add_nodes",
     "anchored_nodes",

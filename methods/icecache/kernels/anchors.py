@@ -7,7 +7,7 @@ import numpy as np
 from methods.blocks.kernels import jit, kernel, widen
 from methods.icecache.kernels.arrays import NODES, NONE
 from methods.icecache.kernels.levels import nearest_nodes
-from methods.icecache.kernels.products import height_of, products_of_one
+from methods.icecache.kernels.products import height_of, single_query_products
 
 BATCHED = 1000  # nodes above which points are searched for only after all others, too late for those to count them
 
@@ -64,7 +64,7 @@ def anchored_nodes(tree, rows, level, anchors, fov, exhaustive_below, work, pare
             row = rows[i]
             for k in range(tree.keys.shape[1]):
                 query[0, k] = widen(tree.keys[row, k])
-            products_of_one(tree.node_key, nodes, count, query, product)
+            single_query_products(tree.node_key, nodes, count, query, product)
             smallest = np.float32(np.inf)
             for k in range(count):
                 tree.point[row].affinity = product[0, k]

@@ -119,7 +119,7 @@ class _Workspace(NamedTuple):
     exact: Array
 
 
-class Workspace(_Lined, _Workspace):
+class WorkArrays(_Lined, _Workspace):
     """Memory for one kernel at a time; G queries.
 
     Attributes:
@@ -133,7 +133,7 @@ class Workspace(_Lined, _Workspace):
 
 
 class Lined(types.Type):
-    """A `Tree` or a `Workspace` in a kernel: a pointer to its line.
+    """A `Tree` or a `WorkArrays` in a kernel: a pointer to its line.
 
     Args:
         of: which of the two.

@@ -10,7 +10,7 @@ import numpy as np
 
 from methods.blocks.kernels import best, jit, write_best
 from methods.icecache.kernels.arrays import NONE
-from methods.icecache.kernels.products import asked_in_steps, products, products_of_one, sketched_products
+from methods.icecache.kernels.products import products, quantised_queries, single_query_products, sketched_products
 
 
 @jit
@@ -44,7 +44,7 @@ def _score_exactly(tree, query, bounds, doubt, runs, start, stop, scores, work):
             work.members[count] = work.rows[at]
             count += bounds[at] >= least
         ends[i - start] = count
-    products_of_one(tree.keys, work.members, count, query, work.exact)
+    single_query_products(tree.keys, work.members, count, query, work.exact)
     at = 0
     for i in range(start, stop):
         scores[i] = -np.inf
@@ -59,8 +59,8 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
 
     The P pages of the largest bounds are scored by their keys; the worst of them is what any other has to reach.
     """
-    wanted, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
-    asks, unit, half = asked_in_steps(queries, tree.sketch.shape[1])
+    most, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
+    asks, unit, half = quantised_queries(queries, tree.sketch.shape[1])
     sketched_products(tree, work.rows, count, asks, work.score, work.step)
     exact, chosen, order = np.empty(runs, np.float32), np.empty(runs, np.int32), np.empty(runs, np.int32)
     for g in range(len(queries)):
@@ -69,19 +69,19 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
             bounds[i] = work.step[i] * (unit[g] * bounds[i] + half[g])
         for run in range(runs):
             work.scratch[run] = _best_member(bounds, work.starts[run], work.starts[run + 1] - 1, size)
-        start, found, least = 0, best(work.scratch, runs, wanted, chosen), np.float32(np.inf)
-        while start < found:
-            _score_exactly(tree, queries[g : g + 1], bounds, doubt, chosen, start, found, exact, work)
-            for i in range(start, found):
+        start, chosen_count, least = 0, best(work.scratch, runs, most, chosen), np.float32(np.inf)
+        while start < chosen_count:
+            _score_exactly(tree, queries[g : g + 1], bounds, doubt, chosen, start, chosen_count, exact, work)
+            for i in range(start, chosen_count):
                 least = min(least, exact[i])
                 work.scratch[chosen[i]] = -np.inf
-            start = found
-            for run in range(runs if found == wanted else 0):
+            start = chosen_count
+            for run in range(runs if chosen_count == most else 0):
                 if work.scratch[run] >= least and work.scratch[run] > -np.inf:
-                    chosen[found] = run
-                    found += 1
-        write_best(exact, found, pages[g], scores[g], order)
-        for i in range(wanted):
+                    chosen[chosen_count] = run
+                    chosen_count += 1
+        write_best(exact, chosen_count, pages[g], scores[g], order)
+        for i in range(most):
             if pages[g, i] != NONE:
                 pages[g, i] = work.pages[chosen[pages[g, i]]]
 
@@ -99,24 +99,24 @@ def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyp
 
 
 @jit
-def interleave(lists, wanted):  # type: ignore[no-untyped-def]
+def interleave(lists, most):  # type: ignore[no-untyped-def]
     """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ..., without repeats.
 
     Returns:
-        [wanted] int32, trailing -1 (truncated union: the group's budget is that of one KV head).
+        [most] int32, trailing -1 (truncated union: the group's budget is that of one KV head).
     """
-    joined = np.empty(wanted, np.int32)
+    joined = np.empty(most, np.int32)
     highest = NONE
     for query in range(lists.shape[0]):
         for rank in range(lists.shape[1]):
             highest = max(highest, lists[query, rank])
-    seen = np.zeros(highest + 1, np.uint8)
+    taken = np.zeros(highest + 1, np.uint8)
     count = 0
     for rank in range(lists.shape[1]):
         for query in range(lists.shape[0]):
             entry = lists[query, rank]
-            if count < wanted and entry != NONE and not seen[entry]:
-                seen[entry] = 1
+            if count < most and entry != NONE and not taken[entry]:
+                taken[entry] = 1
                 joined[count] = entry
                 count += 1
     joined[count:] = NONE

@@ -63,8 +63,8 @@ def attend(works, directory, like, queries, regions, fov, ranked, p_dci, index, 
         counts: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a query of this
             head is not finite.
     """
-    asked = works, directory, like, queries, regions, fov, ranked, p_dci
-    in_threads(len(works), _attend, (np.zeros(1, np.int64), *asked, index, counts))
+    arguments = works, directory, like, queries, regions, fov, ranked, p_dci
+    in_threads(len(works), _attend, (np.zeros(1, np.int64), *arguments, index, counts))
 
 
 @jit
@@ -75,7 +75,7 @@ def _attend(number, claims, works, directory, like, queries, regions, fov, ranke
         head = claim(claims)
         if head >= len(directory):
             break
-        region, own = regions[head // heads], queries[head]
+        region, head_queries = regions[head // heads], queries[head]
         index[head] = NONE
         used[head] = count = _fixed(region, index[head])
         tree = at(directory, head, like[1])
@@ -83,19 +83,24 @@ def _attend(number, claims, works, directory, like, queries, regions, fov, ranke
         read[head], refused[head] = 0, False
         if region[CAPACITY] >= region[LENGTH] or pages <= 0:
             continue
-        refused[head] = not _finite(own)
+        refused[head] = not _finite(head_queries)
         if refused[head]:
             continue
         wide = max(least, pages, int(np.ceil(share * tree.state[POINTS])))
-        found, scores = np.empty((len(own), pages), np.int32), np.empty((len(own), pages), np.float32)
+        page_lists, scores = (
+            np.empty((len(head_queries), pages), np.int32),
+            np.empty((len(head_queries), pages), np.float32),
+        )
         if p_dci is not None:
-            read[head] = p_dci_pages(tree, own, wide, p_dci, found, scores, work)
+            read[head] = p_dci_pages(tree, head_queries, wide, p_dci, page_lists, scores, work)
         if ranked is not None:
             exhaustive_below, by_centroid, exact = ranked
-            runs = scan(tree, work) if exact else search(tree, own, wide, exhaustive_below, by_centroid, work)[1]
+            runs = (
+                scan(tree, work) if exact else search(tree, head_queries, wide, exhaustive_below, by_centroid, work)[1]
+            )
             read[head] = work.starts[runs]
-            best_pages(tree, runs, own, found, scores, work)
-        for page in interleave(found, pages):
+            best_pages(tree, runs, head_queries, page_lists, scores, work)
+        for page in interleave(page_lists, pages):
             if page == NONE:
                 break
             for slot in range(tree.page[page].count):

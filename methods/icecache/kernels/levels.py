@@ -81,13 +81,13 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
             heights[g] = height_of(tree, row)
             for k in range(tree.keys.shape[1]):
                 queries[g, k] = widen(tree.keys[row, k])
-        first, found, below = 0, 0, exhaustive_below
-        while first == found:
-            first, found = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, below, False, work)
+        first, stop, below = 0, 0, exhaustive_below
+        while first == stop:
+            first, stop = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, below, False, work)
             below = tree.state[NODES]  # where the best nodes above are new and have no children: all of the level
         for g in range(size):
             highest = np.float32(-np.inf)
-            for i in range(first, found):
+            for i in range(first, stop):
                 highest = max(highest, work.node_score[g, i])
             index = first
             while work.node_score[g, index] != highest:
@@ -129,18 +129,18 @@ def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _undecided(tree, found, work):  # type: ignore[no-untyped-def]
+def _undecided(tree, ranked, work):  # type: ignore[no-untyped-def]
     """work.rows: the children of marked nodes that may be nearer to a newcomer than to their parents; how many.
 
     A child is not, by the triangle inequality, if its distance to its parent is at most half of the newcomer's to that
     parent; |T_K(x) - T_K(y)|^2 = 2 c^2 - 2 <T_K(x), T_K(y)>.
 
     Args:
-        found: how many nodes are in work.nodes, and their products with the newcomer in work.node_score[0].
+        ranked: how many nodes are in work.nodes, and their products with the newcomer in work.node_score[0].
     """
     squared_c, count = tree.largest[0], 0
     decided = np.empty(tree.state[NODES], np.float32)  # a child's product with its parent from which it stays
-    for i in range(found):
+    for i in range(ranked):
         decided[work.nodes[i]] = squared_c - (squared_c - work.node_score[0, i]) / 4 + CLOSE * squared_c
     for node in range(tree.state[NODES]):
         if work.marked[node]:
@@ -161,14 +161,14 @@ def leave_for(tree, node, fov, exhaustive_below, work):  # type: ignore[no-untyp
     Returns:
         how many, in work.rows.
     """
-    own, level = tree.node[node].point, tree.node[node].level
+    point, level = tree.node[node].point, tree.node[node].level
     query, height = tree.node_key[node : node + 1], np.empty(1, np.float32)
-    height[0] = height_of(tree, own)
-    _, found = rank_nodes(tree, query, height, level, False, fov, exhaustive_below, False, work)
+    height[0] = height_of(tree, point)
+    _, ranked = rank_nodes(tree, query, height, level, False, fov, exhaustive_below, False, work)
     wide = tree.level_size[level] <= exhaustive_below
-    mark_front(tree, found, 1, level, found if wide else fov, work)
-    count = _undecided(tree, found, work)
-    affinities(tree, own, work.rows, count, work)
+    mark_front(tree, ranked, 1, level, ranked if wide else fov, work)
+    count = _undecided(tree, ranked, work)
+    affinities(tree, point, work.rows, count, work)
     leaving = 0
     for i in range(count):
         row = work.rows[i]

@@ -10,7 +10,7 @@ import numpy as np
 
 from methods.blocks.kernels import best, jit, sort, write_best
 from methods.icecache.kernels.arrays import NONE, PAGES, ROOT, TOP
-from methods.icecache.kernels.products import height_of, products_of_one
+from methods.icecache.kernels.products import height_of, single_query_products
 from methods.icecache.kernels.ranking import children_of
 
 BATCH = 128  # entries of a sorted projection that are visited before any test whether to stop
@@ -51,10 +51,10 @@ def _project(tree, query, directions):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _visit(tree, count, target, composites, wanted, share, work):  # type: ignore[no-untyped-def]
+def _visit(tree, count, target, composites, least, share, work):  # type: ignore[no-untyped-def]
     """Keep, of a node's children work.rows[:count], the candidates: those met in all simple indices of a composite.
 
-    In turn, each composite's simple index whose batch ends nearest to the query visits it, until there are `wanted`
+    In turn, each composite's simple index whose batch ends nearest to the query visits it, until there are `least`
     candidates, and `share` of the children or as many visits as a composite has entries.
 
     Returns:
@@ -81,9 +81,9 @@ def _visit(tree, count, target, composites, wanted, share, work):  # type: ignor
         bounds[j, 0], bounds[j, 1] = high - 1, high
         after[j, 0], after[j, 1], gap[j] = _next_batch(values[j], target[j], high - 1, high)
     enough = np.ceil(np.float32(share) * np.float32(count))
-    met, kept = np.zeros((composites, count), np.int32), np.zeros(count, np.uint8)
+    met, is_candidate = np.zeros((composites, count), np.int32), np.zeros(count, np.uint8)
     visits = candidates = 0
-    while candidates < wanted or (candidates < enough and visits < simple * count):
+    while candidates < least or (candidates < enough and visits < simple * count):
         for composite in range(composites):
             j = composite * simple + np.argmin(gap[composite * simple : (composite + 1) * simple])
             for at in range(after[j, 0] + 1, after[j, 1]):
@@ -91,21 +91,21 @@ def _visit(tree, count, target, composites, wanted, share, work):  # type: ignor
                     i = order[j, at]
                     met[composite, i] += 1
                     visits += 1
-                    if met[composite, i] == simple and not kept[i]:
-                        kept[i] = 1
+                    if met[composite, i] == simple and not is_candidate[i]:
+                        is_candidate[i] = 1
                         candidates += 1
             bounds[j, 0], bounds[j, 1] = after[j, 0], after[j, 1]
             after[j, 0], after[j, 1], gap[j] = _next_batch(values[j], target[j], bounds[j, 0], bounds[j, 1])
-    found = 0
+    filled = 0
     for i in range(count):
-        work.rows[found] = work.rows[i]
-        found += kept[i]
-    return found
+        work.rows[filled] = work.rows[i]
+        filled += is_candidate[i]
+    return filled
 
 
 @jit
-def _descend(tree, query, fov, wanted, p_dci, scores, work):  # type: ignore[no-untyped-def]
-    """Offer the beam of each upper level, and of level 1 the best `wanted` children of every node in the beam above.
+def _descend(tree, query, fov, width, p_dci, scores, work):  # type: ignore[no-untyped-def]
+    """Offer the beam of each upper level, and of level 1 the best `width` children of every node in the beam above.
 
     Args:
         query: [1, D].
@@ -120,12 +120,12 @@ def _descend(tree, query, fov, wanted, p_dci, scores, work):  # type: ignore[no-
     work.nodes[0] = ROOT
     beam, offered, visited = 1, 0, 0
     for level in range(tree.state[TOP], 0, -1):
-        most, first = wanted if level == 1 else fov, offered
+        most, first = width if level == 1 else fov, offered
         for at in range(beam):
             count = children_of(tree, work.nodes[at], 0, work)
             if count > most:
                 count = _visit(tree, count, target, composites, most, share, work)
-            products_of_one(tree.keys, work.rows, count, query, work.exact)
+            single_query_products(tree.keys, work.rows, count, query, work.exact)
             visited += count
             for i in range(best(work.exact[0], count, most, work.picked)):
                 work.members[offered] = work.rows[work.picked[i]]

@@ -175,11 +175,11 @@ def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
         best(work.score[0], count, 1, work.picked)
         return tree.point[work.rows[work.picked[0]]].page
     last = tree.direction.shape[1] - 1
-    own = tree.projection[row, 0] + height_of(tree, row) * tree.direction[0, last]
+    projection = tree.projection[row, 0] + height_of(tree, row) * tree.direction[0, last]
     while tree.page[page].next != NONE:
         for slot in range(tree.page[page].count):
             member = tree.slots[page, slot]
-            if tree.projection[member, 0] + height_of(tree, member) * tree.direction[0, last] >= own:
+            if tree.projection[member, 0] + height_of(tree, member) * tree.direction[0, last] >= projection:
                 return page
         page = tree.page[page].next
     return page

@@ -67,14 +67,16 @@ class _Writer:
         bits = builder.shl(builder.zext(value, word), shift)
         return builder.bitcast(bits, self.sum if wide else ir.FloatType())
 
-    def plus(self, one, other):  # type: ignore[no-untyped-def]
+    def plus(self, first, second):  # type: ignore[no-untyped-def]
         """The sum of two vectors."""
-        return self.builder.add(one, other) if self.sketched else self.builder.fadd(one, other, flags=FLAGS)
+        return self.builder.add(first, second) if self.sketched else self.builder.fadd(first, second, flags=FLAGS)
 
-    def plus_lanes(self, one, other, left, right):  # type: ignore[no-untyped-def]
-        """The sum of lanes `left` and `right` of two vectors, numbered through both."""
-        kind = ir.VectorType(ir.IntType(32), len(left))
-        return self.plus(*(self.builder.shuffle_vector(one, other, ir.Constant(kind, at)) for at in (left, right)))
+    def plus_lanes(self, first, second, first_lanes, second_lanes):  # type: ignore[no-untyped-def]
+        """The sum of lanes `first_lanes` and `second_lanes` of two vectors, numbered through both."""
+        kind = ir.VectorType(ir.IntType(32), len(first_lanes))
+        return self.plus(
+            *(self.builder.shuffle_vector(first, second, ir.Constant(kind, at)) for at in (first_lanes, second_lanes))
+        )
 
     def product(self, query, key, wide):  # type: ignore[no-untyped-def]
         """What a step adds to a sum: a vector of products, of sketches added up in pairs; one product as lane 0."""
@@ -92,9 +94,9 @@ class _Writer:
         with cgutils.for_range_slice(builder, start, stop, step, self.index) as (k, _):
             numbers = [self.load(key, k, wide) for key in keys]
             for query, of_query in zip(queries, sums, strict=True):
-                asked = self.load(query, k, wide)
+                query_vector = self.load(query, k, wide)
                 for number, total in zip(numbers, of_query, strict=True):
-                    builder.store(self.plus(builder.load(total), self.product(asked, number, wide)), total)
+                    builder.store(self.plus(builder.load(total), self.product(query_vector, number, wide)), total)
 
     def store_sums(self, sums, pointer):  # type: ignore[no-untyped-def]
         """Add up the lanes of each of `TILE` sums, and store these as float32 side by side."""
@@ -115,7 +117,7 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         matrix_type, rows_type, _, queries_type, _, out_type = signature.args
-        matrix, rows, i, asked, g, out = arguments
+        matrix, rows, i, query_array, g, out = arguments
         code = _Writer(context, builder, sketched)
         zero, keys, queries, outs = code.number(0), [], [], []
         for t in range(TILE):
@@ -123,10 +125,10 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
             keys.append((matrix_type, code.pointer(matrix_type, matrix, builder.sext(row, code.index), zero)))
         for j in range(group):
             at = builder.add(g, code.number(j))
-            queries.append((queries_type, code.pointer(queries_type, asked, at, zero)))
+            queries.append((queries_type, code.pointer(queries_type, query_array, at, zero)))
             outs.append(code.pointer(out_type, out, at, i))
         sums = [[cgutils.alloca_once_value(builder, ir.Constant(code.sum, None)) for _ in keys] for _ in queries]
-        width = builder.extract_value(context.make_array(queries_type)(context, builder, value=asked).shape, 1)
+        width = builder.extract_value(context.make_array(queries_type)(context, builder, value=query_array).shape, 1)
         whole = builder.and_(width, code.number(-code.lanes))
         code.add_products(keys, queries, sums, zero, whole, wide=True)
         if not sketched:  # whose width is a whole number of vectors
@@ -165,19 +167,19 @@ def products(matrix, rows, start, stop, queries, out):  # type: ignore[no-untype
         if i + AHEAD + TILE < stop:
             _fetch(matrix, rows, i + AHEAD)
         for g in range(0, queries.shape[0], TILE):
-            left = queries.shape[0] - g
-            if left >= 4:
+            remaining = queries.shape[0] - g
+            if remaining >= 4:
                 _keys_of_4(matrix, rows, i, queries, g, out)
-            elif left == 3:
+            elif remaining == 3:
                 _keys_of_3(matrix, rows, i, queries, g, out)
-            elif left == 2:
+            elif remaining == 2:
                 _keys_of_2(matrix, rows, i, queries, g, out)
             else:
                 _keys_of_1(matrix, rows, i, queries, g, out)
 
 
 @jit
-def products_of_one(matrix, rows, stop, query, out):  # type: ignore[no-untyped-def]
+def single_query_products(matrix, rows, stop, query, out):  # type: ignore[no-untyped-def]
     """As `products` from 0 on, with one query [1, D]: compiled in a fraction of the time."""
     if stop == 0:
         return
@@ -201,19 +203,19 @@ def sketched_products(tree, rows, stop, asks, out, step):  # type: ignore[no-unt
         for t in range(TILE):
             step[i + t] = tree.step[rows[i + t], 0]
         for g in range(0, asks.shape[0], TILE):
-            left = asks.shape[0] - g
-            if left >= 4:
+            remaining = asks.shape[0] - g
+            if remaining >= 4:
                 _sketches_of_4(tree.sketch, rows, i, asks, g, out)
-            elif left == 3:
+            elif remaining == 3:
                 _sketches_of_3(tree.sketch, rows, i, asks, g, out)
-            elif left == 2:
+            elif remaining == 2:
                 _sketches_of_2(tree.sketch, rows, i, asks, g, out)
             else:
                 _sketches_of_1(tree.sketch, rows, i, asks, g, out)
 
 
 @jit
-def asked_in_steps(queries, width):  # type: ignore[no-untyped-def]
+def quantised_queries(queries, width):  # type: ignore[no-untyped-def]
     """Queries [G, D] as sketches [G, width] are asked.
 
     Returns:
@@ -289,7 +291,7 @@ def affinities(tree, row, rows, count, work):  # type: ignore[no-untyped-def]
     query = np.empty((1, tree.keys.shape[1]), np.float32)
     for k in range(tree.keys.shape[1]):
         query[0, k] = widen(tree.keys[row, k])
-    products_of_one(tree.keys, rows, count, query, work.score)
+    single_query_products(tree.keys, rows, count, query, work.score)
     height = height_of(tree, row)
     for i in range(count):
         work.scratch[i] = work.score[0, i]

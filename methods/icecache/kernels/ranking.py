@@ -96,9 +96,9 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
         level -= 1
     count = 0
     for node in range(tree.state[NODES]):
-        own = tree.node[node].level
-        work.opened[node] = own > level
-        if node != ROOT and (own == level or (upper and own > level)):
+        node_level = tree.node[node].level
+        work.opened[node] = node_level > level
+        if node != ROOT and (node_level == level or (upper and node_level > level)):
             work.nodes[count] = node
             count += 1
     first = 0
