@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -156,6 +157,34 @@ def test_a_function_fits_a_screen_and_a_class_can_be_kept_in_mind() -> None:
 def test_a_file_reads_in_one_sitting() -> None:
     sizes = {str(path.relative_to(CHECKOUT)): len(path.read_text().splitlines()) for path in sources(*CODE)}
     assert {name: size for name, size in sizes.items() if size > (300 if name.startswith("methods") else 600)} == {}
+
+
+# Words that say nothing of what a name holds, as one of the words of a name.
+VAGUE = {
+    *("own", "found", "given", "held", "made", "kept", "asked", "wanted", "known", "seen", "needed", "told", "said"),
+    *("one", "each", "around", "beside", "apart", "alike", "together", "left", "coming", "going", "about"),
+}
+TWICE = {"Backend"}  # what runs a model: kvbench's interface, and the class that vLLM finds by this name
+
+
+def names_of(node: ast.AST) -> str:
+    """The identifier that a node is or binds; "" for none."""
+    if isinstance(node, ast.Name | ast.arg | ast.Attribute | ast.FunctionDef | ast.ClassDef):
+        return next(str(value) for key in ("id", "arg", "attr", "name") if (value := getattr(node, key, None)))
+    return ""
+
+
+@pytest.mark.parametrize("package", ["kvbench", "methods", "scripts"])
+def test_names_say_what_things_are(package: str) -> None:
+    identifiers = [name for path in sources(package) for node in nodes(path) if (name := names_of(node))]
+    vague = Counter(name for name in identifiers if not VAGUE.isdisjoint(name.lower().strip("_").split("_")))
+    assert vague.total() <= 0.01 * len(identifiers), vague.most_common(20)
+
+
+@pytest.mark.parametrize("package", ["kvbench", "methods"])
+def test_no_two_classes_have_one_name(package: str) -> None:
+    classes = Counter(node.name for path in sources(package) for node in nodes(path) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in classes.items() if count > 1} <= TWICE
 
 
 @pytest.mark.slow
