@@ -280,7 +280,8 @@ def run_loop(
     audit_every: int = 1,
     **options: Any,
 ) -> tuple[Generation, Engine]:
-    """The measured loop over a batch; `steps` decode steps come after the first token."""
+    """The measured loop over a batch, any budget; `steps` decode steps come after the first token."""
+    method.minimum = {}
     engine = engine_for(
         loaded.model,
         list(map(len, prompts)),
@@ -499,8 +500,10 @@ def drive(
     template: Template = TEMPLATE,
     scores: HeadScores | None = None,
     after_prefill: Callable[[Engine], None] = lambda engine: None,
+    any_budget: bool = True,  # below the least of the method's YAML, too, as streams are short
 ) -> Driven:
     """Feed a stream to an engine as `hf.py` does: rows right-padded, or left-padded as under `model.generate`."""
+    method.minimum = {} if any_budget else method.minimum
     layers, columns = len(fixed.queries), max(fixed.lengths)
     offsets = [columns - length if left else 0 for length in fixed.lengths]
     shape = fixed.shape(dense_layers)

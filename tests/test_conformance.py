@@ -155,7 +155,7 @@ def test_an_engine_refuses_less_than_the_least(case: Case, accounting: str) -> N
     least = (case.facts.get("minimum") or {}).get(accounting) or 1
     if least > 1:
         with pytest.raises(ConfigError, match=f"budget={least - 1}: below the minimum of .*, {least} tokens"):
-            drive(stream(60, steps=1), case.as_configured(), least - 1, accounting=accounting)
+            drive(stream(60, steps=1), case.as_configured(), least - 1, accounting=accounting, any_budget=False)
 
 
 def limits(driven: Driven) -> Iterator[float]:

@@ -23,7 +23,7 @@ from kvbench.report.data.sizes import bytes_stored
 from kvbench.report.data.style import style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
-from kvbench.report.figures.labels import apart
+from kvbench.report.figures.labels import with_gaps
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = 1024  # bytes of a token's keys and values in all layers
@@ -130,7 +130,7 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.08))
 def test_names_keep_their_order_and_a_gap_and_move_no_more_than_they_must(wanted: list[float], gap: float) -> None:
     wanted = sorted(wanted)
-    found = apart(wanted, gap)
+    found = with_gaps(wanted, gap)
     assert all(above - below >= gap - 1e-9 for below, above in zip(found, found[1:], strict=False))
     assert found[0] >= -1e-9 and found[-1] <= 1 + 1e-9
     if all(above - below >= gap for below, above in zip(wanted, wanted[1:], strict=False)):
