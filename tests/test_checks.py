@@ -218,6 +218,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
         ("probe.every=-1", "probe.every=-1: expected a whole number, 0 or more"),
         ("protocol.generated=some", "protocol.generated='some': one of free, counted"),
         ("protocol.question=later", "protocol.question='later': one of with, after, decode"),
+        ("backend.version=2", "backend.version=2: a fact of hf"),
         (
             "+protocol.question_as_decode=true",
             "protocol.question_as_decode=true: no such key; did you mean protocol.question=",

@@ -156,7 +156,7 @@ def _check_keys(run: Any) -> None:
         if type(default) in (int, float, bool) and isinstance(value, list):
             several = ",".join(map(show, value))
             raise ConfigError(f"{key}={show(value)}: expected one value; several are a sweep, {key}={several} with -m")
-    for group in ("method", "task"):
+    for group in ("method", "task", "backend"):
         original = shipped(group, str(run[group]["name"])) or {}
         check_types(group, run[group], original)
         for key in sorted(FACTS & original.keys()):
