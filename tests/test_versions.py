@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import stored
 
 from kvbench.config import PACKAGE, shipped
+from kvbench.report.data.frame import collect
 from kvbench.runs import identity, versions
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.versions import files_digest, files_of, version_of, versions_in
@@ -117,6 +119,20 @@ def test_versions_are_known_without_torch() -> None:
     rooms = "kvbench.runs.folder, kvbench.runs.versions, kvbench.runs.summary"
     program = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent).returncode == 0
+
+
+@pytest.mark.parametrize(("version", "count"), [(1, 1), (2, 2)])
+def test_coded_runs_are_paired_with_full_attention_whatever_their_version(
+    tmp_path: Path, version: int, count: int
+) -> None:
+    first = {"harness": 1, "backend": 1, "method": 1, "task": 1}
+    int8 = {"kv": {"device": "int8", "host": "int8"}}
+    stored(tmp_path, "full", None, versions=first)
+    stored(tmp_path, "quest", config=int8)
+    stored(tmp_path, "quest", config=int8, versions={**first, "kv": {"int8": version}})
+    runs = collect([tmp_path])
+    coded = [run for run in runs if run.arm["method"] == "quest"]
+    assert len(coded) == count and all(run.full() is not None for run in coded)
 
 
 def test_a_raised_harness_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "seed": _whole(arm_config, "seed"),
         "batch": _whole(arm_config, "batch"),
         "attention": arm_config["attention"],
-        "kv": str(kv_in(arm_config)),
+        "kv": _kv(identity),
         "backend": backend_name(arm_config),
         "decode": identity.get("decode") or ALONE,
         "device": identity["device"],
@@ -203,7 +203,14 @@ def _versions(identity: Mapping[str, Any]) -> dict[str, str]:
     """What code the numbers are of: runs of other versions of the harness, the backend or the task are not paired."""
     versions = {key: printable(show(value)) for key, value in versions_in(identity).items()}
     harness = versions.pop("harness")
+    versions.pop("kv", None)  # which stands in the name of the kind: full attention holds its tokens otherwise
     return {"harness": harness, **{f"{key}.version": value for key, value in versions.items()}}
+
+
+def _kv(identity: Mapping[str, Any]) -> str:
+    """How keys and values are held; a code of a later version than the first says which."""
+    later = {kind: number for kind, number in versions_in(identity).get("kv", {}).items() if number != 1}
+    return " ".join([str(kv_in(identity["config"])), *(f"{kind}:v{number}" for kind, number in sorted(later.items()))])
 
 
 def _whole(arm_config: Mapping[str, Any], key: str) -> int:
