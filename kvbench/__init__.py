@@ -1,4 +1,5 @@
-"""kvbench: KV-cache methods compared on the same model, prompt, kernel and budget, every byte and millisecond counted.
+"""kvbench: KV-cache methods compared on the same model, prompt, kernel and budget, every byte and
+millisecond counted.
 
 Importing this package costs nothing: torch and transformers load when a name below is first used.
 """

@@ -1,4 +1,7 @@
-"""The budget C: what it may be, what it is in tokens, and the smallest that a method can keep to. No torch."""
+"""The budget C: what it may be, what it is in tokens, and the smallest that a method can keep to.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,20 @@ Accounting = Literal["paper", "unified"]
 class Budget:
     """The budget C of a run and the way of counting.
 
-    Attributes:
-        size: tokens (int >= 1), a fraction of the prompt (float in (0, 1]), or None: the preset's own sizes.
-        accounting: "paper", the published rule; "unified", everything attended counts inside C.
-        generated: "free", generated tokens stay outside C where the published rule leaves them; "counted", never.
-        minimum: smallest C, in tokens, with which the method keeps its rule.
-        method: whose budget it is, for messages.
+    Attributes
+    ----------
+    size
+        tokens (int >= 1), a fraction of the prompt (float in (0, 1]), or None: the preset's own
+        sizes.
+    accounting
+        "paper", the published rule; "unified", everything attended counts inside C.
+    generated
+        "free", generated tokens stay outside C where the published rule leaves them; "counted",
+        never.
+    minimum
+        smallest C, in tokens, with which the method keeps its rule.
+    method
+        whose budget it is, for messages.
     """
 
     size: int | float | None
@@ -40,32 +51,51 @@ class Budget:
     ) -> Budget:
         """The budget of a run of `method`: what was asked for, or the method's preset.
 
-        Args:
-            requested: tokens (int), a fraction of the prompt (float), or None: the preset.
-            method: its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each accounting,
-                None for any, and no less than for "unified" where generated tokens count; `preset`, its own size, None
-                where it has several. What is absent is unknown.
-            accounting, generated: see the attributes.
+        Parameters
+        ----------
+        requested
+            tokens (int), a fraction of the prompt (float), or None: the preset.
+        method
+            its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each
+            accounting, None for any, and no less than for "unified" where generated tokens count;
+            `preset`, its own size, None where it has several. What is absent is unknown.
+        accounting, generated
+            see the attributes.
 
-        Raises:
-            ConfigError: not a number, out of range, below the minimum, or an accounting without a rule.
+        Raises
+        ------
+        ConfigError
+            not a number, out of range, below the minimum, or an accounting without a rule.
         """
-        right = "tokens (256), a fraction of the prompt in (0, 1] (0.1), or null for the method's preset"
+        right = (
+            "tokens (256), a fraction of the prompt in (0, 1] (0.1), or null for the method's"
+            " preset"
+        )
         if isinstance(requested, bool) or not isinstance(requested, (int, float, type(None))):
             raise ConfigError(f"budget={show(requested)}: not a number; expected {right}")
-        if isinstance(requested, float) and not 0 < requested <= 1 or isinstance(requested, int) and requested < 1:
+        if (
+            isinstance(requested, float)
+            and not 0 < requested <= 1
+            or isinstance(requested, int)
+            and requested < 1
+        ):
             raise ConfigError(f"budget={requested}: out of range; expected {right}")
         name, minimum = str(method.get("name", "the method")), method.get("minimum")
         if minimum is not None and accounting not in minimum:
             raise ConfigError(
-                f"protocol.accounting={accounting}: {name} has no rule for it; expected {' | '.join(minimum)}"
+                f"protocol.accounting={accounting}: {name} has no rule for it; expected"
+                f" {' | '.join(minimum)}"
             )
         if requested is None:
             _check_preset(name, method.get("preset"))
-        budget = cls(size_of(requested, method), accounting, generated, method=name).of_method(minimum or {})
+        budget = cls(size_of(requested, method), accounting, generated, method=name).of_method(
+            minimum or {}
+        )
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
-            raise ConfigError(f"budget={preset if requested is None else f'{requested}:'} {budget._below_minimum}")
+            raise ConfigError(
+                f"budget={preset if requested is None else f'{requested}:'} {budget._below_minimum}"
+            )
         return budget
 
     def of_method(self, minimum: Mapping[str, int | None]) -> Budget:
@@ -84,13 +114,18 @@ class Budget:
         return self.unified or self.generated == "counted"
 
     def tokens(self, length: int) -> int:
-        """C in tokens for a prompt of `length` tokens; a fraction rounds up, and is no less than the minimum.
+        """C in tokens for a prompt of `length` tokens; a fraction rounds up, and is no less than
+        the minimum.
 
-        Raises:
-            ValueError: the size is None, so only the method knows its sizes.
+        Raises
+        ------
+        ValueError
+            the size is None, so only the method knows its sizes.
         """
         if self.size is None:
-            raise ValueError("budget=null leaves the sizes to the method, and this method has none of its own")
+            raise ValueError(
+                "budget=null leaves the sizes to the method, and this method has none of its own"
+            )
         return max(self.minimum, self._share(length)) if isinstance(self.size, float) else self.size
 
     def _share(self, length: int) -> int:
@@ -102,8 +137,10 @@ class Budget:
     def check_prompt(self, length: int) -> None:
         """Refuse what leaves a prompt of `length` tokens fewer than the method can keep to.
 
-        Raises:
-            ConfigError: tokens below the minimum; or a fraction that makes so few, and not the whole prompt.
+        Raises
+        ------
+        ConfigError
+            tokens below the minimum; or a fraction that makes so few, and not the whole prompt.
         """
         if isinstance(self.size, int) and self.size < self.minimum:
             raise ConfigError(f"budget={self.size}: {self._below_minimum}")
@@ -121,8 +158,10 @@ class Budget:
 def _check_preset(name: str, preset: Any) -> None:
     """Whether a method's preset is a budget, or None.
 
-    Raises:
-        ConfigError: it is not.
+    Raises
+    ------
+    ConfigError
+        it is not.
     """
     fits = type(preset) is int and preset >= 1 or type(preset) is float and 0 < preset <= 1
     if preset is not None and not fits:
@@ -131,7 +170,9 @@ def _check_preset(name: str, preset: Any) -> None:
 
 
 def size_of(requested: int | float | None, method: Mapping[str, Any]) -> int | float | None:
-    """The size of a budget: what was asked for, or the preset of the method, whose facts are as in its YAML."""
+    """The size of a budget: what was asked for, or the preset of the method, whose facts are as in
+    its YAML.
+    """
     preset: int | float | None = method.get("preset")
     return preset if requested is None else requested
 
@@ -139,7 +180,8 @@ def size_of(requested: int | float | None, method: Mapping[str, Any]) -> int | f
 def has_budget(method: Mapping[str, Any]) -> bool:
     """Whether a budget sets anything in a method, whose facts are as in its YAML.
 
-    One whose `minimum` is null under every accounting, such as full attention, is the same whatever it is given.
+    One whose `minimum` is null under every accounting, such as full attention, is the same whatever
+    it is given.
     """
     minimum = method.get("minimum") or {}
     return not minimum or any(least is not None for least in minimum.values())

@@ -1,7 +1,8 @@
 """The configuration folder: what can be chosen in it, and how a choice becomes an object.
 
-Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line (`kvbench.cli.compose`); a user's own code,
-through `kvbench.KVCache(method="quest")`, never meets it. Imports no torch.
+Reads `conf/` with OmegaConf alone. Hydra composes a run on the command line
+(`kvbench.cli.compose`); a user's own code, through `kvbench.KVCache(method="quest")`, never meets
+it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from platformdirs import user_cache_dir
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
 
-# Keys of a method's or task's YAML that the harness reads; all others are options of the constructor.
+# Keys of a method's or task's YAML that the harness reads; all others are options of the
+# constructor.
 HARNESS_KEYS = frozenset(
     {
         "_target_",
@@ -49,7 +51,16 @@ INHERITED = frozenset({"protect"})
 
 # Of these, what the file says of itself and no run can change.
 FACTS = frozenset(
-    {"about", "valid", "version", "minimum", "published_dense_layers", "new_tokens", "own_prefill", "one_by_one"}
+    {
+        "about",
+        "valid",
+        "version",
+        "minimum",
+        "published_dense_layers",
+        "new_tokens",
+        "own_prefill",
+        "one_by_one",
+    }
 )
 
 
@@ -66,19 +77,25 @@ class MethodConfig(NamedTuple):
 
 
 def register_resolvers() -> None:
-    """Make `${kvbench.add:a,b}`, `${kvbench.mul:a,b}` and `${kvbench.over:a,b}`, a / b rounded up, known to OmegaConf,
-    for minima that follow from options,
-    `${kvbench.only:a,value,words}`, a where the value is one of the words and null elsewhere,
-    `${kvbench.assets:name}`, a folder that kvbench ships, `${kvbench.fetched:name}`, one that `kvbench fetch` makes.
+    """Make `${kvbench.add:a,b}`, `${kvbench.mul:a,b}` and `${kvbench.over:a,b}`, a / b rounded up,
+    known to OmegaConf, for minima that follow from options, `${kvbench.only:a,value,words}`, a
+    where the value is one of the words and null elsewhere, `${kvbench.assets:name}`, a folder that
+    kvbench ships, `${kvbench.fetched:name}`, one that `kvbench fetch` makes.
     """
     OmegaConf.register_new_resolver("kvbench.add", lambda *terms: sum(terms), replace=True)
-    OmegaConf.register_new_resolver("kvbench.mul", lambda *factors: math.prod(factors), replace=True)
-    OmegaConf.register_new_resolver("kvbench.over", lambda a, b: math.ceil(round(a / (b or 1), 9)), replace=True)
+    OmegaConf.register_new_resolver(
+        "kvbench.mul", lambda *factors: math.prod(factors), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "kvbench.over", lambda a, b: math.ceil(round(a / (b or 1), 9)), replace=True
+    )
     OmegaConf.register_new_resolver(
         "kvbench.only", lambda then, value, words: then if value in words else None, replace=True
     )
     OmegaConf.register_new_resolver("kvbench.assets", lambda name: str(ASSETS / name), replace=True)
-    OmegaConf.register_new_resolver("kvbench.fetched", lambda name: str(fetched_folder(name)), replace=True)
+    OmegaConf.register_new_resolver(
+        "kvbench.fetched", lambda name: str(fetched_folder(name)), replace=True
+    )
 
 
 register_resolvers()
@@ -105,7 +122,9 @@ def conf_dir() -> Path:
 
 
 def how_to_have_vllm() -> str:
-    """How to make the environment that vLLM has of its own: by make in a checkout, by pip beside a wheel."""
+    """How to make the environment that vLLM has of its own: by make in a checkout, by pip beside a
+    wheel.
+    """
     if (PACKAGE.parent / "Makefile").is_file():
         return "make setup-vllm makes an environment with it"
     made = "python -m venv FOLDER; FOLDER/bin/pip install 'kvbench[vllm]'"
@@ -115,46 +134,65 @@ def how_to_have_vllm() -> str:
 def groups() -> list[str]:
     """Names of the groups, such as method and task, in alphabetical order.
 
-    Neither Hydra's own, nor `experiment`, whose files choose from the others and are put on top: `+experiment=NAME`.
+    Neither Hydra's own, nor `experiment`, whose files choose from the others and are put on top:
+    `+experiment=NAME`.
     """
     folders = {folder.name for folder in conf_dir().iterdir() if folder.is_dir()}
     return sorted(folders - {"hydra", "experiment"})
 
 
 def choices(group: str) -> dict[str, str]:
-    """What can be chosen in `group`, or in "experiment", each with its `about` line, in alphabetical order."""
-    return {path.stem: _description(path.read_text()) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+    """What can be chosen in `group`, or in "experiment", each with its `about` line, in
+    alphabetical order.
+    """
+    return {
+        path.stem: _description(path.read_text())
+        for path in sorted((conf_dir() / group).glob("*.yaml"))
+    }
 
 
 def _description(text: str) -> str:
-    # A line is read rather than the file parsed: `--help` reads all files, and YAML takes milliseconds for each.
+    # A line is read rather than the file parsed: `--help` reads all files, and YAML takes
+    # milliseconds for each.
     line = re.search(r"^(?:# )?about: *(.*)$", text, re.MULTILINE)
     return line.group(1).strip("'\"") if line else ""
 
 
 def shipped(group: str, name: str) -> dict[str, Any] | None:
-    """The unresolved YAML of `name` in `group` as kvbench ships it, with the files its `defaults` name, or None."""
+    """The unresolved YAML of `name` in `group` as kvbench ships it, with the files its `defaults`
+    name, or None.
+    """
     files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
     if name not in files:
         return None
     choice = read_choice(files[name])
     if "defaults" not in choice:
         return choice
-    return copy.deepcopy(_merged(files[name], tuple(path.stat().st_mtime_ns for path in files.values())))
+    return copy.deepcopy(
+        _merged(files[name], tuple(path.stat().st_mtime_ns for path in files.values()))
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _merged(path: Path, modified: tuple[int, ...]) -> dict[str, Any]:
-    # Merging takes ten milliseconds, and a sweep's check asks for the same choices several times for every job.
+    # Merging takes ten milliseconds, and a sweep's check asks for the same choices several times
+    # for every job.
     choice = read_choice(path)
-    parts = [choice if part == "_self_" else shipped(path.parent.name, part) or {} for part in choice.pop("defaults")]
+    parts = [
+        choice if part == "_self_" else shipped(path.parent.name, part) or {}
+        for part in choice.pop("defaults")
+    ]
     return _plain(OmegaConf.merge(*parts))
 
 
 def root_keys() -> dict[str, Any]:
-    """The unresolved keys of `conf/config.yaml` that are kvbench's own: neither the defaults list nor Hydra's."""
+    """The unresolved keys of `conf/config.yaml` that are kvbench's own: neither the defaults list
+    nor Hydra's.
+    """
     return {
-        key: value for key, value in read_choice(conf_dir() / "config.yaml").items() if key not in ("defaults", "hydra")
+        key: value
+        for key, value in read_choice(conf_dir() / "config.yaml").items()
+        if key not in ("defaults", "hydra")
     }
 
 
@@ -182,40 +220,59 @@ def documented_keys() -> list[tuple[str, str, str]]:
         if section := re.match(r"(\w+):\s*$", line):
             parent = section.group(1) + "."
         elif key := re.match(r"( *)(\w+): *(\S+) +# (.*)", line):
-            rows.append(((parent if key.group(1) else "") + key.group(2), key.group(3), key.group(4)))
+            rows.append(
+                ((parent if key.group(1) else "") + key.group(2), key.group(3), key.group(4))
+            )
     return rows
 
 
-def sweep_words(params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, Any]] | None) -> list[list[str]]:
-    """The words `key=value,value` that an experiment's file adds to a sweep: one list, or one for each of its arms.
+def sweep_words(
+    params: Mapping[str, Any] | None, arms: Iterable[Mapping[str, Any]] | None
+) -> list[list[str]]:
+    """The words `key=value,value` that an experiment's file adds to a sweep: one list, or one for
+    each of its arms.
 
-    Args:
-        params: keys that the arms share, `hydra.sweeper.params`.
-        arms: keys of each arm, `hydra.sweeper.arms`; a key of its own stands above a shared one.
+    Parameters
+    ----------
+    params
+        keys that the arms share, `hydra.sweeper.params`.
+    arms
+        keys of each arm, `hydra.sweeper.arms`; a key of its own stands above a shared one.
 
-    Raises:
-        ConfigError: they are something else.
+    Raises
+    ------
+    ConfigError
+        they are something else.
     """
     if not isinstance(params or {}, Mapping):
-        raise ConfigError(f"hydra.sweeper.params={show(params)}: expected a mapping of keys to values")
+        raise ConfigError(
+            f"hydra.sweeper.params={show(params)}: expected a mapping of keys to values"
+        )
     are_listed = isinstance(arms or [], Iterable) and not isinstance(arms, str)
     if not are_listed or not all(isinstance(arm, Mapping) for arm in arms or []):
         shown = show([*(arms or [])] if are_listed else arms)
-        raise ConfigError(f"hydra.sweeper.arms={shown}: expected a list of mappings of keys to values")
+        raise ConfigError(
+            f"hydra.sweeper.arms={shown}: expected a list of mappings of keys to values"
+        )
     shared = dict(params or {})
-    return [[f"{key}={show(value)}" for key, value in {**shared, **arm}.items()] for arm in arms or [{}]]
+    return [
+        [f"{key}={show(value)}" for key, value in {**shared, **arm}.items()] for arm in arms or [{}]
+    ]
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid ones, and all of them."""
     names = sorted(valid)
-    begins = {word[: len(name)]: word for word in names}  # of a long name, what was typed may be the beginning
+    # of a long name, what was typed may be the beginning
+    begins = {word[: len(name)]: word for word in names}
     if not name:
         return f"(valid: {', '.join(names) or 'none'})"
     holding = [word for word in names if len(name) > 2 and name in word]
     close = sorted(holding, key=lambda word: (not word.startswith(name), len(word)))[:3]
     close = close or difflib.get_close_matches(name, names, n=2, cutoff=0.6)
-    close = close or [begins[word] for word in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)]
+    close = close or [
+        begins[word] for word in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)
+    ]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{hint}(valid: {', '.join(names) or 'none'})"
 
@@ -229,7 +286,9 @@ RENAMED = {
 
 
 def nearest_key(key: str, valid: Iterable[str]) -> str:
-    """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no suggestion."""
+    """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no
+    suggestion.
+    """
     group, dot, rest = key.partition(".")
     if key in RENAMED:
         return f"did you mean {RENAMED[key]}?"
@@ -241,23 +300,35 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
     elsewhere = [valid_key for valid_key in leaf_of if leaf_of[valid_key] == leaf]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
-    # Within a section the leaves are compared: a long section in common would make all of its keys alike.
-    siblings = [leaf_of[valid_key] for valid_key in leaf_of if valid_key.rpartition(".")[0] == section]
+    # Within a section the leaves are compared: a long section in common would make all of its keys
+    # alike.
+    siblings = [
+        leaf_of[valid_key] for valid_key in leaf_of if valid_key.rpartition(".")[0] == section
+    ]
     return nearest(leaf, siblings) if siblings else nearest(key, leaf_of)
 
 
 def method_config(name: str, **options: Any) -> MethodConfig:
     """The method `name` with some of its options changed, read without Hydra.
 
-    Args:
-        name: a file of `conf/method`.
-        options: constructor options that differ from the file's.
+    Parameters
+    ----------
+    name
+        a file of `conf/method`.
+    options
+        constructor options that differ from the file's.
 
-    Returns:
-        The target to call, all its options, and the keys the harness reads (minimum, preset, ...), resolved.
+    Returns
+    -------
+    MethodConfig
+        The target to call, all its options, and the keys the harness reads (minimum, preset, ...),
+        resolved.
 
-    Raises:
-        ConfigError: no such method or option, a value of another type than the default's, or one that is not valid.
+    Raises
+    ------
+    ConfigError
+        no such method or option, a value of another type than the default's, or one that is not
+        valid.
     """
     node = shipped("method", name)
     if node is None:
@@ -275,18 +346,26 @@ def method_config(name: str, **options: Any) -> MethodConfig:
 def check_types(group: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse a value whose type differs from its default's.
 
-    A default of null says nothing of the type, and text with an interpolation is judged when it is resolved.
+    A default of null says nothing of the type, and text with an interpolation is judged when it is
+    resolved.
 
-    Raises:
-        ConfigError: names the key, the value and the default.
+    Raises
+    ------
+    ConfigError
+        names the key, the value and the default.
     """
     for key, value in options.items():
         default = defaults.get(key)
         if default is None or _interpolated(value) or _interpolated(default):
             continue
-        # bool is a subclass of int, and an int is a fine float: the exact type decides, but for that one.
-        if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
-            raise ConfigError(f"{group}.{key}={show(value)}: expected {_kind(default)}, such as {show(default)}")
+        # bool is a subclass of int, and an int is a fine float: the exact type decides, but for
+        # that one.
+        if type(value) is not type(default) and not (
+            isinstance(default, float) and type(value) is int
+        ):
+            raise ConfigError(
+                f"{group}.{key}={show(value)}: expected {_kind(default)}, such as {show(default)}"
+            )
 
 
 # What a rule below `valid:` may say, and the types of it: of a whole number, and of any number.
@@ -296,14 +375,20 @@ NUMBER_RULE = {"above": _NUMBER, "from": _NUMBER, "at_most": _NUMBER, "or_null":
 
 
 def check_rules(group: str, chosen: Mapping[str, Any]) -> None:
-    """Refuse a file whose `valid` key has a rule that `check_valid` cannot read: the default rule would count instead.
+    """Refuse a file whose `valid` key has a rule that `check_valid` cannot read: the default rule
+    would count instead.
 
-    Args:
-        group: "method" or "task", for the message.
-        chosen: all keys of the choice.
+    Parameters
+    ----------
+    group
+        "method" or "task", for the message.
+    chosen
+        all keys of the choice.
 
-    Raises:
-        ConfigError: names the rule, what is wrong with it and what would be right.
+    Raises
+    ------
+    ConfigError
+        names the rule, what is wrong with it and what would be right.
     """
     rules = chosen.get("valid") or {}
     if not isinstance(rules, Mapping):
@@ -311,17 +396,25 @@ def check_rules(group: str, chosen: Mapping[str, Any]) -> None:
     for key, rule in rules.items():
         if key not in chosen or key in HARNESS_KEYS:
             hint = nearest(str(key), chosen.keys() - HARNESS_KEYS)
-            raise ConfigError(f"{group}.valid.{key}: {chosen.get('name')} has no such option; {hint}")
+            raise ConfigError(
+                f"{group}.valid.{key}: {chosen.get('name')} has no such option; {hint}"
+            )
         if isinstance(rule, list):
             continue
         where = f"{group}.valid.{key}={show(rule)}"
         if not isinstance(rule, Mapping):
-            raise ConfigError(f"{where}: expected a list of values, or a mapping such as {{at_least: 1}}")
-        kind, words = ("any", NUMBER_RULE) if rule.keys() & {"above", "from"} else ("a whole", WHOLE_RULE)
+            raise ConfigError(
+                f"{where}: expected a list of values, or a mapping such as {{at_least: 1}}"
+            )
+        kind, words = (
+            ("any", NUMBER_RULE) if rule.keys() & {"above", "from"} else ("a whole", WHOLE_RULE)
+        )
         for word, value in rule.items():
             if word not in words:
                 every = f"{', '.join(WHOLE_RULE)} of a whole one, {', '.join(NUMBER_RULE)} of any"
-                raise ConfigError(f"{where}: {word} says nothing of {kind} number; expected {every}")
+                raise ConfigError(
+                    f"{where}: {word} says nothing of {kind} number; expected {every}"
+                )
             if type(value) not in words[word]:
                 raise ConfigError(f"{where}: {word}: expected {_kind(words[word][-1]())}")
 
@@ -329,14 +422,21 @@ def check_rules(group: str, chosen: Mapping[str, Any]) -> None:
 def check_valid(group: str, options: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     """Refuse a value that the `valid` key of a method's or a task's file leaves out.
 
-    Args:
-        group: "method" or "task", for the message.
-        options: their names and resolved values.
-        valid: for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd` (false); of
-            any number `above` or, itself included, `from`, and `at_most` (no end); of both `or_null` (false).
+    Parameters
+    ----------
+    group
+        "method" or "task", for the message.
+    options
+        their names and resolved values.
+    valid
+        for each option a list of its values, or a mapping: of a whole number `at_least` (1), `odd`
+        (false); of any number `above` or, itself included, `from`, and `at_most` (no end); of both
+        `or_null` (false).
 
-    Raises:
-        ConfigError: names the key, the value and the valid ones.
+    Raises
+    ------
+    ConfigError
+        names the key, the value and the valid ones.
     """
     for key, rule in valid.items():
         if key not in options:
@@ -348,7 +448,12 @@ def check_valid(group: str, options: Mapping[str, Any], valid: Mapping[str, Any]
                 rule.get("from", -math.inf),
                 rule.get("at_most", math.inf),
             )
-            fits = type(value) in (int, float) and math.isfinite(value) and above < value <= most and value >= least
+            fits = (
+                type(value) in (int, float)
+                and math.isfinite(value)
+                and above < value <= most
+                and value >= least
+            )
             expected = f"a number above {above}" if "above" in rule else f"a number from {least} on"
             expected += f", at most {most}" if "at_most" in rule else ""
         elif isinstance(rule, Mapping):
@@ -368,7 +473,13 @@ def _interpolated(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a word",
+        list: "a list",
+    }
     return names.get(type(value), "a mapping")
 
 
@@ -386,8 +497,10 @@ def show(value: Any) -> str:
 def bind_methods() -> None:
     """Make `import methods` mean the package beside `kvbench`, whatever the current folder holds.
 
-    Raises:
-        ConfigError: another module of that name is already imported in this process.
+    Raises
+    ------
+    ConfigError
+        another module of that name is already imported in this process.
     """
     home = PACKAGE.parent / "methods"
     loaded = sys.modules.get("methods")
@@ -395,8 +508,9 @@ def bind_methods() -> None:
         file = getattr(loaded, "__file__", None)
         if file is None or Path(file).resolve().parent != home:
             raise ConfigError(
-                f"methods={file or loaded}: already imported, and hides kvbench's own package of that name ({home}); "
-                "import kvbench's first with kvbench.config.bind_methods(), or rename yours"
+                f"methods={file or loaded}: already imported, and hides kvbench's own package of"
+                f" that name ({home}); import kvbench's first with kvbench.config.bind_methods(),"
+                " or rename yours"
             )
         return
     spec = importlib.util.spec_from_file_location(
@@ -408,12 +522,13 @@ def bind_methods() -> None:
     spec.loader.exec_module(module)
 
 
-USER_CONF = "KVBENCH_CONF"  # in the environment: a user's own folder of choices, that of --config-dir
+# in the environment: a user's own folder of choices, that of --config-dir
+USER_CONF = "KVBENCH_CONF"
 
 
 def choose_from(folder: Path | None) -> None:
-    """Take choices from a user's folder, too: Python finds its modules, here and in the processes that this one starts,
-    and its name is known to them. None: from kvbench's own alone.
+    """Take choices from a user's folder, too: Python finds its modules, here and in the processes
+    that this one starts, and its name is known to them. None: from kvbench's own alone.
     """
     os.environ.pop(USER_CONF, None)
     if folder is None:
@@ -421,7 +536,9 @@ def choose_from(folder: Path | None) -> None:
     os.environ[USER_CONF], place = str(folder), str(folder.absolute())
     if place not in sys.path:
         sys.path.append(place)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH"), place])
+        )
 
 
 def user_choices() -> str | None:
@@ -431,22 +548,33 @@ def user_choices() -> str | None:
 
 
 def searched(group: str) -> str:
-    """The end of a message about a choice that is not there: the folders that were searched for its file."""
+    """The end of a message about a choice that is not there: the folders that were searched for its
+    file.
+    """
     folder = os.environ.get(USER_CONF)
     if folder is None:
         return f"; looked in {conf_dir() / group}; --config-dir FOLDER adds FOLDER/{group}"
     there = Path(folder, group)
-    return f"; looked in {conf_dir() / group} and {there}{'' if there.is_dir() else ', which is not there'}"
+    return (
+        f"; looked in {conf_dir() / group} and"
+        f" {there}{'' if there.is_dir() else ', which is not there'}"
+    )
 
 
 def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
-    """Import a method's or a task's target and call it with its options, or with its `options_type` made of them.
+    """Import a method's or a task's target and call it with its options, or with its `options_type`
+    made of them.
 
-    Args:
-        config: `method_config`'s answer; or that part of a composed config, whose harness keys are left out.
+    Parameters
+    ----------
+    config
+        `method_config`'s answer; or that part of a composed config, whose harness keys are left
+        out.
 
-    Raises:
-        ConfigError: the target is not there, takes no such options, or refuses their values.
+    Raises
+    ------
+    ConfigError
+        the target is not there, takes no such options, or refuses their values.
     """
     if not isinstance(config, MethodConfig):
         config = _split(config)
@@ -459,7 +587,9 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
     try:
         signature.bind(**taken)
     except TypeError as error:
-        raise ConfigError(f"_target_={target}: {error}; given: {', '.join(taken) or 'nothing'}") from error
+        raise ConfigError(
+            f"_target_={target}: {error}; given: {', '.join(taken) or 'nothing'}"
+        ) from error
     try:
         instance = factory(**taken) if taker is factory else factory(taker(**taken))
     except ValueError as error:
@@ -474,18 +604,24 @@ def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
 
 
 def _split(node: Mapping[str, Any] | DictConfig) -> MethodConfig:
-    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    plain = (
+        OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    )
     assert isinstance(plain, dict)
     keys = {str(key): value for key, value in plain.items()}
     options = {key: value for key, value in keys.items() if key not in HARNESS_KEYS}
-    return MethodConfig(keys["_target_"], options, {key: keys[key] for key in keys if key in HARNESS_KEYS})
+    return MethodConfig(
+        keys["_target_"], options, {key: keys[key] for key in keys if key in HARNESS_KEYS}
+    )
 
 
 def locate(target: str) -> Any:
     """The class or function that the dotted name `target` means.
 
-    Raises:
-        ConfigError: no such module, or no such name in it.
+    Raises
+    ------
+    ConfigError
+        no such module, or no such name in it.
     """
     bind_methods()
     module_name, _, attribute = str(target).rpartition(".")
@@ -497,11 +633,16 @@ def locate(target: str) -> Any:
         raise ConfigError(f"_target_={target}: {first_line(error)}") from error
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(f"_target_={target}: no {attribute} in {module_name}; {nearest(attribute, public)}")
+        raise ConfigError(
+            f"_target_={target}: no {attribute} in {module_name}; {nearest(attribute, public)}"
+        )
     return getattr(module, attribute)
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, cut to one line; its class where it says nothing. A line that ends in a colon goes on."""
+    """What `error` says, cut to one line; its class where it says nothing.
+
+    A line that ends in a colon goes on.
+    """
     first, *more = (str(error) or type(error).__name__).splitlines()
     return f"{first} {more[0].strip()}" if first.rstrip().endswith(":") and more else first

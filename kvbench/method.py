@@ -1,12 +1,14 @@
 """The Method interface: what a KV-cache method learns, and the three questions it answers.
 
-The harness owns keys and values, runs the attention kernel, counts what is attended and moved, and applies the rules
-that are the same for all (dense layers, budget, when sparsity starts). A method owns only its index and says what to
-keep, what to look at and what to remember. This module knows no method and no model.
+The harness owns keys and values, runs the attention kernel, counts what is attended and moved, and
+applies the rules that are the same for all (dense layers, budget, when sparsity starts). A method
+owns only its index and says what to keep, what to look at and what to remember. This module knows
+no method and no model.
 
-Symbols: B sequences, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head dim, N longest prompt, M selected entries,
-W query window. Keys and queries are post-RoPE; KV heads are never repeated. A token id is the token's logical position
-in its own sequence, 0 .. length-1, whatever padding the caller had.
+Symbols: B sequences, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head dim, N longest prompt, M
+selected entries, W query window. Keys and queries are post-RoPE; KV heads are never repeated. A
+token id is the token's logical position in its own sequence, 0 .. length-1, whatever padding the
+caller had.
 """
 
 from __future__ import annotations
@@ -29,21 +31,30 @@ Table = tuple[tuple[float, ...], ...]  # [layers][heads]
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """What stays on the device of tokens that were brought up from the host, beside those that the step attends.
+    """What stays on the device of tokens that were brought up from the host, beside those that the
+    step attends.
 
-    It changes what is moved and held, never what is attended. Policies other than "last" with one step are worked out
-    on the CPU, which then waits for a selection made on a GPU.
+    It changes what is moved and held, never what is attended. Policies other than "last" with one
+    step are worked out on the CPU, which then waits for a selection made on a GPU.
 
-    Attributes:
-        policy: "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of consecutive
-            tokens in every KV head of a row, brought up whole: those used last, or most often since they came. A step
-            uses the blocks of tokens that it attends and the step before did not.
-        steps: of "last", 1: of each step only what the next one attends, too, is not moved again.
-        tokens: of "lru" and "lfu", what the blocks of a row have room for.
-        block: tokens of a block.
+    Attributes
+    ----------
+    policy
+        "last", what the last steps attended; "lru" and "lfu", that of one step, and blocks of
+        consecutive tokens in every KV head of a row, brought up whole: those used last, or most
+        often since they came. A step uses the blocks of tokens that it attends and the step before
+        did not.
+    steps
+        of "last", 1: of each step only what the next one attends, too, is not moved again.
+    tokens
+        of "lru" and "lfu", what the blocks of a row have room for.
+    block
+        tokens of a block.
 
-    Raises:
-        ValueError: not one step, or no room for one block.
+    Raises
+    ------
+    ValueError
+        not one step, or no room for one block.
     """
 
     policy: Literal["last", "lru", "lfu"] = "last"
@@ -55,24 +66,34 @@ class DeviceCache:
         if self.steps < 1:
             raise ValueError(f"cache_steps={self.steps}: expected a whole number, 1 or more")
         if self.block < 1 or self.tokens < self.block:
-            raise ValueError(f"cache_tokens={self.tokens}: expected room for a block, cache_block={self.block}")
+            raise ValueError(
+                f"cache_tokens={self.tokens}: expected room for a block, cache_block={self.block}"
+            )
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Prompts that are read once more after they were read: to repeat the context, as KVzip asks a model to.
+    """Prompts that are read once more after they were read: to repeat the context, as KVzip asks a
+    model to.
 
-    What follows a row's prefix is cut into chunks. For each the model, which sees the whole prompt, reads in one pass
-    at the positions after the prompt: `ask` (for a later chunk `go_on`, and the last `overlap` tokens of the chunk
-    before), what the chat template has after a user's text, and the chunk. Nothing of it stays in memory.
+    What follows a row's prefix is cut into chunks. For each the model, which sees the whole prompt,
+    reads in one pass at the positions after the prompt: `ask` (for a later chunk `go_on`, and the
+    last `overlap` tokens of the chunk before), what the chat template has after a user's text, and
+    the chunk. Nothing of it stays in memory.
 
-    Attributes:
-        chunk: tokens; None: all in one.
-        ask, go_on: texts.
-        overlap: tokens.
+    Attributes
+    ----------
+    chunk
+        tokens; None: all in one.
+    ask, go_on
+        texts.
+    overlap
+        tokens.
 
-    Raises:
-        ValueError: not one token in a chunk.
+    Raises
+    ------
+    ValueError
+        not one token in a chunk.
     """
 
     chunk: int | None
@@ -89,31 +110,55 @@ class Replay:
 class Needs:
     """What a method asks of the harness; read once, before the first token.
 
-    Attributes:
-        query_window: last W prompt queries to hand over in `Prompt.queries`; a W no prompt reaches: all. They take
-            Hq W D numbers of a layer as it is read, and of all layers in a prefill that several methods share.
-        attention_sums: hand over, per key, the attention received from all prompt queries (H2O).
-        layer_similarity: call `observe_layers` with how little attention changes the hidden states of each layer.
-        prefix: hand over in `Prompt.prefixes` how many tokens come before the context of each row; a replay needs it.
-        replay: hand over in `Prompt.replayed` what the model does when it reads the prompts again; `prefill` then comes
-            once that is over, layer after layer. None: it does not.
-        probabilities: call `observe` with the attention probabilities of every decode step.
-        queries: `select` learns from what it is asked, so it is asked for the tokens of a later turn, too, which attend
-            everything (`kvbench.engine.turn`).
-        crops: the last tokens may be taken back, which `crop` announces; then nothing may have been dropped.
-        token_text: hand over the text of every vocabulary entry in `Context.pieces`.
-        rotation: hand over in `Context.rotation` the model's rotary positions, to turn keys and queries back and on.
-        home: where prompt and generated tokens live: "device", or "host" with selected rows moved up; "by_layer": where
-            `Method.home` says of each layer.
-        cache: of a home on the host, which of the rows moved up stay on the device.
-        host_keys: the index reads `View.host_keys` as it works, so that coded keys are there decoded, too.
-        head_scores: hand over in `Context.head_scores` what `kvbench calibrate` has measured of the model: "auto", its
-            own file, found by the weights; or the name of a file. None: nothing.
-        on_drop: what `View.keep` does with the other tokens: forget them, or move them to the host.
-        rebuilds_keys: `Selection.keys` are those of all tokens off the device, so that only their values are moved up;
-            on the device the stored keys count.
-        writes: `View.write` gives tokens that stay other keys or values.
-        positions: "original" RoPE positions, or "cache": those inside the selection, without its gaps (StreamingLLM).
+    Attributes
+    ----------
+    query_window
+        last W prompt queries to hand over in `Prompt.queries`; a W no prompt reaches: all. They
+        take Hq W D numbers of a layer as it is read, and of all layers in a prefill that several
+        methods share.
+    attention_sums
+        hand over, per key, the attention received from all prompt queries (H2O).
+    layer_similarity
+        call `observe_layers` with how little attention changes the hidden states of each layer.
+    prefix
+        hand over in `Prompt.prefixes` how many tokens come before the context of each row; a replay
+        needs it.
+    replay
+        hand over in `Prompt.replayed` what the model does when it reads the prompts again;
+        `prefill` then comes once that is over, layer after layer. None: it does not.
+    probabilities
+        call `observe` with the attention probabilities of every decode step.
+    queries
+        `select` learns from what it is asked, so it is asked for the tokens of a later turn, too,
+        which attend everything (`kvbench.engine.turn`).
+    crops
+        the last tokens may be taken back, which `crop` announces; then nothing may have been
+        dropped.
+    token_text
+        hand over the text of every vocabulary entry in `Context.pieces`.
+    rotation
+        hand over in `Context.rotation` the model's rotary positions, to turn keys and queries back
+        and on.
+    home
+        where prompt and generated tokens live: "device", or "host" with selected rows moved up;
+        "by_layer": where `Method.home` says of each layer.
+    cache
+        of a home on the host, which of the rows moved up stay on the device.
+    host_keys
+        the index reads `View.host_keys` as it works, so that coded keys are there decoded, too.
+    head_scores
+        hand over in `Context.head_scores` what `kvbench calibrate` has measured of the model:
+        "auto", its own file, found by the weights; or the name of a file. None: nothing.
+    on_drop
+        what `View.keep` does with the other tokens: forget them, or move them to the host.
+    rebuilds_keys
+        `Selection.keys` are those of all tokens off the device, so that only their values are moved
+        up; on the device the stored keys count.
+    writes
+        `View.write` gives tokens that stay other keys or values.
+    positions
+        "original" RoPE positions, or "cache": those inside the selection, without its gaps
+        (StreamingLLM).
     """
 
     query_window: int = 0
@@ -137,23 +182,35 @@ class Needs:
 
     def __post_init__(self) -> None:
         if self.replay is not None and (self.layer_similarity or not self.prefix):
-            raise ValueError("Needs: a replay is shown with prefix=True, and without layer_similarity")
+            raise ValueError(
+                "Needs: a replay is shown with prefix=True, and without layer_similarity"
+            )
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of one generation.
 
-    Attributes:
-        layers, query_heads, kv_heads, head_dim: counts.
-        lengths: prompt tokens of each row.
-        dtype: of keys, values and queries.
-        device: where they are, and the model's first layers.
-        scaling: attention logits are `scaling * (query . key)`.
-        sparse_layers: true indices of the layers a method is asked about; the others stay dense and are never shown.
-        windows: true indices of layers that attend the most recent tokens alone, and how many; the model computes and
-            keeps them itself.
-        elsewhere: true indices of layers that lie on another device, and which.
+    Attributes
+    ----------
+    layers, query_heads, kv_heads, head_dim
+        counts.
+    lengths
+        prompt tokens of each row.
+    dtype
+        of keys, values and queries.
+    device
+        where they are, and the model's first layers.
+    scaling
+        attention logits are `scaling * (query . key)`.
+    sparse_layers
+        true indices of the layers a method is asked about; the others stay dense and are never
+        shown.
+    windows
+        true indices of layers that attend the most recent tokens alone, and how many; the model
+        computes and keeps them itself.
+    elsewhere
+        true indices of layers that lie on another device, and which.
     """
 
     layers: int
@@ -197,14 +254,20 @@ class Shape:
 class HeadScores:
     """What `kvbench calibrate` has measured of a model's heads.
 
-    Of a table with one number a head, which comes from elsewhere, both scores are that number, and there is no more.
+    Of a table with one number a head, which comes from elsewhere, both scores are that number, and
+    there is no more.
 
-    Attributes:
-        echo: how far a KV head looks back to earlier copies of the token, [layers][Hkv] between 0 and 1.
-        induction: how far to the tokens that followed these copies.
-        query_means: the mean query of each query head before RoPE, over plain text, [layers][Hq][D]; (): not known, as
-            of models whose keys cannot be turned.
-        query_sizes: the mean length of its pairs (f, f + D / 2), [layers][Hq][D / 2].
+    Attributes
+    ----------
+    echo
+        how far a KV head looks back to earlier copies of the token, [layers][Hkv] between 0 and 1.
+    induction
+        how far to the tokens that followed these copies.
+    query_means
+        the mean query of each query head before RoPE, over plain text, [layers][Hq][D]; (): not
+        known, as of models whose keys cannot be turned.
+    query_sizes
+        the mean length of its pairs (f, f + D / 2), [layers][Hq][D / 2].
     """
 
     echo: Table
@@ -218,25 +281,31 @@ class HeadScores:
     def refuse_other_shape(self, shape: Shape) -> None:
         """Refuse scores of a model that has other layers or heads.
 
-        Raises:
-            ValueError: says what they are of.
+        Raises
+        ------
+        ValueError
+            says what they are of.
         """
         layers, heads = len(self.echo), len(self.echo[0])
         if (layers, heads) != (shape.layers, shape.kv_heads):
             raise ValueError(
-                f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has {shape.layers} of "
-                f"{shape.kv_heads}; kvbench calibrate makes its own"
+                f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has"
+                f" {shape.layers} of {shape.kv_heads}; kvbench calibrate makes its own"
             )
-        mean_shape = (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
+        mean_shape = (
+            (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
+        )
         if mean_shape not in (None, (shape.query_heads, shape.head_dim)):
             raise ValueError(
-                f"method.heads: mean queries of {mean_shape[0]} heads of {mean_shape[1]} dims, and the model has "
-                f"{shape.query_heads} of {shape.head_dim}; kvbench calibrate makes its own"
+                f"method.heads: mean queries of {mean_shape[0]} heads of {mean_shape[1]} dims, and"
+                f" the model has {shape.query_heads} of {shape.head_dim}; kvbench calibrate makes"
+                " its own"
             )
 
 
 class Rotation(Protocol):
-    """The model's rotary positions, for keys or queries [B, H, n, D] at any positions [B, 1 or H, n] from 0 on.
+    """The model's rotary positions, for keys or queries [B, H, n, D] at any positions [B, 1 or H,
+    n] from 0 on.
 
     A factor on the attention that a model has in its rotary positions stays in the keys.
     """
@@ -252,18 +321,27 @@ class Rotation(Protocol):
 class Context:
     """What one generation may use besides its tensors.
 
-    Attributes:
-        seed, samples: everything random derives from these two and the layer, never from the order of calls; of each
-            row its sample's id, or one id for all.
-        pool: the one worker pool for background index work.
-        spans: timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of the thread
-            that calls the method, not of the pool's.
-        pieces: text of every vocabulary entry, when `Needs.token_text` asked for it.
-        new_tokens: decode steps to come at most; None: unknown, as under `model.generate`.
-        head_scores: of the model, when `Needs.head_scores` asked for them.
-        rotation: of the model, when `Needs.rotation` asked for it.
-        output: of a layer, the weight [Hq, D, hidden size] by which heads' outputs go into the hidden states; None:
-            there is no model.
+    Attributes
+    ----------
+    seed, samples
+        everything random derives from these two and the layer, never from the order of calls; of
+        each row its sample's id, or one id for all.
+    pool
+        the one worker pool for background index work.
+    spans
+        timing spans, `with context.spans("gather"): ...` inside a method refines the breakdown; of
+        the thread that calls the method, not of the pool's.
+    pieces
+        text of every vocabulary entry, when `Needs.token_text` asked for it.
+    new_tokens
+        decode steps to come at most; None: unknown, as under `model.generate`.
+    head_scores
+        of the model, when `Needs.head_scores` asked for them.
+    rotation
+        of the model, when `Needs.rotation` asked for it.
+    output
+        of a layer, the weight [Hq, D, hidden size] by which heads' outputs go into the hidden
+        states; None: there is no model.
     """
 
     seed: int
@@ -277,12 +355,16 @@ class Context:
     output: Callable[[int], torch.Tensor] | None = None
 
     def layer_seed(self, layer: int, row: int = 0) -> int:
-        """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread count."""
+        """A 63-bit seed for a row in `layer`, the same in any order, batch, process and thread
+        count.
+        """
         sample = self.samples[row if len(self.samples) > 1 else 0]
         digest = hashlib.sha256(f"{self.seed}/{sample}/{layer}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
-    def generator(self, layer: int, device: torch.device | str = "cpu", row: int = 0) -> torch.Generator:
+    def generator(
+        self, layer: int, device: torch.device | str = "cpu", row: int = 0
+    ) -> torch.Generator:
         """A torch generator seeded by `layer_seed`."""
         return torch.Generator(device).manual_seed(self.layer_seed(layer, row))
 
@@ -291,11 +373,16 @@ class Context:
 class Replayed:
     """One layer in one pass of a `Replay`, whose last tokens are a chunk of a row's context.
 
-    Attributes:
-        row: of the batch.
-        start, stop: the chunk is the row's tokens start .. stop - 1.
-        queries, keys: [Hq, q, D] and [Hkv, q, D], of all tokens of the pass.
-        norms: [q] fp32, of the attention module's inputs.
+    Attributes
+    ----------
+    row
+        of the batch.
+    start, stop
+        the chunk is the row's tokens start .. stop - 1.
+    queries, keys
+        [Hq, q, D] and [Hkv, q, D], of all tokens of the pass.
+    norms
+        [q] fp32, of the attention module's inputs.
     """
 
     row: int
@@ -310,19 +397,30 @@ class Replayed:
 class Prompt:
     """One layer's prompt after its last prefill chunk.
 
-    Rows are left-aligned; entries of a row at and beyond its length are undefined and must not be used.
+    Rows are left-aligned; entries of a row at and beyond its length are undefined and must not be
+    used.
 
-    Attributes:
-        lengths: tokens of each row, as Python ints (no device sync).
-        token_ids: [B, N].
-        keys, values: [B, Hkv, N, D], in place in the store.
-        queries: [B, Hq, W, D], the last W queries of each row, right-aligned (W = `Needs.query_window`, at most N).
-        attention_sums: [B, Hq, N] fp32, or None.
-        on_host: resolves to (keys, values) in host memory when home is "host"; background work waits on it. It is the
-            store's own memory, so join what reads it before `View.arrange` moves it.
-        prefixes: of each row, if `Needs.prefix`, how many tokens come before its context: what the chat template has
-            before a user's text, or else a BOS token, if there is one.
-        replayed: of each row in the order of its chunks, if `Needs.replay`.
+    Attributes
+    ----------
+    lengths
+        tokens of each row, as Python ints (no device sync).
+    token_ids
+        [B, N].
+    keys, values
+        [B, Hkv, N, D], in place in the store.
+    queries
+        [B, Hq, W, D], the last W queries of each row, right-aligned (W = `Needs.query_window`, at
+        most N).
+    attention_sums
+        [B, Hq, N] fp32, or None.
+    on_host
+        resolves to (keys, values) in host memory when home is "host"; background work waits on it.
+        It is the store's own memory, so join what reads it before `View.arrange` moves it.
+    prefixes
+        of each row, if `Needs.prefix`, how many tokens come before its context: what the chat
+        template has before a user's text, or else a BOS token, if there is one.
+    replayed
+        of each row in the order of its chunks, if `Needs.replay`.
     """
 
     lengths: tuple[int, ...]
@@ -348,9 +446,12 @@ class Prompt:
 class Extra:
     """Synthetic entries attended beside the selected ones (RazorAttention's compensation token).
 
-    Attributes:
-        key, value: [B, Hkv, E, D].
-        log_weight: [B, Hq, E], added to the logits; -inf: the head has no such entry.
+    Attributes
+    ----------
+    key, value
+        [B, Hkv, E, D].
+    log_weight
+        [B, Hq, E], added to the logits; -inf: the head has no such entry.
     """
 
     key: torch.Tensor
@@ -360,16 +461,23 @@ class Extra:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What one layer attends at one decode step, complete: the harness adds nothing, not even the current token.
+    """What one layer attends at one decode step, complete: the harness adds nothing, not even the
+    current token.
 
-    Attributes:
-        index: [B, Hs, M] int64 token ids, Hs in {1, Hkv, Hq}; unique in a row, best first, trailing -1 = none. On the
-            device, or on the CPU where the method's index is: then nothing has to wait for the device.
-        log_weight: [B, Hq, M], added to the logits (MagicPIG's sampling correction), or None.
-        keys: [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}. With
-            `Needs.rebuilds_keys` of tokens off the device alone: what stands for the others is not read, and where
-            these are the last ones nothing need stand for them.
-        extra: synthetic entries in the same softmax, or None.
+    Attributes
+    ----------
+    index
+        [B, Hs, M] int64 token ids, Hs in {1, Hkv, Hq}; unique in a row, best first, trailing -1 =
+        none. On the device, or on the CPU where the method's index is: then nothing has to wait for
+        the device.
+    log_weight
+        [B, Hq, M], added to the logits (MagicPIG's sampling correction), or None.
+    keys
+        [B, Hkv, M, D], used in place of the stored keys (ShadowKV), or None; needs Hs in {1, Hkv}.
+        With `Needs.rebuilds_keys` of tokens off the device alone: what stands for the others is not
+        read, and where these are the last ones nothing need stand for them.
+    extra
+        synthetic entries in the same softmax, or None.
     """
 
     index: torch.Tensor
@@ -379,7 +487,8 @@ class Selection:
 
 
 class View(Protocol):
-    """A method's window on the stored keys and values: metered reads, and the eviction it may ask for.
+    """A method's window on the stored keys and values: metered reads, and the eviction it may ask
+    for.
 
     Every call takes the true layer index. Token ids are [B, Hkv or 1, M] int64 with -1 = none.
     """
@@ -391,25 +500,31 @@ class View(Protocol):
         """`lengths` as [B] int64 on the device; nothing waits for it."""
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], on the device they are stored on. Metered.
+        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], on the device they are
+        stored on. Metered.
 
         Ids on the CPU are counted there, without a wait for the device.
 
-        Raises:
-            LookupError: an id that was dropped, or not seen yet.
+        Raises
+        ------
+        LookupError
+            an id that was dropped, or not seen yet.
         """
 
     def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Values, as `keys`. Metered."""
 
     def host_keys(self, layer: int) -> torch.Tensor:
-        """All host keys in place, [B, Hkv, capacity, D] in physical order, for an index that reads them as it works.
+        """All host keys in place, [B, Hkv, capacity, D] in physical order, for an index that reads
+        them as it works.
 
-        Other memory once the store has grown. From a GPU the current token arrives by the next step. Not metered: say
-        with `count_read` what was read.
+        Other memory once the store has grown. From a GPU the current token arrives by the next
+        step. Not metered: say with `count_read` what was read.
 
-        Raises:
-            ValueError: nothing of this layer has its home on the host.
+        Raises
+        ------
+        ValueError
+            nothing of this layer has its home on the host.
         """
 
     def count_read(self, layer: int, keys: int) -> None:
@@ -419,49 +534,80 @@ class View(Protocol):
         """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
 
     def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
-        """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come back.
+        """Keep `ids` on the device, the rest goes where `Needs.on_drop` says; ids on the host come
+        back.
 
-        Lists may be of query heads, too, [B, Hq, M]: of a KV head stays what any query head of its group names.
+        Lists may be of query heads, too, [B, Hq, M]: of a KV head stays what any query head of its
+        group names.
 
-        Args:
-            room: tokens that come before the next `keep`, at most: memory is reserved for no more; None: for all.
+        Parameters
+        ----------
+        room
+            tokens that come before the next `keep`, at most: memory is reserved for no more; None:
+            for all.
 
-        Raises:
-            ValueError: an id twice in one list, or a store whose home is the host.
+        Raises
+        ------
+        ValueError
+            an id twice in one list, or a store whose home is the host.
         """
 
     def write(
-        self, layer: int, ids: torch.Tensor, values: torch.Tensor | None = None, keys: torch.Tensor | None = None
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        values: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
     ) -> None:
-        """Other values, or keys, [B, Hkv, M, D] for `ids`, which `keep` has kept, in `prefill` or `end_prefill`.
+        """Other values, or keys, [B, Hkv, M, D] for `ids`, which `keep` has kept, in `prefill` or
+        `end_prefill`.
 
-        Raises:
-            LookupError: an id that is not on the device.
-            ValueError: nothing was dropped, so that the prompt's memory may be that of others; or it is coded already.
+        Raises
+        ------
+        LookupError
+            an id that is not on the device.
+        ValueError
+            nothing was dropped, so that the prompt's memory may be that of others; or it is coded
+            already.
         """
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
-        """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are computed."""
+        """Begin to bring up host tokens that `layer` will select, ids on the CPU, while others are
+        computed.
+        """
 
     def arrange(self, layer: int, order: torch.Tensor) -> None:
-        """Physical order of the host tier: slot s holds token order[b, h, s], a permutation of 0 .. S - 1."""
+        """Physical order of the host tier: slot s holds token order[b, h, s], a permutation of 0 ..
+
+        S - 1.
+        """
 
 
 class Method:
-    """A KV-cache method. Subclass, declare `needs`, override what the method does; every hook has a default.
+    """A KV-cache method.
 
-    Order: `begin`; per sparse layer `prefill` once after its last chunk; `observe_layers`; `end_prefill`; then per
-    decode step `step`, per sparse layer `append -> select -> (attention) -> observe`, and `end_step`.
+    Subclass, declare `needs`, override what the method does; every hook has a default.
 
-    Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and `end_step` of each,
-    and where `needs` has `queries` or `probabilities`, `select` and `observe`, too.
+    Order: `begin`; per sparse layer `prefill` once after its last chunk; `observe_layers`;
+    `end_prefill`; then per decode step `step`, per sparse layer `append -> select -> (attention) ->
+    observe`, and `end_step`.
 
-    Attributes:
-        needs: what it asks of the harness.
-        evicts: whether `View.keep` drops tokens after the prompt: where generated tokens count inside the budget, or
-            always.
-        options_type: a dataclass of the options, which the constructor then takes as one; None: it takes each by name.
-        minimum: the smallest budget in tokens by accounting, None for any; `kvbench.config.build` sets it.
+    Tokens of a later turn are decode steps without an attention of their own: `step`, `append` and
+    `end_step` of each, and where `needs` has `queries` or `probabilities`, `select` and `observe`,
+    too.
+
+    Attributes
+    ----------
+    needs
+        what it asks of the harness.
+    evicts
+        whether `View.keep` drops tokens after the prompt: where generated tokens count inside the
+        budget, or always.
+    options_type
+        a dataclass of the options, which the constructor then takes as one; None: it takes each by
+        name.
+    minimum
+        the smallest budget in tokens by accounting, None for any; `kvbench.config.build` sets it.
     """
 
     needs: Needs = Needs()
@@ -476,8 +622,10 @@ class Method:
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """A new generation starts; forget the last one. `view` reads the store and evicts from it.
 
-        Raises:
-            ValueError: something is wrong that only the prompts or the model's shape show.
+        Raises
+        ------
+        ValueError
+            something is wrong that only the prompts or the model's shape show.
         """
         self.shape, self.view, self.context = shape, view, context
         self.budget = budget.of_method(self.minimum)
@@ -486,26 +634,33 @@ class Method:
     def check_options(self, budget: Budget) -> None:
         """Refuse options that a budget leaves no room, before a model is there to `begin` with.
 
-        Raises:
-            ValueError: names the option, its value, and what would be right.
+        Raises
+        ------
+        ValueError
+            names the option, its value, and what would be right.
         """
         self.budget = budget
 
     def first_cut(self, length: int) -> int:
-        """The first decode step in which less than everything may be attended, of a prompt longer than the budget.
+        """The first decode step in which less than everything may be attended, of a prompt longer
+        than the budget.
 
         Asked after `check_options`. Before that step a run is full attention's.
 
-        Args:
-            length: prompt tokens.
+        Parameters
+        ----------
+        length
+            prompt tokens.
         """
         return 1
 
     def check_budget(self) -> None:
         """Refuse what leaves a prompt fewer tokens than the method can keep to.
 
-        Raises:
-            ValueError: names the budget, the tokens and the minimum.
+        Raises
+        ------
+        ValueError
+            names the budget, the tokens and the minimum.
         """
         for length in self.shape.lengths:
             self.budget.check_prompt(length)
@@ -519,8 +674,12 @@ class Method:
         return False
 
     def home(self, layer: int) -> Literal["device", "host"]:
-        """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to say."""
-        assert self.needs.home != "by_layer", f"{type(self).__name__} does not say where the tokens of a layer live"
+        """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to
+        say.
+        """
+        assert self.needs.home != "by_layer", (
+            f"{type(self).__name__} does not say where the tokens of a layer live"
+        )
         return self.needs.home
 
     @property
@@ -531,67 +690,92 @@ class Method:
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Build the index of `layer`; may submit background work to `context.pool`.
 
-        Raises:
-            ValueError: something is wrong that only the prompt shows.
+        Raises
+        ------
+        ValueError
+            something is wrong that only the prompt shows.
         """
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
-        """How little attention changes each sparse layer's hidden states, if `needs.layer_similarity`; in their order.
+        """How little attention changes each sparse layer's hidden states, if
+        `needs.layer_similarity`; in their order.
 
-        Args:
-            similarity: [S, B] fp32, cosine of the hidden state before a layer's attention and after it is added, the
-                mean over a row's prompt.
+        Parameters
+        ----------
+        similarity
+            [S, B] fp32, cosine of the hidden state before a layer's attention and after it is
+            added, the mean over a row's prompt.
         """
 
     def end_prefill(self) -> None:
         """All layers are prefilled; may call `view.keep` on any sparse layer."""
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
-        """A decode step begins, before layer 0; [B] each, on the CPU: token ids, positions, rows still running."""
+        """A decode step begins, before layer 0; [B] each, on the CPU: token ids, positions, rows
+        still running.
+        """
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The current token's key and value, [B, Hkv, 1, D], are now in the store of `layer`."""
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
-        """What `query` [B, Hq, 1, D] shall attend; None = everything resident, attended in place."""
+        """What `query` [B, Hq, 1, D] shall attend; None = everything resident, attended
+        in place.
+        """
         return None
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
-        """Attention probabilities [B, Hq, M (+ E)] of this step, if `needs.probabilities`; M = resident for None."""
+        """Attention probabilities [B, Hq, M (+ E)] of this step, if `needs.probabilities`; M =
+        resident for None.
+        """
 
     def end_step(self) -> None:
         """After the last layer: insert, re-encode, compress, evict."""
 
     def turn_weights(self, layer: int) -> torch.Tensor | None:
-        """[B, Hkv, n] for `View.resident`, added to the logits of a later turn, which attends all of it; None: nothing.
+        """[B, Hkv, n] for `View.resident`, added to the logits of a later turn, which attends all
+        of it; None: nothing.
 
         Where nothing is off the device alone.
         """
         return None
 
     def crop(self, layer: int) -> None:
-        """The last tokens of every row are gone from the store of `layer`, if `needs.crops`; one or more are left."""
+        """The last tokens of every row are gone from the store of `layer`, if `needs.crops`; one or
+        more are left.
+        """
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
-        """Most entries one KV head of a sparse layer may attend, by this method's line of the budget table.
+        """Most entries one KV head of a sparse layer may attend, by this method's line of the
+        budget table.
 
-        The audit measures what was attended and compares; it never believes this number. None = no limit.
+        The audit measures what was attended and compares; it never believes this number. None = no
+        limit.
 
-        Args:
-            layer: true index of the layer.
-            length: prompt tokens of the row.
-            generated: tokens of the row after its prompt, the current one included.
+        Parameters
+        ----------
+        layer
+            true index of the layer.
+        length
+            prompt tokens of the row.
+        generated
+            tokens of the row after its prompt, the current one included.
         """
         return None if self.budget.size is None else self.budget.tokens(length)
 
     def mean_rule(self, length: int, generated: int) -> float | None:
-        """Most entries that the KV heads of all sparse layers may attend on average in one step, in one row.
+        """Most entries that the KV heads of all sparse layers may attend on average in one step, in
+        one row.
 
-        For methods that share the budget out over layers or heads: each may attend more than C, but not all of them.
-        The audit compares it as it does `rule`, whose arguments these are. None = what `rule` says of each head is all.
+        For methods that share the budget out over layers or heads: each may attend more than C, but
+        not all of them. The audit compares it as it does `rule`, whose arguments these are. None =
+        what `rule` says of each head is all.
         """
         return None
 
     def report(self) -> dict[str, float]:
-        """Numbers of the method's own, shown beside the audit's; peaks end in _max. The audit does not read them."""
+        """Numbers of the method's own, shown beside the audit's; peaks end in _max.
+
+        The audit does not read them.
+        """
         return {}

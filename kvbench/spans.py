@@ -13,22 +13,27 @@ PARTS = ("index_build", "index_update", "select", "transfer", "attention", "mode
 
 
 class Spans:
-    """Exclusive time by name: a span inside another is taken off the outer one, so the parts add up.
+    """Exclusive time by name: a span inside another is taken off the outer one, so the parts add
+    up.
 
         with spans("attention"):
             ...
             spans.then("select")
             ...
 
-    On a CPU that is wall time. A GPU computes while the program goes on, so there the stream itself notes the time
-    where a span begins and ends; where it stands still because the host is busy, that is time of the host's span. Of
-    several GPUs one notes at a time, see `on`.
+    On a CPU that is wall time. A GPU computes while the program goes on, so there the stream itself
+    notes the time where a span begins and ends; where it stands still because the host is busy,
+    that is time of the host's span. Of several GPUs one notes at a time, see `on`.
 
-    Args:
-        device: what computes first; None: a CPU.
+    Parameters
+    ----------
+    device
+        what computes first; None: a CPU.
 
-    Attributes:
-        seconds: time by name since `reset`, on a GPU as of the last `fold`.
+    Attributes
+    ----------
+    seconds
+        time by name since `reset`, on a GPU as of the last `fold`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -36,9 +41,11 @@ class Spans:
         self._named: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since: Any = 0.0
-        self._gpu = device if device is not None and device.type == "cuda" else None  # whose stream notes the time
+        # whose stream notes the time
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._noted: list[tuple[torch.device, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._idle: dict[Any, list[torch.cuda.Event]] = defaultdict(list)  # events to use again, which are a device's
+        # events to use again, which are a device's
+        self._idle: dict[Any, list[torch.cuda.Event]] = defaultdict(list)
 
     def __call__(self, name: str) -> _Span:
         span = self._named.get(name)

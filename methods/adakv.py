@@ -1,5 +1,5 @@
-"""AdaKV over SnapKV (Feng et al. 2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for
-Efficient LLM Inference", Ada-SnapKV).
+"""AdaKV over SnapKV (Feng et al. 2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget
+Allocation for Efficient LLM Inference", Ada-SnapKV).
 
 The prompt is compressed as SnapKV does, by votes, but the heads of a layer compete for its budget.
 """
@@ -15,9 +15,12 @@ from methods.snapkv import SnapKV
 class AdaSnapKV(SnapKV):
     """Keep C prompt tokens of each head on average, the W of the window inside.
 
-    Args:
-        alpha, safeguard: see `HeadBudgets`.
-        window, kernel, pooling, join, granularity: see `SnapKV`; the heads that compete are those that choose.
+    Parameters
+    ----------
+    alpha, safeguard
+        see `HeadBudgets`.
+    window, kernel, pooling, join, granularity
+        see `SnapKV`; the heads that compete are those that choose.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""Attention Matching (Zweiger et al. 2026, "Fast KV Compaction via Attention Matching", section 3; the code's
-`AM-HighestAttnKeys` with the queries of the whole model, not of one whose lower layers are compacted already).
+"""Attention Matching (Zweiger et al. 2026, "Fast KV Compaction via Attention Matching", section 3;
+the code's `AM-HighestAttnKeys` with the queries of the whole model, not of one whose lower layers
+are compacted already).
 
-A few keys of each head stand for all: they are chosen, get weights with which they take as much attention as all took,
-and then values with which the outputs come near. All three are fitted to reference queries, once, after the prompt.
+A few keys of each head stand for all: they are chosen, get weights with which they take as much
+attention as all took, and then values with which the outputs come near. All three are fitted to
+reference queries, once, after the prompt.
 """
 
 from __future__ import annotations
@@ -23,21 +25,29 @@ ASK = "Repeat the previous context verbatim."  # as published
 BLOCK = 1024  # queries whose attention is computed at once
 CUT = 1e-8  # singular values below this share of the largest are the rounding of float32 logits
 LIMITS = -3.0, 3.0  # of a weight's logarithm
-STEPS, POWERS = 2, 3  # of the projected gradient, and of the power iteration that says how long they are
+# of the projected gradient, and of the power iteration that says how long they are
+STEPS, POWERS = 2, 3
 
 
 class AttentionMatching(Scorer):
-    """Attend C prompt keys of each head, with weights and values that are not theirs; generated tokens as they are.
+    """Attend C prompt keys of each head, with weights and values that are not theirs; generated
+    tokens as they are.
 
-    The tokens before the context stay as they are, inside C; where generated tokens count, the most recent ones, too.
+    The tokens before the context stay as they are, inside C; where generated tokens count, the most
+    recent ones, too.
 
-    Args:
-        queries: for which the attention shall stay what it was: the context's own, or those of a replay, in which the
-            model repeats it.
-        most: reference queries of a KV head; of more, these are drawn.
+    Parameters
+    ----------
+    queries
+        for which the attention shall stay what it was: the context's own, or those of a replay, in
+        which the model repeats it.
+    most
+        reference queries of a KV head; of more, these are drawn.
     """
 
-    def __init__(self, queries: Literal["context", "replay"] = "context", most: int = 50000) -> None:
+    def __init__(
+        self, queries: Literal["context", "replay"] = "context", most: int = 50000
+    ) -> None:
         self.queries, self.most = queries, most
         self.needs = Needs(prefix=True, replay=Replay(None, ASK), writes=True)
         if queries == "context":
@@ -51,66 +61,97 @@ class AttentionMatching(Scorer):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is matched yet."""
         super().begin(shape, budget, view, context)
-        self.weights: dict[int, torch.Tensor] = {}  # logarithms for what is in `scored`, [B, Hkv, n]
+        # logarithms for what is in `scored`, [B, Hkv, n]
+        self.weights: dict[int, torch.Tensor] = {}
 
-    # -- prompt --------------------------------------------------------------------------------------------------------
+    # -- prompt ------------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Choose and weigh keys, and write their values.
 
-        Raises:
-            ValueError: there is no context, or no room for any of it.
+        Raises
+        ------
+        ValueError
+            there is no context, or no room for any of it.
         """
         rows = [self._match_row(layer, row, prompt) for row in range(len(prompt.lengths))]
         longest, most = (max(row[at].shape[1] for row in rows) for at in (0, 2))
         self.scored[layer] = [row.ids for row in rows]
-        self.weights[layer] = torch.stack([pad(row.weights, (0, longest - row.weights.shape[1])) for row in rows])
+        self.weights[layer] = torch.stack(
+            [pad(row.weights, (0, longest - row.weights.shape[1])) for row in rows]
+        )
         if most:
-            self.view.keep(layer, self._attended(layer), ROLLING_WINDOW if self.budget.counts_generated else None)
+            self.view.keep(
+                layer,
+                self._attended(layer),
+                ROLLING_WINDOW if self.budget.counts_generated else None,
+            )
             chosen = stacked([row.ids[:, row.ids.shape[1] - row.values.shape[1] :] for row in rows])
             values = [pad(row.values, (0, 0, 0, most - row.values.shape[1])) for row in rows]
             self.view.write(layer, chosen, torch.stack(values))
 
     def _match_row(self, layer: int, row: int, prompt: Prompt) -> Matched:
-        """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then the chosen keys."""
+        """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then
+        the chosen keys.
+        """
         length, before, capacity = prompt.lengths[row], prompt.prefixes[row], self.capacities[row]
         check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
         position = torch.arange(length, device=prompt.keys.device)
         stays = self.protected(prompt)[row, 0, :length] | (position < before) | (length <= capacity)
         first, last = self.recents[row]
-        fixed_ids, choice = position[stays & ((position < first) | (position >= last))], position[~stays]
+        fixed_ids, choice = (
+            position[stays & ((position < first) | (position >= last))],
+            position[~stays],
+        )
         fixed_ids = fixed_ids.expand(self.shape.kv_heads, -1)
         nothing = torch.zeros(fixed_ids.shape, device=fixed_ids.device)
         if not len(choice):
             return Matched(fixed_ids, nothing, prompt.values[row, :, :0])
         queries, count = self._reference_queries(layer, row, prompt), capacity - int(stays.sum())
         keys, values = prompt.keys[row, :, choice], prompt.values[row, :, choice]
-        heads = [matched(*parts, count, self.shape.scaling) for parts in zip(queries, keys, values, strict=True)]
+        heads = [
+            matched(*parts, count, self.shape.scaling)
+            for parts in zip(queries, keys, values, strict=True)
+        ]
         ids, weights, fitted = (torch.stack(parts) for parts in zip(*heads, strict=True))
-        return Matched(torch.cat([fixed_ids, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted)
+        return Matched(
+            torch.cat([fixed_ids, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted
+        )
 
     def _reference_queries(self, layer: int, row: int, prompt: Prompt) -> torch.Tensor:
-        """Reference queries of each KV head, those of its group one after the other, [Hkv, n, D]."""
+        """Reference queries of each KV head, those of its group one after the other,
+        [Hkv, n, D].
+        """
         if self.queries == "replay":
-            queries = torch.cat([replay.queries for replay in prompt.replayed if replay.row == row], dim=1)
+            queries = torch.cat(
+                [replay.queries for replay in prompt.replayed if replay.row == row], dim=1
+            )
         else:
-            queries = prompt.queries[row, :, prompt.queries.shape[2] - prompt.lengths[row] + prompt.prefixes[row] :]
+            queries = prompt.queries[
+                row, :, prompt.queries.shape[2] - prompt.lengths[row] + prompt.prefixes[row] :
+            ]
         grouped = queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
         if grouped.shape[1] <= self.most:
             return grouped
-        drawn = torch.randperm(grouped.shape[1], generator=self.context.generator(layer, row=row))[: self.most]
+        drawn = torch.randperm(grouped.shape[1], generator=self.context.generator(layer, row=row))[
+            : self.most
+        ]
         return grouped[:, drawn.to(grouped.device)]
 
-    # -- decode --------------------------------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
-        """What is held, with the weights of the chosen keys; the newest tokens come first and have none."""
+        """What is held, with the weights of the chosen keys; the newest tokens come first and have
+        none.
+        """
         index = self._attended(layer)
         scored = torch.tensor([ids.shape[1] for ids in self.scored[layer]], device=index.device)
         newest = (index[:, 0] >= 0).sum(dim=1) - scored
         at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
         weights = pad(self.weights[layer], (0, 1))  # that of no token
-        log_weights = weights.gather(2, at.clamp(0, weights.shape[2] - 1).expand_as(index)).masked_fill(at < 0, 0)
+        log_weights = weights.gather(
+            2, at.clamp(0, weights.shape[2] - 1).expand_as(index)
+        ).masked_fill(at < 0, 0)
         return Selection(index, log_weight=log_weights.repeat_interleave(self.shape.group, dim=1))
 
     def turn_weights(self, layer: int) -> torch.Tensor:
@@ -124,20 +165,29 @@ class AttentionMatching(Scorer):
 
 
 class Matched(NamedTuple):
-    """Keys that stand for all of a head: their ids [n], logarithms of their weights [n], and their values [n, D]."""
+    """Keys that stand for all of a head: their ids [n], logarithms of their weights [n], and their
+    values [n, D].
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor
     values: torch.Tensor
 
 
-def matched(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int, scaling: float) -> Matched:
+def matched(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int, scaling: float
+) -> Matched:
     """Few keys, with whose weights and values the attention of the queries is near what it was.
 
-    Args:
-        queries: [n, D].
-        keys, values: [N, D], all of which every query attends.
-        count: keys to choose, best first: those with the largest root mean square of the attention they get.
+    Parameters
+    ----------
+    queries
+        [n, D].
+    keys, values
+        [N, D], all of which every query attends.
+    count
+        keys to choose, best first: those with the largest root mean square of the attention they
+        get.
     """
     asking, keys, values = queries.float() * scaling, keys.float(), values.float()
     squares, parts = torch.zeros(len(keys), dtype=torch.float64, device=keys.device), []
@@ -150,7 +200,8 @@ def matched(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cou
         squares += attention.square_().sum(dim=0)
     largest, mass, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = squares.argsort(descending=True, stable=True)[:count]
-    # a row's largest logit over all keys is 0, so that a query whose attention is spread over many counts most
+    # a row's largest logit over all keys is 0, so that a query whose attention is spread over many
+    # counts most
     logits = (asking @ keys[ids].T).double() - largest
     sums = logits.exp()
     weights = projected(sums, mass, solved(sums, mass))[:, 0].log()
@@ -159,9 +210,12 @@ def matched(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cou
 
 
 def projected(matrix: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Nearer to the least squares of matrix @ x = target, inside the limits of a weight, from x = start on."""
+    """Nearer to the least squares of matrix @ x = target, inside the limits of a weight, from x =
+    start on.
+    """
     least, most = (torch.tensor(limit).exp().item() for limit in LIMITS)
-    towards = matrix.new_ones(matrix.shape[1], 1)  # published: at random; the matrix is positive, as this is
+    # published: at random; the matrix is positive, as this is
+    towards = matrix.new_ones(matrix.shape[1], 1)
     for _ in range(POWERS):
         towards = matrix.T @ (matrix @ towards)
         towards = towards / towards.norm()
@@ -174,8 +228,8 @@ def projected(matrix: torch.Tensor, target: torch.Tensor, start: torch.Tensor) -
 def solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The shortest x with the least squares of matrix @ x = target, [n, t] and [n, m], in float64.
 
-    Keys that are alike make columns that nearly are: by QR and the singular values of its triangle, as products of the
-    matrix with itself would square these.
+    Keys that are alike make columns that nearly are: by QR and the singular values of its triangle,
+    as products of the matrix with itself would square these.
     """
     columns = matrix.shape[1]
     triangle = torch.linalg.qr(torch.cat([matrix, target], dim=1), mode="r").R[:columns]

@@ -1,9 +1,10 @@
-"""CAKE: layers share one budget by what each would lose (Qin et al. 2025, "CAKE: Cascading and Adaptive KV Cache
-Eviction with Layer Preferences", section 4).
+"""CAKE: layers share one budget by what each would lose (Qin et al. 2025, "CAKE: Cascading and
+Adaptive KV Cache Eviction with Layer Preferences", section 4).
 
-A layer whose attention is dispersed over the prompt, and shifts from query to query, gets more of the budget. Prompts
-are compressed as the layers are read: each new layer takes its part of the budget from those before it, which shrink
-again, so that beside the budget there is one layer's prompt at a time. While decoding each layer keeps its size.
+A layer whose attention is dispersed over the prompt, and shifts from query to query, gets more of
+the budget. Prompts are compressed as the layers are read: each new layer takes its part of the
+budget from those before it, which shrink again, so that beside the budget there is one layer's
+prompt at a time. While decoding each layer keeps its size.
 """
 
 from __future__ import annotations
@@ -21,27 +22,41 @@ from methods.blocks.scorer import ROLLING_WINDOW, last_tokens
 from methods.blocks.topk import top_earliest
 from methods.blocks.votes import pooled_votes, window_probabilities
 
-DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
+# decode steps between two evictions from memory: up to so many tokens there are attended no longer
+DROP_EVERY = 32
 
 
 class CAKE(KeepsEnds):
     """Keep b_l scored tokens and the W most recent in layer l; the mean of b_l + W is C.
 
-    As published, C stay after each step, and the next token is attended on top of them; a prompt of at most C + W
-    tokens is cut to C by the first step. Where generated tokens count, the next token has a slot of its own among the
-    C, and W is min(32, C / 4).
+    As published, C stay after each step, and the next token is attended on top of them; a prompt of
+    at most C + W tokens is cut to C by the first step. Where generated tokens count, the next token
+    has a slot of its own among the C, and W is min(32, C / 4).
 
-    Args:
-        tau1, tau2: a layer prefers H^(1 / tau1) V^(1 / tau2), of the dispersion H and the shift V of its attention.
-        gamma: what the variance over the window's queries weighs beside the mean in the importance of a token.
-        window: last queries of the prompt that are asked, and tokens that stay, W; 2 or more have a variance.
-        kernel: width of the mean pooling over neighbours, odd.
+    Parameters
+    ----------
+    tau1, tau2
+        a layer prefers H^(1 / tau1) V^(1 / tau2), of the dispersion H and the shift V of its
+        attention.
+    gamma
+        what the variance over the window's queries weighs beside the mean in the importance of a
+        token.
+    window
+        last queries of the prompt that are asked, and tokens that stay, W; 2 or more have a
+        variance.
+    kernel
+        width of the mean pooling over neighbours, odd.
     """
 
     evicts = "always"
 
     def __init__(
-        self, tau1: float = 1.0, tau2: float = 1.0, gamma: float = 200.0, window: int = 32, kernel: int = 5
+        self,
+        tau1: float = 1.0,
+        tau2: float = 1.0,
+        gamma: float = 200.0,
+        window: int = 32,
+        kernel: int = 5,
     ) -> None:
         self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
         self.window, self.kernel = window, kernel
@@ -53,11 +68,12 @@ class CAKE(KeepsEnds):
         self.windows = [self.recent(capacity) for capacity in self.capacities]
         self.preferences: list[list[float]] = []  # of each layer so far and row
         self.scored: dict[int, list[int]] = {}  # b_l of each row
-        # of each row [Hkv, n], in the order of the cache: the best first, then the W most recent in theirs
+        # of each row [Hkv, n], in the order of the cache: the best first, then the W most recent in
+        # theirs
         self.cached_ids: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
-    # -- prefill: the cascade ------------------------------------------------------------------------------------------
+    # -- prefill: the cascade ----------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Rank the layer's tokens, and share the budget out anew between all layers so far."""
@@ -81,9 +97,11 @@ class CAKE(KeepsEnds):
     def measure(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """What the window's attention to the tokens before it says of them, and of the layer.
 
-        Returns:
-            The importance of each token to each KV head [B, Hkv, N], -inf where it is none or stays anyhow; and the
-            layer's preference [B].
+        Returns
+        -------
+        tuple[torch.Tensor, torch.Tensor]
+            The importance of each token to each KV head [B, Hkv, N], -inf where it is none or stays
+            anyhow; and the layer's preference [B].
         """
         lengths = torch.tensor(prompt.lengths, device=prompt.keys.device)
         count = prompt.queries.shape[2]
@@ -95,7 +113,8 @@ class CAKE(KeepsEnds):
         ends = torch.tensor(self.ends, device=stays.device)[:, None, None]
         importance = []
         dispersion, shift = lengths.new_zeros(2, len(lengths), dtype=torch.float64)
-        for attention in window_probabilities(prompt, self.window, self.shape.scaling):  # [B, G, W, N]
+        # [B, G, W, N]
+        for attention in window_probabilities(prompt, self.window, self.shape.scaling):
             older = attention.masked_fill(stays[:, None], 0)
             mean = older.sum(dim=2) / number
             deviation = (older - mean[:, :, None]).square().masked_fill(~valid, 0)
@@ -103,17 +122,26 @@ class CAKE(KeepsEnds):
             importance.append(mean + self.gamma * variance)
             dispersion = dispersion - (older * (older + 1e-10).log()).sum(dim=(1, 2, 3)).double()
             shift = shift + variance.sum(dim=(1, 2)).double()
-        smoothed = pooled_votes(torch.cat(importance, dim=1), self.shape.kv_heads, self.kernel, "mean", "before")
+        smoothed = pooled_votes(
+            torch.cat(importance, dim=1), self.shape.kv_heads, self.kernel, "mean", "before"
+        )
         smoothed = smoothed.masked_fill(at_ends(position, lengths[:, None, None], ends), torch.inf)
         none = stays | (position >= lengths[:, None, None])
         preference = dispersion.clamp(min=0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
         return smoothed.masked_fill(none, -torch.inf), preference
 
     def cascade(self, row: int, length: int) -> list[int]:
-        """Share the row's whole budget out between the layers so far; which layers hold less now."""
-        window, ends = self.windows[row], 2 * self.ends[row]  # in each layer, whatever its share of the rest
-        total = self.mean_scored(length) * len(self.shape.sparse_layers) - ends * len(self.preferences)
-        shares = layer_budgets([preference[row] for preference in self.preferences], total, length - window - ends)
+        """Share the row's whole budget out between the layers so far; which layers hold
+        less now.
+        """
+        # in each layer, whatever its share of the rest
+        window, ends = self.windows[row], 2 * self.ends[row]
+        total = self.mean_scored(length) * len(self.shape.sparse_layers) - ends * len(
+            self.preferences
+        )
+        shares = layer_budgets(
+            [preference[row] for preference in self.preferences], total, length - window - ends
+        )
         shrunk = []
         for layer, budget in zip(self.cached_ids, [ends + share for share in shares], strict=True):
             ids = self.cached_ids[layer][row]
@@ -124,7 +152,7 @@ class CAKE(KeepsEnds):
                 shrunk.append(layer)
         return shrunk
 
-    # -- decode --------------------------------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What is held, and the current token."""
@@ -135,19 +163,25 @@ class CAKE(KeepsEnds):
         return Selection(stacked(self.cached_ids[layer]))
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
-        """Keep the W most recent tokens, and of the others those that received most attention in this step.
+        """Keep the W most recent tokens, and of the others those that received most attention in
+        this step.
 
-        Neighbours, over which the attention is smoothed, are those in the order of the cache, as in the published code.
+        Neighbours, over which the attention is smoothed, are those in the order of the cache, as in
+        the published code.
         """
         attention = probabilities.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)
         for row, ids in enumerate(self.cached_ids[layer]):
             older, scored = ids.shape[1] - self.windows[row], self.scored[layer][row]
             if older > scored:
-                smoothed = avg_pool1d(attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2)
+                smoothed = avg_pool1d(
+                    attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2
+                )
                 ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
                 smoothed = smoothed.masked_fill(ends, torch.inf)
                 best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
-                self.cached_ids[layer][row] = torch.cat([ids.gather(1, best), ids[:, older:]], dim=1)
+                self.cached_ids[layer][row] = torch.cat(
+                    [ids.gather(1, best), ids[:, older:]], dim=1
+                )
 
     def end_step(self) -> None:
         """Now and then free the memory of what was evicted."""
@@ -156,7 +190,7 @@ class CAKE(KeepsEnds):
             for layer, rows in self.cached_ids.items():
                 self.view.keep(layer, stacked(rows), DROP_EVERY)
 
-    # -- budget --------------------------------------------------------------------------------------------------------
+    # -- budget ------------------------------------------------------------------------------------
 
     def recent(self, capacity: int) -> int:
         """Most recent tokens that stay, of `capacity`."""
@@ -177,7 +211,9 @@ class CAKE(KeepsEnds):
         return length > (capacity - 1 if self.budget.counts_generated else capacity + self.window)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """What the other layers could leave to one; the first step as published sees all of a prompt up to C + W."""
+        """What the other layers could leave to one; the first step as published sees all of a
+        prompt up to C + W.
+        """
         if generated == 1 and not self.evicts_prompt(length):
             return length + 1
         total = self.mean_scored(length) * len(self.shape.sparse_layers)
@@ -193,11 +229,16 @@ class CAKE(KeepsEnds):
 def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[int]:
     """Scored tokens of each layer in proportion to the preferences, `total` together.
 
-    Args:
-        most: tokens there are in each layer.
+    Parameters
+    ----------
+    most
+        tokens there are in each layer.
     """
     whole = sum(preferences)
-    shares = [total * (preference / whole if whole else 1 / len(preferences)) for preference in preferences]
+    shares = [
+        total * (preference / whole if whole else 1 / len(preferences))
+        for preference in preferences
+    ]
     return [min(budget, most) for budget in adjust_budgets(shares, total, most)]
 
 
@@ -211,14 +252,21 @@ def adjust_budgets(shares: Sequence[float], total: int, most: int) -> list[int]:
     budgets = [min(budget, most) for budget in budgets]
     budgets = _spread(budgets, excess, [budget < most for budget in budgets])
     missing = total - sum(budgets)
-    return _spread(budgets, missing, [budget < most if missing > 0 else budget > 1 for budget in budgets])
+    return _spread(
+        budgets, missing, [budget < most if missing > 0 else budget > 1 for budget in budgets]
+    )
 
 
 def _spread(budgets: Sequence[int], amount: int, takes: Sequence[bool]) -> list[int]:
-    """The budgets with an amount, which may be negative, shared out evenly; what is left over goes to the first."""
+    """The budgets with an amount, which may be negative, shared out evenly; what is left over goes
+    to the first.
+    """
     if not any(takes):
         return list(budgets)
     sign = 1 if amount > 0 else -1
     quotient, remainder = divmod(abs(amount), sum(takes))
     rank = [sum(takes[:at]) for at in range(len(takes))]
-    return [budget + sign * (quotient + (rank[at] < remainder)) * takes[at] for at, budget in enumerate(budgets)]
+    return [
+        budget + sign * (quotient + (rank[at] < remainder)) * takes[at]
+        for at, budget in enumerate(budgets)
+    ]

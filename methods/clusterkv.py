@@ -1,8 +1,9 @@
-"""ClusterKV: clusters of similar keys, recalled token by token (Liu et al. 2025, "ClusterKV: Manipulating LLM KV Cache
-in Semantic Space for Recallable Compression", sections 3 and 4).
+"""ClusterKV: clusters of similar keys, recalled token by token (Liu et al. 2025, "ClusterKV:
+Manipulating LLM KV Cache in Semantic Space for Recallable Compression", sections 3 and 4).
 
-The prompt's keys are clustered by their cosines. A query ranks the clusters by the products with their mean keys, and
-attends the tokens of the best, the last of them cut, until the budget is full. Keys and values live on the host.
+The prompt's keys are clustered by their cosines. A query ranks the clusters by the products with
+their mean keys, and attends the tokens of the best, the last of them cut, until the budget is full.
+Keys and values live on the host.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ TOKENS_PER_NEW_CLUSTER = 40  # 8 clusters of 320 generated tokens, as in the pub
 class Clusters:
     """The clusters of one row, in every KV head.
 
-    Attributes:
-        means: [Hkv, K, D] fp32, the mean key of each.
-        starts: [Hkv, K] and sizes [Hkv, K], where the members of each stand; an empty one has none.
-        members: [Hkv, n] token ids.
+    Attributes
+    ----------
+    means
+        [Hkv, K, D] fp32, the mean key of each.
+    starts
+        [Hkv, K] and sizes [Hkv, K], where the members of each stand; an empty one has none.
+    members
+        [Hkv, n] token ids.
     """
 
     means: torch.Tensor
@@ -47,12 +52,18 @@ class Clusters:
         )
 
 
-def cosine_kmeans(keys: torch.Tensor, count: int, first: int, iterations: int, generator: torch.Generator) -> Clusters:
-    """Cluster keys by their cosines with the clusters' means, beginning from keys drawn without repeats.
+def cosine_kmeans(
+    keys: torch.Tensor, count: int, first: int, iterations: int, generator: torch.Generator
+) -> Clusters:
+    """Cluster keys by their cosines with the clusters' means, beginning from keys drawn without
+    repeats.
 
-    Args:
-        keys: [Hkv, n, D], of the tokens `first` to `first` + n - 1.
-        count: clusters, as far as there are keys.
+    Parameters
+    ----------
+    keys
+        [Hkv, n, D], of the tokens `first` to `first` + n - 1.
+    count
+        clusters, as far as there are keys.
     """
     if not keys.shape[1]:
         none = torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device)
@@ -68,19 +79,29 @@ def nearest_direction(keys: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
 
 
 class ClusterKV(Method):
-    """Attend the first tokens, the tokens of the best clusters, and the generated tokens that are in no cluster yet.
+    """Attend the first tokens, the tokens of the best clusters, and the generated tokens that are
+    in no cluster yet.
 
-    Each query head ranks clusters for itself; with unified accounting the group's lists are joined by rank and cut.
-    Generated tokens are clustered among themselves when `buffer` of them have come.
+    Each query head ranks clusters for itself; with unified accounting the group's lists are joined
+    by rank and cut. Generated tokens are clustered among themselves when `buffer` of them have
+    come.
 
-    Args:
-        clusters: of the prompt, as in the published accuracy code.
-        cluster_size: where given, the prompt has one cluster for so many tokens instead.
-        iterations: of k-means.
-        sinks: first tokens, always attended and inside C; C / 16 where that is less and generated tokens count.
-        buffer: generated tokens that wait to be clustered, outside C; where they count inside, and C / 4 if that is
-            less.
-        cache_steps: steps whose tokens stay on the device.
+    Parameters
+    ----------
+    clusters
+        of the prompt, as in the published accuracy code.
+    cluster_size
+        where given, the prompt has one cluster for so many tokens instead.
+    iterations
+        of k-means.
+    sinks
+        first tokens, always attended and inside C; C / 16 where that is less and generated tokens
+        count.
+    buffer
+        generated tokens that wait to be clustered, outside C; where they count inside, and C / 4 if
+        that is less.
+    cache_steps
+        steps whose tokens stay on the device.
     """
 
     def __init__(
@@ -101,7 +122,8 @@ class ClusterKV(Method):
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(capacity) for capacity in self.capacities]
         self.rows: dict[int, list[Clusters]] = {}
-        self.fresh: dict[int, list[list[torch.Tensor]]] = {}  # keys [Hkv, 1, D] of the generated tokens in no cluster
+        # keys [Hkv, 1, D] of the generated tokens in no cluster
+        self.fresh: dict[int, list[list[torch.Tensor]]] = {}
 
     def _zones(self, capacity: int) -> tuple[int, int]:
         """Sinks, and generated tokens that wait at most, of a budget of `capacity` tokens."""
@@ -109,7 +131,7 @@ class ClusterKV(Method):
             return self.sinks, self.buffer
         return min(self.sinks, capacity // 16), min(self.buffer, capacity // 4)
 
-    # -- index -----------------------------------------------------------------------------------------------------
+    # -- index -------------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cluster the keys of each row, the sinks left out."""
@@ -117,7 +139,9 @@ class ClusterKV(Method):
         self.fresh[layer] = [[] for _ in prompt.lengths]
         for row, length in enumerate(prompt.lengths):
             sinks = min(self.zones[row][0], length)
-            count = -(-(length - sinks) // self.cluster_size) if self.cluster_size else self.clusters
+            count = (
+                -(-(length - sinks) // self.cluster_size) if self.cluster_size else self.clusters
+            )
             keys = prompt.keys[row, :, sinks:length]
             generator = self.context.generator(layer, row=row)
             self.rows[layer].append(cosine_kmeans(keys, count, sinks, self.iterations, generator))
@@ -129,16 +153,22 @@ class ClusterKV(Method):
                 first = self.view.lengths(layer)[row] - 1 - len(fresh)
                 count = max(1, len(fresh) // TOKENS_PER_NEW_CLUSTER)
                 generator = self.context.generator(layer, row=row)
-                clusters = cosine_kmeans(torch.cat(fresh, dim=1), count, first, self.iterations, generator)
+                clusters = cosine_kmeans(
+                    torch.cat(fresh, dim=1), count, first, self.iterations, generator
+                )
                 self.rows[layer][row] = self.rows[layer][row].with_more(clusters)
                 fresh.clear()
             fresh.append(key[row])
 
-    # -- selection -------------------------------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, the tokens in no cluster, and those of the best clusters."""
-        return Selection(stacked([self._attended(layer, row, query[row, :, 0]) for row in range(self.shape.batch)]))
+        return Selection(
+            stacked(
+                [self._attended(layer, row, query[row, :, 0]) for row in range(self.shape.batch)]
+            )
+        )
 
     def _attended(self, layer: int, row: int, query: torch.Tensor) -> torch.Tensor:
         """Token ids of a row for query [Hq, D]: [Hq, or Hkv where the group shares C, n]."""
@@ -153,22 +183,33 @@ class ClusterKV(Method):
         return torch.cat([always.expand(retrieved.shape[0], -1), retrieved], dim=1)
 
     def _best(self, row: Clusters, query: torch.Tensor, room: int) -> torch.Tensor:
-        """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq, n], trailing -1."""
+        """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq,
+        n], trailing -1.
+        """
         heads, clusters = row.sizes.shape
         if not clusters:
             return torch.empty(self.shape.query_heads, 0, dtype=torch.int64, device=query.device)
         scores = products(query[None, :, None], row.means[None])[0]
-        scores = scores.nan_to_num(torch.inf, torch.inf, torch.finfo(scores.dtype).min)  # so that all are ranked
+        # so that all are ranked
+        scores = scores.nan_to_num(torch.inf, torch.inf, torch.finfo(scores.dtype).min)
         order = top_earliest(scores, clusters).view(heads, -1)
-        starts, sizes = (part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes))
+        starts, sizes = (
+            part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes)
+        )
         indexes, _ = entries(starts, sizes, room)
         tokens = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
         return tokens.masked_fill(indexes < 0, -1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """C, each query head's own but for the sinks, and a full buffer; with unified accounting C."""
+        """C, each query head's own but for the sinks, and a full buffer; with unified
+        accounting C.
+        """
         capacity = self.budget.tokens(length)
         if self.budget.unified:
             return capacity
         sinks, buffer = self._zones(capacity)
-        return sinks + self.shape.group * (capacity - sinks) + (0 if self.budget.counts_generated else buffer)
+        return (
+            sinks
+            + self.shape.group * (capacity - sinks)
+            + (0 if self.budget.counts_generated else buffer)
+        )

@@ -1,9 +1,9 @@
-"""Expected Attention: what queries to come should attend (Devoto et al. 2025, "Expected Attention: KV Cache
-Compression by Estimating Attention from Future Queries Distribution", section 3).
+"""Expected Attention: what queries to come should attend (Devoto et al. 2025, "Expected Attention:
+KV Cache Compression by Estimating Attention from Future Queries Distribution", section 3).
 
-Queries before RoPE are taken to be normally distributed, with the prompt's mean and covariance, and to come at any of
-the next positions. What a key will receive has then an expectation in closed form; times the norm of its value it says
-how much would change without it.
+Queries before RoPE are taken to be normally distributed, with the prompt's mean and covariance, and
+to come at any of the next positions. What a key will receive has then an expectation in closed
+form; times the norm of its value it says how much would change without it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ EVERY_QUERY = 1 << 30
 
 
 class ExpectedAttention(Scorer):
-    """Keep the sinks and the prompt tokens with the largest expected contribution, C in all; no window.
+    """Keep the sinks and the prompt tokens with the largest expected contribution, C in all; no
+    window.
 
-    The harness hands over the queries of the whole prompt, which take Hq N D numbers of each layer while it is read,
-    and of all layers where several methods share its prefill.
+    The harness hands over the queries of the whole prompt, which take Hq N D numbers of each layer
+    while it is read, and of all layers where several methods share its prefill.
 
-    Args:
-        future: positions after the prompt over which RoPE is averaged.
-        sinks: first tokens, which stay, and count neither among the queries nor in the softmax.
-        covariance: the queries' covariance counts, too; else their mean alone.
-        vnorm: the attention is multiplied by the norm of the value.
-        eps: added to the attention before.
+    Parameters
+    ----------
+    future
+        positions after the prompt over which RoPE is averaged.
+    sinks
+        first tokens, which stay, and count neither among the queries nor in the softmax.
+    covariance
+        the queries' covariance counts, too; else their mean alone.
+    vnorm
+        the attention is multiplied by the norm of the value.
+    eps
+        added to the attention before.
     """
 
     def __init__(
@@ -41,7 +48,13 @@ class ExpectedAttention(Scorer):
         vnorm: bool = True,
         eps: float = 0.0,
     ) -> None:
-        self.future, self.sinks, self.covariance, self.vnorm, self.eps = future, sinks, covariance, vnorm, eps
+        self.future, self.sinks, self.covariance, self.vnorm, self.eps = (
+            future,
+            sinks,
+            covariance,
+            vnorm,
+            eps,
+        )
         self.needs = Needs(query_window=EVERY_QUERY, rotation=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -51,7 +64,9 @@ class ExpectedAttention(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The expected contribution of each token; the largest number for sinks."""
-        scores = torch.full(prompt.keys.shape[:3], torch.finfo(torch.float32).max, device=prompt.keys.device)
+        scores = torch.full(
+            prompt.keys.shape[:3], torch.finfo(torch.float32).max, device=prompt.keys.device
+        )
         for row, length in enumerate(prompt.lengths):
             if length > self.sinks:
                 for head in range(prompt.keys.shape[1]):
@@ -62,7 +77,9 @@ class ExpectedAttention(Scorer):
         """That of the tokens of a KV head after the sinks, [n]."""
         length, group, scaling = prompt.lengths[row], self.shape.group, self.shape.scaling
         keys = prompt.keys[row, head, self.sinks : length].float()
-        mean, covariance = self._queries(prompt.queries[row, head * group : (head + 1) * group], length)
+        mean, covariance = self._queries(
+            prompt.queries[row, head * group : (head + 1) * group], length
+        )
         logits = mean @ keys.T * scaling
         if self.covariance:
             logits += (keys @ covariance * keys).sum(dim=2) * scaling**2 / 2
@@ -73,7 +90,9 @@ class ExpectedAttention(Scorer):
         return (expected + self.eps) * norms.nan_to_num(posinf=0)
 
     def _queries(self, queries: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean [G, D] and covariance [G, D, D] of queries to come, by the last ones [G, W, D] of `length` tokens."""
+        """Mean [G, D] and covariance [G, D, D] of queries to come, by the last ones [G, W, D] of
+        `length` tokens.
+        """
         rotation = self.context.rotation
         assert rotation is not None, "the harness hands over what `needs` asks for"
         count = min(queries.shape[1], length - self.sinks)
@@ -85,22 +104,30 @@ class ExpectedAttention(Scorer):
         return (mean @ turn)[:, 0], covariance
 
     def _turn(self, length: int, like: torch.Tensor) -> torch.Tensor:
-        """The mean rotation at the `future` positions after `length` tokens, transposed: [D, D] fp32, for rows."""
+        """The mean rotation at the `future` positions after `length` tokens, transposed: [D, D]
+        fp32, for rows.
+        """
         key = length, like.device
         if key not in self.turns:
             assert self.context.rotation is not None
-            units = torch.eye(like.shape[-1], device=like.device)[None, :, None].expand(-1, -1, self.future, -1)
+            units = torch.eye(like.shape[-1], device=like.device)[None, :, None].expand(
+                -1, -1, self.future, -1
+            )
             positions = torch.arange(length, length + self.future, device=like.device)[None, None]
             self.turns[key] = self.context.rotation.turn(units, positions)[0].mean(dim=1)
         return self.turns[key]
 
 
 class AdaExpectedAttention(ExpectedAttention):
-    """Expected Attention whose heads share a layer's budget out by their scores (AdaKV, as kvpress has it).
+    """Expected Attention whose heads share a layer's budget out by their scores (AdaKV, as kvpress
+    has it).
 
-    Args:
-        alpha: share of C that is safe in each head.
-        future, sinks, covariance, vnorm, eps: see `ExpectedAttention`.
+    Parameters
+    ----------
+    alpha
+        share of C that is safe in each head.
+    future, sinks, covariance, vnorm, eps
+        see `ExpectedAttention`.
     """
 
     def __init__(
@@ -119,9 +146,12 @@ class AdaExpectedAttention(ExpectedAttention):
 class ExpectedAttentionDecode(Interval, ExpectedAttention):
     """Expected Attention over all that is held, every `interval` decode steps.
 
-    Args:
-        interval: see `Interval`.
-        future, sinks, covariance, vnorm, eps: see `ExpectedAttention`.
+    Parameters
+    ----------
+    interval
+        see `Interval`.
+    future, sinks, covariance, vnorm, eps
+        see `ExpectedAttention`.
     """
 
     reads_values = True
@@ -135,4 +165,6 @@ class ExpectedAttentionDecode(Interval, ExpectedAttention):
         vnorm: bool = True,
         eps: float = 0.0,
     ) -> None:
-        super().__init__(interval, future=future, sinks=sinks, covariance=covariance, vnorm=vnorm, eps=eps)
+        super().__init__(
+            interval, future=future, sinks=sinks, covariance=covariance, vnorm=vnorm, eps=eps
+        )

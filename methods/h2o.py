@@ -1,8 +1,9 @@
-"""H2O: heavy hitters and recent tokens (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
-of Large Language Models", section 4 and Algorithm 1).
+"""H2O: heavy hitters and recent tokens (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient
+Generative Inference of Large Language Models", section 4 and Algorithm 1).
 
-A heavy hitter is a token that has received much attention, summed over all queries so far. Half of the budget is for
-them, the other half for the most recent tokens; each step evicts the lightest of the others, and its sum is lost.
+A heavy hitter is a token that has received much attention, summed over all queries so far. Half of
+the budget is for them, the other half for the most recent tokens; each step evicts the lightest of
+the others, and its sum is lost.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ from methods.blocks.topk import Granularity
 
 
 class HeavyHitters(Scorer):
-    """Keep the C - W prompt tokens that received most attention from the prompt, and the last W (KVCache-Factory).
+    """Keep the C - W prompt tokens that received most attention from the prompt, and the last W
+    (KVCache-Factory).
 
-    Args:
-        window: last tokens of the prompt that stay, W.
-        group: of a group that chooses as one its "mean" or its "max" counts.
-        granularity: "kv_head", a set for the group; "query_head", each query head its own.
+    Parameters
+    ----------
+    window
+        last tokens of the prompt that stay, W.
+    group
+        of a group that chooses as one its "mean" or its "max" counts.
+    granularity
+        "kv_head", a set for the group; "query_head", each query head its own.
     """
 
     def __init__(
-        self, window: int = 8, group: Literal["mean", "max"] = "mean", granularity: Granularity = "kv_head"
+        self,
+        window: int = 8,
+        group: Literal["mean", "max"] = "mean",
+        granularity: Granularity = "kv_head",
     ) -> None:
         self.window, self.group, self.granularity = window, group, granularity
         self.needs = Needs(attention_sums=True)
@@ -56,16 +65,23 @@ class RecentAndHeavy(HeavyHitters):
 
 
 class H2O(Evictor):
-    """Keep C tokens: the most recent ones, and of the others those that received most attention so far.
+    """Keep C tokens: the most recent ones, and of the others those that received most attention so
+    far.
 
     Where generated tokens count, the current token is one of the recent ones.
 
-    Args:
-        recent: share of the budget that is the most recent tokens'.
-        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (as published).
+    Parameters
+    ----------
+    recent
+        share of the budget that is the most recent tokens'.
+    granularity
+        "kv_head", a set for the group, by its mean; "query_head", each query head its own (as
+        published).
 
-    Raises:
-        ValueError: the share leaves nothing to heavy hitters, or nothing to recent tokens.
+    Raises
+    ------
+    ValueError
+        the share leaves nothing to heavy hitters, or nothing to recent tokens.
     """
 
     def __init__(self, recent: float = 0.5, granularity: Granularity = "kv_head") -> None:

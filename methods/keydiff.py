@@ -1,8 +1,9 @@
-"""KeyDiff: the keys stay that resemble the others least (Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache
-Eviction for Long-Context LLM Inference in Resource-Constrained Environments", section 3).
+"""KeyDiff: the keys stay that resemble the others least (Park et al. 2025, "KeyDiff: Key
+Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
+Environments", section 3).
 
-A key near the mean direction of all keys is one of many; those that point elsewhere receive attention. No query is
-needed to see this, so that a cache can be pruned while a prompt is read.
+A key near the mean direction of all keys is one of many; those that point elsewhere receive
+attention. No query is needed to see this, so that a cache can be pruned while a prompt is read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from methods.blocks.topk import top_earliest
 
 
 class KeyDiff(Scorer):
-    """Keep the C prompt tokens whose keys have the smallest cosine with the anchor; no window, no sinks."""
+    """Keep the C prompt tokens whose keys have the smallest cosine with the anchor; no window, no
+    sinks.
+    """
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """How far each key of a row is from their anchor."""
@@ -37,16 +40,21 @@ class KeyDiffDecode(Interval, KeyDiff):
 
 
 class KeyDiffBlocks(KeepsEnds):
-    """Keep C tokens after each block of the text, from its first token on; the newest ones may go at once.
+    """Keep C tokens after each block of the text, from its first token on; the newest ones may go
+    at once.
 
-    Generated tokens go on with the blocks. The paper prunes as the prompt is read, so that later tokens attend what is
-    left of it. The harness's prefill is dense: the blocks are found afterwards, over its keys, in memory that has held
-    the whole prompt; the report says what a prefill in blocks would have held.
+    Generated tokens go on with the blocks. The paper prunes as the prompt is read, so that later
+    tokens attend what is left of it. The harness's prefill is dense: the blocks are found
+    afterwards, over its keys, in memory that has held the whole prompt; the report says what a
+    prefill in blocks would have held.
 
-    Where generated tokens count, the block is a part of C, a quarter at most; the first one that is pruned fills C.
+    Where generated tokens count, the block is a part of C, a quarter at most; the first one that is
+    pruned fills C.
 
-    Args:
-        block: tokens that come before the cache is pruned, B.
+    Parameters
+    ----------
+    block
+        tokens that come before the cache is pruned, B.
     """
 
     evicts = "always"
@@ -81,7 +89,9 @@ class KeyDiffBlocks(KeepsEnds):
                 come = torch.arange(start, end, device=keys.device).expand(len(keys), -1)
                 ids = torch.cat([ids, come], dim=1)
                 if blocks.full(end):
-                    ids = self._pruned(row, ids, keys.gather(1, ids[..., None].expand(-1, -1, keys.shape[2])))
+                    ids = self._pruned(
+                        row, ids, keys.gather(1, ids[..., None].expand(-1, -1, keys.shape[2]))
+                    )
             rows.append(ids)
         self._keep(layer, rows)
 
@@ -95,13 +105,25 @@ class KeyDiffBlocks(KeepsEnds):
             keys = self.view.keys(layer, resident)
             for row, (length, blocks) in enumerate(pairs):
                 ids = resident[row, :, : blocks.resident_count(length)]
-                rows.append(self._pruned(row, ids, keys[row, :, : ids.shape[1]]) if blocks.full(length) else ids)
+                rows.append(
+                    self._pruned(row, ids, keys[row, :, : ids.shape[1]])
+                    if blocks.full(length)
+                    else ids
+                )
             self._keep(layer, rows)
 
     def _pruned(self, row: int, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Of token ids [H, n] of a row those that stay after a block, by their keys [H, n, D]; ascending."""
-        scores = difference(keys).masked_fill(at_ends(ids, self.shape.lengths[row], self.ends[row]), torch.inf)
-        return ids.gather(1, top_earliest(scores[None], self.blocks[row].keep_count)[0]).sort(dim=1).values
+        """Of token ids [H, n] of a row those that stay after a block, by their keys [H, n, D];
+        ascending.
+        """
+        scores = difference(keys).masked_fill(
+            at_ends(ids, self.shape.lengths[row], self.ends[row]), torch.inf
+        )
+        return (
+            ids.gather(1, top_earliest(scores[None], self.blocks[row].keep_count)[0])
+            .sort(dim=1)
+            .values
+        )
 
     def _keep(self, layer: int, rows: list[torch.Tensor]) -> None:
         """Keep these ids of each row, with room for what comes until one is pruned next."""
@@ -115,16 +137,24 @@ class KeyDiffBlocks(KeepsEnds):
     def report(self) -> dict[str, float]:
         """Tokens of a KV head that a prefill in blocks holds at most, in one layer."""
         pairs = zip(self.shape.lengths, self.blocks, strict=True)
-        return {"block_prefill_tokens_max": max(blocks.max_resident_count(length) for length, blocks in pairs)}
+        return {
+            "block_prefill_tokens_max": max(
+                blocks.max_resident_count(length) for length, blocks in pairs
+            )
+        }
 
 
 class Blocks(NamedTuple):
     """How a row is read.
 
-    Attributes:
-        size: tokens of a block.
-        keep_count: tokens that stay after it.
-        first: where the first one begins.
+    Attributes
+    ----------
+    size
+        tokens of a block.
+    keep_count
+        tokens that stay after it.
+    first
+        where the first one begins.
     """
 
     size: int
@@ -142,7 +172,9 @@ class Blocks(NamedTuple):
 
     def max_resident_count(self, length: int) -> int:
         """The most tokens that are held while `length` are read; later blocks hold no fewer."""
-        return max(self.resident_count(prefix) for prefix in range(max(0, length - self.size), length + 1))
+        return max(
+            self.resident_count(prefix) for prefix in range(max(0, length - self.size), length + 1)
+        )
 
     def room(self, length: int) -> int:
         """Tokens after the last of `length` until some have to go."""
@@ -151,7 +183,9 @@ class Blocks(NamedTuple):
 
 
 def difference(keys: torch.Tensor) -> torch.Tensor:
-    """Minus the cosine of each of keys [H, n, D] with their anchor, the mean of their directions: [H, n] fp32."""
+    """Minus the cosine of each of keys [H, n, D] with their anchor, the mean of their directions:
+    [H, n] fp32.
+    """
     keys = keys.float()
     anchor = normalize(keys, dim=-1).mean(dim=-2, keepdim=True)
     return -cosine_similarity(keys, anchor, dim=-1)

@@ -1,7 +1,8 @@
-"""Key norm: short keys are the ones attended (Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV
-Cache Compression", section 3).
+"""Key norm: short keys are the ones attended (Devoto et al. 2024, "A Simple and Effective L2
+Norm-Based Strategy for KV Cache Compression", section 3).
 
-The prompt tokens whose keys have the smallest norm stay. No query is asked and no attention is needed.
+The prompt tokens whose keys have the smallest norm stay. No query is asked and no attention is
+needed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", section 3).
+"""KVzip (Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+section 3).
 
-What a model does not look at when it repeats the context, it needs for no question. After the prompt the model is asked
-to repeat the context, chunk by chunk (`kvbench.method.Replay`), and a pair of key and value is worth the most attention
-that any query of that pass gives it. Pairs of all layers and heads compete in one ranking.
+What a model does not look at when it repeats the context, it needs for no question. After the
+prompt the model is asked to repeat the context, chunk by chunk (`kvbench.method.Replay`), and a
+pair of key and value is worth the most attention that any query of that pass gives it. Pairs of all
+layers and heads compete in one ranking.
 
-KVzip+ is kvpress': attention is multiplied with the length of what the head would add to the hidden states, over that
-of the states that asked.
+KVzip+ is kvpress': attention is multiplied with the length of what the head would add to the hidden
+states, over that of the states that asked.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ BLOCK = 256  # queries whose attention is computed at once
 
 
 class KVzip(Scorer):
-    """Keep C prompt tokens of each KV head on average over the sparse layers; a head may keep all, or next to none.
+    """Keep C prompt tokens of each KV head on average over the sparse layers; a head may keep all,
+    or next to none.
 
-    The tokens before the context, such as the chat template's, stay whatever their scores, inside C.
+    The tokens before the context, such as the chat template's, stay whatever their scores, inside
+    C.
 
-    Args:
-        chunk: tokens that are repeated at once.
-        plus: weigh attention as KVzip+ does.
-        layerwise: each layer keeps C on average, and only its heads compete.
+    Parameters
+    ----------
+    chunk
+        tokens that are repeated at once.
+    plus
+        weigh attention as KVzip+ does.
+    layerwise
+        each layer keeps C on average, and only its heads compete.
     """
 
     def __init__(self, chunk: int = 2000, plus: bool = False, layerwise: bool = False) -> None:
@@ -44,20 +52,24 @@ class KVzip(Scorer):
         super().begin(shape, budget, view, context)
         self.scores: dict[int, torch.Tensor] = {}
 
-    # -- scores --------------------------------------------------------------------------------------------------------
+    # -- scores ------------------------------------------------------------------------------------
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
-        """The most attention that a query of the replay gives each token, [B, Hkv, N]; infinite before the context."""
+        """The most attention that a query of the replay gives each token, [B, Hkv, N]; infinite
+        before the context.
+        """
         scores = prompt.keys.new_zeros(prompt.keys.shape[:3], dtype=torch.float32)
         for row, prefix in enumerate(prompt.prefixes):
             scores[row, :, :prefix] = torch.inf
         for replay in prompt.replayed:
-            scores[replay.row, :, replay.start : replay.stop] = self.most_attention(layer, prompt, replay)
+            scores[replay.row, :, replay.start : replay.stop] = self.most_attention(
+                layer, prompt, replay
+            )
         return scores
 
     def most_attention(self, layer: int, prompt: Prompt, replay: Replayed) -> torch.Tensor:
-        """To each token of a chunk, [Hkv, stop - start], in a softmax over the tokens before the context, the chunk's,
-        and those of the pass up to the query.
+        """To each token of a chunk, [Hkv, stop - start], in a softmax over the tokens before the
+        context, the chunk's, and those of the pass up to the query.
         """
         count, before, most = replay.queries.shape[1], prompt.prefixes[replay.row], []
         position, chunk = (
@@ -66,7 +78,9 @@ class KVzip(Scorer):
         )
         for head, queries in enumerate(replay.queries.unflatten(0, (replay.keys.shape[0], -1))):
             stored = prompt.keys[replay.row, head]
-            keys = torch.cat([stored[:before], stored[replay.start : replay.stop], replay.keys[head]]).float()
+            keys = torch.cat(
+                [stored[:before], stored[replay.start : replay.stop], replay.keys[head]]
+            ).float()
             weight = self.added_lengths(layer, prompt, replay, head) if self.plus else None
             best = keys.new_zeros(replay.stop - replay.start)
             for block in position.split(BLOCK):
@@ -79,30 +93,52 @@ class KVzip(Scorer):
             most.append(best)
         return torch.stack(most)
 
-    def added_lengths(self, layer: int, prompt: Prompt, replay: Replayed, head: int) -> torch.Tensor:
-        """[G, stop - start], of what each query head of a group adds to the hidden states for each token's value."""
+    def added_lengths(
+        self, layer: int, prompt: Prompt, replay: Replayed, head: int
+    ) -> torch.Tensor:
+        """[G, stop - start], of what each query head of a group adds to the hidden states for each
+        token's value.
+        """
         assert self.context.output is not None, "KVzip+ weighs values by the model's output weights"
         values = prompt.values[replay.row, head, replay.start : replay.stop].float()
-        weights = self.context.output(layer).to(values.device).unflatten(0, (self.shape.kv_heads, -1))[head]
+        weights = (
+            self.context.output(layer)
+            .to(values.device)
+            .unflatten(0, (self.shape.kv_heads, -1))[head]
+        )
         return torch.stack([(values @ weight.float()).norm(dim=-1) for weight in weights])
 
-    # -- one ranking ---------------------------------------------------------------------------------------------------
+    # -- one ranking -------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Score the layer's tokens; what is kept shows once all layers have scores.
 
-        Raises:
-            ValueError: there is nothing before the context and in it to choose from, or no room for it.
+        Raises
+        ------
+        ValueError
+            there is nothing before the context and in it to choose from, or no room for it.
         """
-        for length, before, capacity in zip(prompt.lengths, prompt.prefixes, self.capacities, strict=True):
+        for length, before, capacity in zip(
+            prompt.lengths, prompt.prefixes, self.capacities, strict=True
+        ):
             check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
-        self.scores[layer] = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
+        self.scores[layer] = self.score(layer, prompt).masked_fill(
+            self.protected(prompt), torch.inf
+        )
 
     def end_prefill(self) -> None:
         """Keep the best pairs of all layers and heads."""
-        retained = [self._retained_mask(row, length) for row, length in enumerate(self.shape.lengths)]
-        whole, recents = all(bool(row.all()) for row in retained), [torch.arange(*recent) for recent in self.recents]
-        older = [row.index_fill(2, ids.to(row.device), False) for row, ids in zip(retained, recents, strict=True)]
+        retained = [
+            self._retained_mask(row, length) for row, length in enumerate(self.shape.lengths)
+        ]
+        whole, recents = (
+            all(bool(row.all()) for row in retained),
+            [torch.arange(*recent) for recent in self.recents],
+        )
+        older = [
+            row.index_fill(2, ids.to(row.device), False)
+            for row, ids in zip(retained, recents, strict=True)
+        ]
         for at, layer in enumerate(self.scores):
             device = self.shape.device_of(layer)
             if not whole:
@@ -113,9 +149,14 @@ class KVzip(Scorer):
         self.scores = {}
 
     def _retained_mask(self, row: int, length: int) -> torch.Tensor:
-        """[layers, Hkv, length] bool, which tokens of a row stay: of equal scores the first in that order."""
+        """[layers, Hkv, length] bool, which tokens of a row stay: of equal scores the first in that
+        order.
+        """
         scores = torch.stack(
-            [layer_scores[row, :, :length].to(self.shape.device) for layer_scores in self.scores.values()]
+            [
+                layer_scores[row, :, :length].to(self.shape.device)
+                for layer_scores in self.scores.values()
+            ]
         )
         ranked = scores.view(len(scores) if self.layerwise else 1, -1)
         count = self.capacities[row] * ranked.shape[1] // max(length, 1)
@@ -131,19 +172,26 @@ class KVzip(Scorer):
 def check_context(length: int, before: int, capacity: int, recent: int) -> None:
     """Refuse a prompt of `length` tokens without a context, or a budget without room for any of it.
 
-    Args:
-        before: tokens before the context, which stay, as the `recent` last ones do.
+    Parameters
+    ----------
+    before
+        tokens before the context, which stay, as the `recent` last ones do.
 
-    Raises:
-        ValueError: says what would be right.
+    Raises
+    ------
+    ValueError
+        says what would be right.
     """
     if before >= length:
-        raise ValueError(f"prompt of {length} tokens: {before} come before the context; expected a text after them")
+        raise ValueError(
+            f"prompt of {length} tokens: {before} come before the context; expected a text after"
+            " them"
+        )
     if before + recent >= capacity < length:
         newest = f", and the last {recent}" if recent else ""
         raise ValueError(
-            f"budget={capacity}: the {before} tokens before the context stay{newest}; expected {before + recent + 1} "
-            "tokens or more"
+            f"budget={capacity}: the {before} tokens before the context stay{newest}; expected"
+            f" {before + recent + 1} tokens or more"
         )
 
 

@@ -1,7 +1,8 @@
 """LRU: the token that was needed longest ago goes first.
 
-A token is needed in the step in which it comes, and in those that attend it with more than an even share of the budget.
-It is the plain cache policy beside the clever ones; RaaS is its relative, with pages, and a prompt that stays.
+A token is needed in the step in which it comes, and in those that attend it with more than an even
+share of the budget. It is the plain cache policy beside the clever ones; RaaS is its relative, with
+pages, and a prompt that stays.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Newest(Scorer):
 
 
 class LRU(Evictor):
-    """Keep the C tokens with the latest stamps: positions of the token that last attended them with more than 1 / C.
+    """Keep the C tokens with the latest stamps: positions of the token that last attended them with
+    more than 1 / C.
 
     The attention of a group is averaged. Of equal stamps the earlier token goes first.
     """

@@ -1,9 +1,9 @@
-"""OmniKV: a few layers choose tokens for those after them (Hao et al. 2025, "OmniKV: Dynamic Context Selection for
-Efficient Long-Context LLMs", section 4).
+"""OmniKV: a few layers choose tokens for those after them (Hao et al. 2025, "OmniKV: Dynamic
+Context Selection for Efficient Long-Context LLMs", section 4).
 
-Consecutive layers attend much the same tokens. At every step a filter layer, which attends everything, finds the prompt
-tokens with the largest logits; the layers after it, up to the next filter, attend these and what was generated. Their
-prompt lives on the host.
+Consecutive layers attend much the same tokens. At every step a filter layer, which attends
+everything, finds the prompt tokens with the largest logits; the layers after it, up to the next
+filter, attend these and what was generated. Their prompt lives on the host.
 """
 
 from __future__ import annotations
@@ -23,27 +23,35 @@ PUBLISHED_FILTERS, PUBLISHED_LAYERS = (2, 8, 18), 32
 
 
 class OmniKV(Method):
-    """Attend, in the layers that follow a filter, its C prompt tokens and all generated ones; in the others everything.
+    """Attend, in the layers that follow a filter, its C prompt tokens and all generated ones; in
+    the others everything.
 
-    A filter scores a token by its largest product with the query of any head, and has one list for all of them. Whole
-    stay the layers before the first filter, the filters, and the `wait` layers after each, during which the published
-    code brings tokens up. Where generated tokens count, up to C / 4 are always attended; older ones compete with the
-    prompt's.
+    A filter scores a token by its largest product with the query of any head, and has one list for
+    all of them. Whole stay the layers before the first filter, the filters, and the `wait` layers
+    after each, during which the published code brings tokens up. Where generated tokens count, up
+    to C / 4 are always attended; older ones compete with the prompt's.
 
-    Args:
-        filters: layers that choose, ascending; None: the published 2, 8 and 18 of 32, as deep in this model. For one
-            that stays dense for all methods, or has a window, the next one chooses.
-        wait: layers after each filter that attend everything.
+    Parameters
+    ----------
+    filters
+        layers that choose, ascending; None: the published 2, 8 and 18 of 32, as deep in this model.
+        For one that stays dense for all methods, or has a window, the next one chooses.
+    wait
+        layers after each filter that attend everything.
 
-    Raises:
-        ValueError: the filters are not ascending, or (in `begin`) the model has fewer layers.
+    Raises
+    ------
+    ValueError
+        the filters are not ascending, or (in `begin`) the model has fewer layers.
     """
 
     needs = Needs(home="by_layer")
 
     def __init__(self, filters: Sequence[int] | None = None, wait: int = 1) -> None:
         if filters is not None and not ascending(filters):
-            raise ValueError(f"filters={filters}: expected ascending layers, such as [2,8,18], or null")
+            raise ValueError(
+                f"filters={filters}: expected ascending layers, such as [2,8,18], or null"
+            )
         self.filters, self.wait = filters, wait
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -52,7 +60,9 @@ class OmniKV(Method):
         layers, configured = shape.sparse_layers, self.filters
         if configured is not None and configured[-1] >= shape.layers:
             raise ValueError(f"filters={configured}: the model has {shape.layers} layers")
-        filters = next_layers(as_deep_as_published(shape.layers) if configured is None else configured, layers)
+        filters = next_layers(
+            as_deep_as_published(shape.layers) if configured is None else configured, layers
+        )
         indexes = [layers.index(layer) for layer in filters]
         self.filter_of: dict[int, int] = {}  # of each layer that attends what a filter chose
         for index, stop in zip(indexes, [*indexes, len(layers)][1:], strict=True):
@@ -72,7 +82,9 @@ class OmniKV(Method):
         return None
 
     def _choose(self, layer: int, query: torch.Tensor) -> Selection:
-        """The tokens with the largest products in any head, then the generated ones that are always attended."""
+        """The tokens with the largest products in any head, then the generated ones that are always
+        attended.
+        """
         largest = products(query, self.view.keys(layer)).flatten(1, 2).amax(dim=1)  # [B, n]
         lists = []
         for row, length in enumerate(self.view.lengths(layer)):
@@ -81,11 +93,17 @@ class OmniKV(Method):
                 always = min(always, capacity // 4)
                 capacity -= always
             best = top(largest[row, : length - always].view(1, 1, -1), capacity)[0]
-            lists.append(torch.cat([best, torch.arange(length - always, length, device=best.device)[None]], dim=1))
+            lists.append(
+                torch.cat(
+                    [best, torch.arange(length - always, length, device=best.device)[None]], dim=1
+                )
+            )
         return Selection(stacked(lists))
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
-        """C and the generated tokens, or C alone where they count; no limit in a layer that attends everything."""
+        """C and the generated tokens, or C alone where they count; no limit in a layer that attends
+        everything.
+        """
         if layer not in self.filter_of:
             return None
         capacity = self.budget.tokens(length)
@@ -98,7 +116,9 @@ class OmniKV(Method):
 
 def ascending(layers: object) -> bool:
     """Whether these are layers, one or more, each above the one before it."""
-    if not isinstance(layers, Sequence) or not all(type(layer) is int and layer >= 0 for layer in layers):
+    if not isinstance(layers, Sequence) or not all(
+        type(layer) is int and layer >= 0 for layer in layers
+    ):
         return False
     return len(layers) > 0 and list(layers) == sorted(set(layers))
 
@@ -109,6 +129,10 @@ def as_deep_as_published(layers: int) -> list[int]:
 
 
 def next_layers(filters: Sequence[int], layers: Sequence[int]) -> list[int]:
-    """The next of `layers` from each filter on, both ascending; two that meet are one, beyond the last is none."""
-    matches = (next((layer for layer in layers if layer >= filter_layer), None) for filter_layer in filters)
+    """The next of `layers` from each filter on, both ascending; two that meet are one, beyond the
+    last is none.
+    """
+    matches = (
+        next((layer for layer in layers if layer >= filter_layer), None) for filter_layer in filters
+    )
     return list(dict.fromkeys(layer for layer in matches if layer is not None))

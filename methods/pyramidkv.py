@@ -1,8 +1,8 @@
-"""PyramidKV: SnapKV's votes with budgets that fall from layer to layer (Cai et al. 2024, "PyramidKV: Dynamic KV Cache
-Compression based on Pyramidal Information Funneling", section 4).
+"""PyramidKV: SnapKV's votes with budgets that fall from layer to layer (Cai et al. 2024,
+"PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", section 4).
 
-Lower layers spread their attention and get more of the budget, upper layers gather it on few tokens and get less. The
-mean over the layers is the budget, exactly.
+Lower layers spread their attention and get more of the budget, upper layers gather it on few tokens
+and get less. The mean over the layers is the budget, exactly.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """Keep c_l voted prompt tokens in layer l, and the window in each; the mean of c_l + W is C.
 
-    A prompt of fewer than 2 (C - W) tokens gives every layer the same, as the published code does. Where generated
-    tokens count, the layers' C - w voted tokens are shared out likewise.
+    A prompt of fewer than 2 (C - W) tokens gives every layer the same, as the published code does.
+    Where generated tokens count, the layers' C - w voted tokens are shared out likewise.
 
-    Args:
-        beta: the last layer keeps 1 / beta of the mean, the first what makes up for it.
-        window, kernel, pooling, join, granularity: see `SnapKV`.
+    Parameters
+    ----------
+    beta
+        the last layer keeps 1 / beta of the mean, the first what makes up for it.
+    window, kernel, pooling, join, granularity
+        see `SnapKV`.
     """
 
     def __init__(
@@ -48,14 +51,20 @@ class PyramidKV(SnapKV):
 def pyramid(mean: int, layers: int, beta: int, most: int) -> list[int]:
     """Tokens of each layer, falling by equal steps; they sum to layers * mean.
 
-    The published code rounds the step down, so that its layers sum to more. Here each layer is rounded: up in the lower
-    half, down in the upper, which cancels.
+    The published code rounds the step down, so that its layers sum to more. Here each layer is
+    rounded: up in the lower half, down in the upper, which cancels.
 
-    Args:
-        mean: tokens per layer, on average.
-        layers: how many, at least 1.
-        beta: the last layer gets mean / beta, rounded down, and the first 2 mean - mean / beta.
-        most: tokens there are; where the first layer would get more, it gets these, and the last what is left.
+    Parameters
+    ----------
+    mean
+        tokens per layer, on average.
+    layers
+        how many, at least 1.
+    beta
+        the last layer gets mean / beta, rounded down, and the first 2 mean - mean / beta.
+    most
+        tokens there are; where the first layer would get more, it gets these, and the last what is
+        left.
     """
     first = min(2 * mean - mean // beta, most)
     last = 2 * mean - first

@@ -1,8 +1,8 @@
-"""Quest: query-aware page selection (Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
-Inference", section 3.3).
+"""Quest: query-aware page selection (Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient
+Long-Context LLM Inference", section 3.3).
 
-Every page of 16 consecutive keys is summed up by its element-wise minimum and maximum. At each step the pages with the
-largest possible logit are attended; nothing is ever evicted.
+Every page of 16 consecutive keys is summed up by its element-wise minimum and maximum. At each step
+the pages with the largest possible logit are attended; nothing is ever evicted.
 """
 
 from __future__ import annotations
@@ -29,26 +29,34 @@ SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have fil
 
 @lru_cache(maxsize=4)  # all layers of a step ask for the same
 def page_edges(lengths: tuple[int, ...], size: int) -> NDArray[np.int64]:
-    """Where each page of `size` tokens of rows of so many tokens begins and the last one ends, [B, P + 1]."""
+    """Where each page of `size` tokens of rows of so many tokens begins and the last one ends, [B,
+    P + 1].
+    """
     edges = np.arange(-(-max(lengths) // size) + 1) * size
     return np.minimum(edges, np.array(lengths)[:, None])
 
 
 class Quest(Method):
-    """Attend the max(3, C / page_size) pages with the largest upper bound on q.k; the partial last page competes.
+    """Attend the max(3, C / page_size) pages with the largest upper bound on q.k; the partial last
+    page competes.
 
-    With unified accounting the pages of the group's query heads are joined by rank, the last page first, and cut to
-    C / page_size. A budget of at least the current length attends everything.
+    With unified accounting the pages of the group's query heads are joined by rank, the last page
+    first, and cut to C / page_size. A budget of at least the current length attends everything.
 
-    Args:
-        page_size: tokens in a page.
-        selection: "query_head", each query head its own pages (as published); "kv_head", the pages with the largest
-            mean bound over the group.
+    Parameters
+    ----------
+    page_size
+        tokens in a page.
+    selection
+        "query_head", each query head its own pages (as published); "kv_head", the pages with the
+        largest mean bound over the group.
     """
 
     needs = Needs(crops=True)
 
-    def __init__(self, page_size: int = 16, selection: Literal["query_head", "kv_head"] = "query_head") -> None:
+    def __init__(
+        self, page_size: int = 16, selection: Literal["query_head", "kv_head"] = "query_head"
+    ) -> None:
         self.page_size, self.selection = page_size, selection
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -56,23 +64,31 @@ class Quest(Method):
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
             compile_kernels(shape.dtype)
-        self.low: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
+        # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
+        self.low: dict[int, torch.Tensor] = {}
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
 
-    # -- pages and their bounds ------------------------------------------------------------------------------------
+    # -- pages and their bounds --------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Sum up the pages of the prompt."""
         starts = self._starts(prompt)
-        rows = [bounds(keys, row_starts, self.page_size) for keys, row_starts in zip(prompt.keys, starts, strict=True)]
+        rows = [
+            bounds(keys, row_starts, self.page_size)
+            for keys, row_starts in zip(prompt.keys, starts, strict=True)
+        ]
         most = max(low.shape[1] for low, _ in rows)
         self.low[layer], self.high[layer] = (
-            torch.stack([pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side])
+            torch.stack(
+                [pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side]
+            )
             for side, empty in zip(zip(*rows, strict=True), (torch.inf, -torch.inf), strict=True)
         )
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Widen the bounds of each row's last page by the new key, which may be the first of its page."""
+        """Widen the bounds of each row's last page by the new key, which may be the first of its
+        page.
+        """
         counts = self._counts(layer)
         if max(counts) > self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
@@ -87,13 +103,17 @@ class Quest(Method):
             first = page * self.page_size
             keys = keys_of_row(self.view, layer, row, first, length)
             edges = torch.tensor([0, length - first], device=keys.device)
-            low[row, :, page : page + 1], high[row, :, page : page + 1] = bounds(keys, edges, self.page_size)
+            low[row, :, page : page + 1], high[row, :, page : page + 1] = bounds(
+                keys, edges, self.page_size
+            )
             low[row, :, page + 1 :], high[row, :, page + 1 :] = torch.inf, -torch.inf
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         """Where each page of each row begins and the last one ends, [P + 1]."""
         return [
-            (torch.arange(self._pages(length) + 1, device=prompt.keys.device) * self.page_size).clamp(max=length)
+            (
+                torch.arange(self._pages(length) + 1, device=prompt.keys.device) * self.page_size
+            ).clamp(max=length)
             for length in prompt.lengths
         ]
 
@@ -105,7 +125,7 @@ class Quest(Method):
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    # -- selection -------------------------------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens of the pages with the largest bounds, page after page."""
@@ -113,8 +133,12 @@ class Quest(Method):
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
         low, high, mean = self.low[layer], self.high[layer], self.selection == "kv_head"
         if is_readable(query):
-            rows = np.array([(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)])
-            return Selection(best_tokens(query, low, high, self._edges(lengths), rows, mean, self.budget.unified))
+            rows = np.array(
+                [(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)]
+            )
+            return Selection(
+                best_tokens(query, low, high, self._edges(lengths), rows, mean, self.budget.unified)
+            )
         score = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
         score = score.mean(dim=2) if mean else score.flatten(1, 2)
         per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))
@@ -128,7 +152,9 @@ class Quest(Method):
         )
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1]; nothing reads beyond."""
+        """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1];
+        nothing reads beyond.
+        """
         return page_edges(tuple(lengths), self.page_size)
 
     def _most(self, room: int) -> int:
@@ -136,7 +162,9 @@ class Quest(Method):
         return self._pages(room)
 
     def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its pages."""
+        """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its
+        pages.
+        """
         count = self._most(room)
         first = self._ranked(scores, count)[:, :count] * self.page_size
         return entries(first, (length - first).clamp(max=self.page_size), room)[0]
@@ -163,7 +191,9 @@ class Quest(Method):
         return max(3, capacity // self.page_size)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """The budget's pages, of each query head where they choose for themselves; unified: C tokens."""
+        """The budget's pages, of each query head where they choose for themselves; unified: C
+        tokens.
+        """
         capacity = self.budget.tokens(length)
         if self.budget.unified:
             return capacity

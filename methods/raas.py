@@ -1,8 +1,9 @@
-"""RaaS: what no step looks at any more goes first (Hu et al. 2025, "RaaS: Reasoning-Aware Attention Sparsity for
-Efficient LLM Reasoning").
+"""RaaS: what no step looks at any more goes first (Hu et al. 2025, "RaaS: Reasoning-Aware Attention
+Sparsity for Efficient LLM Reasoning").
 
-Reasoning has milestones, tokens that matter for some steps and then never again. A page gets the time of a step as its
-stamp when the step attends it with more than alpha, and the page with the oldest stamp is evicted. The prompt stays.
+Reasoning has milestones, tokens that matter for some steps and then never again. A page gets the
+time of a step as its stamp when the step attends it with more than alpha, and the page with the
+oldest stamp is evicted. The prompt stays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from methods.snapkv import SnapKV
 
 
 class _Prompt(SnapKV):
-    """SnapKV that protects a quarter of a small C, as where generated tokens count, so that votes have the rest."""
+    """SnapKV that protects a quarter of a small C, as where generated tokens count, so that votes
+    have the rest.
+    """
 
     def recent(self, capacity: int) -> int:
         """Last tokens that are protected in a budget of `capacity` tokens."""
@@ -32,15 +35,22 @@ class _Prompt(SnapKV):
 class RaaS(Evictor):
     """Attend the prompt and C generated tokens, those whose pages were looked at last.
 
-    The paper estimates what a page receives from its representative, as Quest does; here it is the most that any of its
-    tokens received. No official code is known, and what becomes of a prompt beyond the budget is not said.
+    The paper estimates what a page receives from its representative, as Quest does; here it is the
+    most that any of its tokens received. No official code is known, and what becomes of a prompt
+    beyond the budget is not said.
 
-    Args:
-        alpha: attention probability above which a page is stamped, of a group the mean.
-        page_size: tokens that share a stamp and go together; 1: each token has its own. Generated tokens begin a page.
-        pin_prompt: the prompt stays, outside C. Otherwise, and where generated tokens count, it is cut to C as SnapKV
-            does, and its pages age as others do, the ones with fewest votes first.
-        granularity: "kv_head", a list for the group; "query_head", one for each query head.
+    Parameters
+    ----------
+    alpha
+        attention probability above which a page is stamped, of a group the mean.
+    page_size
+        tokens that share a stamp and go together; 1: each token has its own. Generated tokens begin
+        a page.
+    pin_prompt
+        the prompt stays, outside C. Otherwise, and where generated tokens count, it is cut to C as
+        SnapKV does, and its pages age as others do, the ones with fewest votes first.
+    granularity
+        "kv_head", a list for the group; "query_head", one for each query head.
     """
 
     def __init__(
@@ -68,20 +78,30 @@ class RaaS(Evictor):
 
     def first_cut(self, length: int) -> int:
         """C tokens are generated before one goes, where the prompt is pinned."""
-        return self.budget.tokens(length) + 1 if self.pin_prompt and not self.budget.counts_generated else 1
+        return (
+            self.budget.tokens(length) + 1
+            if self.pin_prompt and not self.budget.counts_generated
+            else 1
+        )
 
     def prompt_budget(self) -> Budget:
         """A pinned prompt stays whole."""
         return Budget(max(self.shape.lengths)) if self.pinned else super().prompt_budget()
 
     def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
-        """Stamps before those of the steps, between -1 and 0: later ones for pages with more votes."""
+        """Stamps before those of the steps, between -1 and 0: later ones for pages with
+        more votes.
+        """
         tokens.numbers.copy_(
-            self._of_pages(layer, tokens, -1 / (1 + tokens.numbers)).masked_fill(tokens.ids < 0, torch.inf)
+            self._of_pages(layer, tokens, -1 / (1 + tokens.numbers)).masked_fill(
+                tokens.ids < 0, torch.inf
+            )
         )
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """Stamp with the time of the step what was looked at, and the page that the current token is in."""
+        """Stamp with the time of the step what was looked at, and the page that the current token
+        is in.
+        """
         looked = attention.scatter(2, tokens.counts[..., None] - 1, torch.inf)
         tokens.numbers.masked_fill_(self._of_pages(layer, tokens, looked) > self.alpha, self.steps)
 
@@ -90,9 +110,12 @@ class RaaS(Evictor):
         if tokens.width > min(self.limits):
             worth, pages = self.worth(layer, tokens), self._pages(layer, tokens)
             oldest = worth.argmin(dim=2, keepdim=True)
-            goes = (pages == pages.gather(2, oldest)) & worth.isfinite()  # of a page at an end the rest stays
+            # of a page at an end the rest stays
+            goes = (pages == pages.gather(2, oldest)) & worth.isfinite()
             size = goes.sum(dim=2, keepdim=True)
-            tokens.drop(oldest, size * (tokens.counts > self.limit[layer])[..., None], max(self.limits))
+            tokens.drop(
+                oldest, size * (tokens.counts > self.limit[layer])[..., None], max(self.limits)
+            )
 
     def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The stamps; a pinned prompt stays."""
@@ -101,7 +124,9 @@ class RaaS(Evictor):
         return super().worth(layer, tokens)
 
     def _pages(self, layer: int, tokens: TokenLists) -> torch.Tensor:
-        """The page of each token, [B, H, width]; there is one that begins with the first generated token."""
+        """The page of each token, [B, H, width]; there is one that begins with the first generated
+        token.
+        """
         far = torch.iinfo(torch.int64).max // 2  # where there is no token
         return torch.where(tokens.ids < 0, far, tokens.ids - self.lengths[layer]) // self.page_size
 
@@ -111,11 +136,18 @@ class RaaS(Evictor):
             return numbers
         if numbers.device.type == "cpu":
             largest, firsts = torch.empty_like(numbers), self.lengths[layer].view(-1)
-            parts = tokens.ids.contiguous().numpy(), firsts.numpy(), self.page_size, numbers.contiguous().numpy()
+            parts = (
+                tokens.ids.contiguous().numpy(),
+                firsts.numpy(),
+                self.page_size,
+                numbers.contiguous().numpy(),
+            )
             list_kernels.largest_of_pages(*parts, largest.numpy())
             return largest
         pages = self._pages(layer, tokens)
         number = torch.zeros_like(pages)  # of the page in its list
         number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
-        most = torch.zeros_like(numbers).scatter_reduce_(2, number, numbers, "amax", include_self=False)
+        most = torch.zeros_like(numbers).scatter_reduce_(
+            2, number, numbers, "amax", include_self=False
+        )
         return most.gather(2, number)

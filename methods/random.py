@@ -19,8 +19,11 @@ from methods.blocks.scorer import Scorer
 class RandomTokens(Scorer):
     """Keep C prompt tokens of each KV head by lot, in each layer others.
 
-    Attributes:
-        generators: of each layer and row; a row draws as many numbers as it has tokens, whatever stands beside it.
+    Attributes
+    ----------
+    generators
+        of each layer and row; a row draws as many numbers as it has tokens, whatever stands beside
+        it.
     """
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -30,7 +33,9 @@ class RandomTokens(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """A number between 0 and 1 for each token and KV head."""
-        rows = self.generators[layer] = [self.context.generator(layer, row=row) for row in range(self.shape.batch)]
+        rows = self.generators[layer] = [
+            self.context.generator(layer, row=row) for row in range(self.shape.batch)
+        ]
         scores = torch.zeros(prompt.keys.shape[:3])
         for row, (length, generator) in enumerate(zip(prompt.lengths, rows, strict=True)):
             scores[row, :, :length] = torch.rand(scores.shape[1], length, generator=generator)
@@ -38,7 +43,9 @@ class RandomTokens(Scorer):
 
 
 class RandomEviction(Evictor):
-    """Give each token a random number as it comes, for each KV head, and let the smallest go once C are held."""
+    """Give each token a random number as it comes, for each KV head, and let the smallest go once C
+    are held.
+    """
 
     compressor: RandomTokens
 
@@ -47,14 +54,20 @@ class RandomEviction(Evictor):
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """The number of the current token; attention changes nothing."""
-        drawn = [torch.rand(self.lists, 1, generator=rows) for rows in self.compressor.generators[layer]]
-        tokens.numbers.scatter_(2, tokens.counts[..., None] - 1, torch.stack(drawn).to(attention.device))
+        drawn = [
+            torch.rand(self.lists, 1, generator=rows) for rows in self.compressor.generators[layer]
+        ]
+        tokens.numbers.scatter_(
+            2, tokens.counts[..., None] - 1, torch.stack(drawn).to(attention.device)
+        )
 
 
 def random(evict: Literal["once", "always"] = "once") -> RandomTokens | RandomEviction:
     """The method: it evicts "once", after the prompt, or "always", a token a step.
 
-    Args:
-        evict: which of the two.
+    Parameters
+    ----------
+    evict
+        which of the two.
     """
     return RandomTokens() if evict == "once" else RandomEviction()

@@ -1,9 +1,10 @@
-"""RazorAttention: a few heads keep everything, the others a window (Tang et al. 2024, "RazorAttention: Efficient KV
-Cache Compression Through Retrieval Heads", section 3).
+"""RazorAttention: a few heads keep everything, the others a window (Tang et al. 2024,
+"RazorAttention: Efficient KV Cache Compression Through Retrieval Heads", section 3).
 
-Retrieval heads are those that look back to earlier copies of a token, or to what followed them, found once for a model
-by `kvbench calibrate`. All other heads keep sinks and recent tokens; one compensation token, the mean of the
-keys and values that a head has dropped, stands for all of these with their number as weight.
+Retrieval heads are those that look back to earlier copies of a token, or to what followed them,
+found once for a model by `kvbench calibrate`. All other heads keep sinks and recent tokens; one
+compensation token, the mean of the keys and values that a head has dropped, stands for all of these
+with their number as weight.
 """
 
 from __future__ import annotations
@@ -18,20 +19,28 @@ from methods.blocks.two_kinds import TwoKinds
 
 
 class RazorAttention(TwoKinds):
-    """Retrieval heads keep everything, the others the first `sinks` tokens, recent ones and one for the rest.
+    """Retrieval heads keep everything, the others the first `sinks` tokens, recent ones and one for
+    the rest.
 
-    C is the mean over the KV heads of all sparse layers. Of the retrieval heads those with the best scores, as many as
-    leave the other heads half of C or more; these share out what is left. With budget=null all retrieval heads keep
-    everything, and another head max(window, N / ratio) recent tokens of a prompt of N.
+    C is the mean over the KV heads of all sparse layers. Of the retrieval heads those with the best
+    scores, as many as leave the other heads half of C or more; these share out what is left. With
+    budget=null all retrieval heads keep everything, and another head max(window, N / ratio) recent
+    tokens of a prompt of N.
 
-    As published the prompt is compressed and all that is generated stays. Where generated tokens count, the retrieval
-    heads' are taken from the other heads', down to half of C; from then on they, too, keep recent tokens only.
+    As published the prompt is compressed and all that is generated stays. Where generated tokens
+    count, the retrieval heads' are taken from the other heads', down to half of C; from then on
+    they, too, keep recent tokens only.
 
-    Args:
-        heads: "auto", the file of the model, or another file of `kvbench calibrate`.
-        echo, induction: share of the model's KV heads that are retrieval heads by either score.
-        sinks: first tokens that always stay.
-        window, ratio: see above (S_0 and C in the paper).
+    Parameters
+    ----------
+    heads
+        "auto", the file of the model, or another file of `kvbench calibrate`.
+    echo, induction
+        share of the model's KV heads that are retrieval heads by either score.
+    sinks
+        first tokens that always stay.
+    window, ratio
+        see above (S_0 and C in the paper).
     """
 
     evicts = "counted"
@@ -54,7 +63,7 @@ class RazorAttention(TwoKinds):
         """The best by either score."""
         return retrieval_heads(scores, self.echo, self.induction)
 
-    # -- the budget ------------------------------------------------------------------------------------------------
+    # -- the budget --------------------------------------------------------------------------------
 
     def total(self, length: int) -> int:
         """Entries of all heads together, of a prompt of `length` tokens."""
@@ -72,7 +81,11 @@ class RazorAttention(TwoKinds):
     def fitting(self, length: int) -> int:
         """Retrieval heads that a prompt of `length` tokens leaves room for."""
         room, least = self.total(length) - self.heads * self.least(length), self.least(length)
-        return len(self.ranked) if length <= least else min(len(self.ranked), max(0, room) // (length - least))
+        return (
+            len(self.ranked)
+            if length <= least
+            else min(len(self.ranked), max(0, room) // (length - least))
+        )
 
     def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a retrieval head, and of another, after so many generated tokens."""
@@ -92,22 +105,27 @@ class RazorAttention(TwoKinds):
         """C, the mean over heads; generated tokens on top of it, unless they count."""
         return self.total(length) / self.heads + (0 if self.budget.counts_generated else generated)
 
-    # -- one generation --------------------------------------------------------------------------------------------
+    # -- one generation ----------------------------------------------------------------------------
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No head has dropped anything yet."""
         super().begin(shape, budget, view, context)
-        # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have dropped
+        # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have
+        # dropped
         self.dropped: dict[int, torch.Tensor] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop what lies between the sinks and the recent tokens, and remember its mean."""
-        sums = torch.zeros(2, *prompt.keys.shape[:2], prompt.keys.shape[3], device=prompt.keys.device)
+        sums = torch.zeros(
+            2, *prompt.keys.shape[:2], prompt.keys.shape[3], device=prompt.keys.device
+        )
         for row, starts in enumerate(self.starts):
             for retrieves, start in enumerate(starts):
                 matching = self.retrieves[layer][row] == retrieves
                 for which, block in enumerate((prompt.keys, prompt.values)):
-                    sums[which, row] += block[row, :, self.sinks : start].float().sum(dim=1) * matching[:, None]
+                    sums[which, row] += (
+                        block[row, :, self.sinks : start].float().sum(dim=1) * matching[:, None]
+                    )
         self.dropped[layer] = sums
         super().prefill(layer, prompt)
 
@@ -118,10 +136,14 @@ class RazorAttention(TwoKinds):
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, the sinks, and the compensation token of those between."""
         selection, first = super().select(layer, query), self._first(layer, self.starts)
-        return replace(selection, extra=self._compensation(layer, first)) if self.drops else selection
+        return (
+            replace(selection, extra=self._compensation(layer, first)) if self.drops else selection
+        )
 
     def _take_in(self, layer: int, now: torch.Tensor) -> None:
-        """Add to the sums the tokens that have just left the recent ones, which begin `now` [B, Hkv]."""
+        """Add to the sums the tokens that have just left the recent ones, which begin `now` [B,
+        Hkv].
+        """
         pairs = zip(self.starts, self.former_starts, strict=True)
         most = max(now - before for pair in pairs for now, before in zip(*pair, strict=True))
         if most <= 0:
@@ -131,12 +153,18 @@ class RazorAttention(TwoKinds):
         departed = ids < now[..., None]
         ids = torch.where(departed, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
-            self.dropped[layer][which] += (read(layer, ids).float() * departed[..., None]).sum(dim=2)
+            self.dropped[layer][which] += (read(layer, ids).float() * departed[..., None]).sum(
+                dim=2
+            )
 
     def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
-        """The mean of what each head has dropped, with its number as weight; none (log 0) where that is nothing."""
+        """The mean of what each head has dropped, with its number as weight; none (log 0) where
+        that is nothing.
+        """
         count = (first - self.sinks).clamp(min=0).float()
-        key, value = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)[..., None, :]
+        key, value = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)[
+            ..., None, :
+        ]
         return Extra(key, value, count.log().repeat_interleave(self.shape.group, dim=1)[..., None])
 
 
@@ -152,4 +180,10 @@ def retrieval_heads(scores: HeadScores, echo: float, induction: float) -> list[t
         return ranked[: round(share * len(heads))]
 
     chosen = {*best(scores.echo, echo), *best(scores.induction, induction)}
-    return sorted(chosen, key=lambda head: (-max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)), head))
+    return sorted(
+        chosen,
+        key=lambda head: (
+            -max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)),
+            head,
+        ),
+    )

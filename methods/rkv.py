@@ -1,8 +1,8 @@
-"""R-KV: compression by importance and redundancy (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for
-Reasoning Models", section 3).
+"""R-KV: compression by importance and redundancy (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache
+Compression for Reasoning Models", section 3).
 
-Generated tokens fill a buffer after the cache. When it is full, those tokens stay that the last queries look at and
-whose keys few others resemble, and the buffer is empty again.
+Generated tokens fill a buffer after the cache. When it is full, those tokens stay that the last
+queries look at and whose keys few others resemble, and the buffer is empty again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,23 @@ BLOCK = 256  # keys that are compared with all at once
 class RKV(KeepsEnds):
     """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full.
 
-    Where generated tokens count, the buffer is a part of C, a quarter at most, and the window an eighth.
+    Where generated tokens count, the buffer is a part of C, a quarter at most, and the window an
+    eighth.
 
-    Args:
-        window: last queries whose attention counts, and whose tokens stay, W.
-        kernel: width of the pooling over neighbours' importance, odd.
-        mix_lambda: weight of importance against redundancy, lambda.
-        buffer: tokens that come before the cache is compressed anew.
-        order: the neighbours, and which of two similar keys is the later one, are those of the cache, where tokens that
-            were kept stand best first ("score", the public code), or those of the text ("time").
+    Parameters
+    ----------
+    window
+        last queries whose attention counts, and whose tokens stay, W.
+    kernel
+        width of the pooling over neighbours' importance, odd.
+    mix_lambda
+        weight of importance against redundancy, lambda.
+    buffer
+        tokens that come before the cache is compressed anew.
+    order
+        the neighbours, and which of two similar keys is the later one, are those of the cache,
+        where tokens that were kept stand best first ("score", the public code), or those of the
+        text ("time").
     """
 
     evicts = "always"
@@ -47,7 +55,13 @@ class RKV(KeepsEnds):
         buffer: int = 128,
         order: Literal["score", "time"] = "score",
     ) -> None:
-        self.window, self.kernel, self.mix_lambda, self.buffer, self.order = window, kernel, mix_lambda, buffer, order
+        self.window, self.kernel, self.mix_lambda, self.buffer, self.order = (
+            window,
+            kernel,
+            mix_lambda,
+            buffer,
+            order,
+        )
         self.needs = Needs(query_window=window, queries=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -56,12 +70,17 @@ class RKV(KeepsEnds):
         inside = budget.counts_generated
         self.windows, buffers = zip(*map(self.parts, self.capacities), strict=True)
         self.keep_counts = [
-            capacity - inside * buffer for capacity, buffer in zip(self.capacities, buffers, strict=True)
+            capacity - inside * buffer
+            for capacity, buffer in zip(self.capacities, buffers, strict=True)
         ]
-        self.limits = [keep_count + buffer for keep_count, buffer in zip(self.keep_counts, buffers, strict=True)]
+        self.limits = [
+            keep_count + buffer
+            for keep_count, buffer in zip(self.keep_counts, buffers, strict=True)
+        ]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
-        self.cache: dict[int, list[torch.Tensor]] = {}  # ids [Hkv, n] of each row, in the order of the cache
+        # ids [Hkv, n] of each row, in the order of the cache
+        self.cache: dict[int, list[torch.Tensor]] = {}
         self.since = shape.lengths  # later tokens follow them
 
     def parts(self, capacity: int) -> tuple[int, int]:
@@ -81,7 +100,8 @@ class RKV(KeepsEnds):
         self.queries[layer] = deque(prompt.queries.clone().unbind(dim=2), maxlen=self.window)
         lengths, heads = prompt.lengths, self.shape.kv_heads
         self.cache[layer] = [
-            torch.arange(length, device=self.shape.device_of(layer)).expand(heads, -1) for length in lengths
+            torch.arange(length, device=self.shape.device_of(layer)).expand(heads, -1)
+            for length in lengths
         ]
         full = [row for row, length in enumerate(lengths) if length >= self.capacities[row]]
         self._compress(layer, full)
@@ -110,7 +130,9 @@ class RKV(KeepsEnds):
     def _append_newer(self, layer: int) -> None:
         """What came since the last compression follows the cache."""
         for row, (first, last) in enumerate(zip(self.since, self.view.lengths(layer), strict=True)):
-            newer = torch.arange(first, last, device=self.shape.device_of(layer)).expand(self.shape.kv_heads, -1)
+            newer = torch.arange(first, last, device=self.shape.device_of(layer)).expand(
+                self.shape.kv_heads, -1
+            )
             self.cache[layer][row] = torch.cat([self.cache[layer][row], newer], dim=1)
 
     def _compress(self, layer: int, rows: Collection[int]) -> None:
@@ -118,17 +140,27 @@ class RKV(KeepsEnds):
         cache = self.cache[layer]
         if rows:
             keys = self.view.keys(layer, stacked(cache))
-            queries = torch.stack([*self.queries[layer]], dim=2).unflatten(1, (self.shape.kv_heads, -1))
+            queries = torch.stack([*self.queries[layer]], dim=2).unflatten(
+                1, (self.shape.kv_heads, -1)
+            )
         for row in rows:
             row_keys = keys[row, :, : cache[row].shape[1]].float()
             stays = at_ends(cache[row], self.shape.lengths[row], self.ends[row])
-            slots = self._best(queries[row, :, :, -self.windows[row] :].float(), row_keys, stays, self.keep_counts[row])
+            slots = self._best(
+                queries[row, :, :, -self.windows[row] :].float(),
+                row_keys,
+                stays,
+                self.keep_counts[row],
+            )
             cache[row] = cache[row].gather(1, slots)
         room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
         self.view.keep(layer, stacked(cache), room)
 
-    def _best(self, queries: torch.Tensor, keys: torch.Tensor, stays: torch.Tensor, count: int) -> torch.Tensor:
-        """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first, then the window's.
+    def _best(
+        self, queries: torch.Tensor, keys: torch.Tensor, stays: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """Slots [Hkv, count] of keys [Hkv, n, D] to keep, by queries [Hkv, G, W, D]: best first,
+        then the window's.
 
         Those that `stays` [Hkv, n] names come before all others.
         """
@@ -147,16 +179,25 @@ class RKV(KeepsEnds):
         return capacity if self.budget.counts_generated else capacity + min(generated, self.buffer)
 
 
-def importance(queries: torch.Tensor, keys: torch.Tensor, scaling: float, kernel: int) -> torch.Tensor:
-    """What the keys before the window receive from its queries, in the mean, the largest of `kernel` neighbours.
+def importance(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, kernel: int
+) -> torch.Tensor:
+    """What the keys before the window receive from its queries, in the mean, the largest of
+    `kernel` neighbours.
 
-    The logits of a group are joined by their maximum, and the softmax leaves the window's own keys out.
+    The logits of a group are joined by their maximum, and the softmax leaves the window's own keys
+    out.
 
-    Args:
-        queries: [Hkv, G, W, D], of the last W tokens.
-        keys: [Hkv, n, D].
+    Parameters
+    ----------
+    queries
+        [Hkv, G, W, D], of the last W tokens.
+    keys
+        [Hkv, n, D].
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [Hkv, n - W].
     """
     before = keys[:, None, : keys.shape[1] - queries.shape[2]]
@@ -169,8 +210,8 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, scaling: float, kernel
 def redundancy(keys: torch.Tensor) -> torch.Tensor:
     """How much each of keys [H, n, D] resembles the others, a softmax over the n: [H, n].
 
-    That is its mean cosine with them, but those of whom it is the latest near-duplicate count 0. A key without any
-    leaves out its cosine with the first one, as the public code does.
+    That is its mean cosine with them, but those of whom it is the latest near-duplicate count 0. A
+    key without any leaves out its cosine with the first one, as the public code does.
     """
     total = keys.shape[1]
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)

@@ -1,10 +1,11 @@
-"""RocketKV: evict once, then retrieve among what is left (Behnam et al. 2025, "RocketKV: Accelerating Long-Context LLM
-Inference via Two-Stage KV Cache Compression").
+"""RocketKV: evict once, then retrieve among what is left (Behnam et al. 2025, "RocketKV:
+Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression").
 
-Of a prompt of N = c C tokens SnapKV, with a wide pooling, keeps N / c^alpha. Pages of these are summed up by the
-minimum and the maximum of each channel. At each step the channels where the queries are largest
-estimate what a token of every page receives, and the tokens of the best pages are attended. As in
-the authors' code the softmax is over tokens: a short last page counts less than the others.
+Of a prompt of N = c C tokens SnapKV, with a wide pooling, keeps N / c^alpha. Pages of these are
+summed up by the minimum and the maximum of each channel. At each step the channels where the
+queries are largest estimate what a token of every page receives, and the tokens of the best pages
+are attended. As in the authors' code the softmax is over tokens: a short last page counts less than
+the others.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class _Votes(SnapKV):
 
 
 class RocketKV(Method):
-    """Attend C / 2 tokens of those that are left of the prompt and of all generated ones; none of them is protected.
+    """Attend C / 2 tokens of those that are left of the prompt and of all generated ones; none of
+    them is protected.
 
-    Generated tokens extend the pages, in the order of the text. While a row has C tokens or fewer it attends all.
-    With unified accounting it attends C tokens.
+    Generated tokens extend the pages, in the order of the text. While a row has C tokens or fewer
+    it attends all. With unified accounting it attends C tokens.
 
-    Args:
-        window: prompt queries that vote, and whose tokens stay.
-        kernel: width of the smoothing, odd.
+    Parameters
+    ----------
+    window
+        prompt queries that vote, and whose tokens stay.
+    kernel
+        width of the smoothing, odd.
     """
 
     def __init__(self, window: int = 32, kernel: int = 63) -> None:
@@ -48,7 +53,9 @@ class RocketKV(Method):
         self.needs = Needs(query_window=window)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Settle for each row the tokens that are attended, those of a page, and the channels that are looked at."""
+        """Settle for each row the tokens that are attended, those of a page, and the channels that
+        are looked at.
+        """
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
             compile_kernels(shape.dtype)
@@ -60,7 +67,8 @@ class RocketKV(Method):
             for retained, capacity in zip(self.retained, self.capacities, strict=True)
         ]
         self.page, self.channels = zip(*sizes, strict=True)
-        self.prompt_ids: dict[int, torch.Tensor] = {}  # of each layer, of the prompt, [B, Hkv, n], trailing -1
+        # of each layer, of the prompt, [B, Hkv, n], trailing -1
+        self.prompt_ids: dict[int, torch.Tensor] = {}
         self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
 
@@ -71,13 +79,17 @@ class RocketKV(Method):
         lows, highs = [], []
         for row, (retained, page) in enumerate(zip(self.retained, self.page, strict=True)):
             index = ids[row, :, :retained, None].expand(-1, -1, prompt.keys.shape[3])
-            edges = (torch.arange(-(-retained // page) + 1, device=index.device) * page).clamp(max=retained)
+            edges = (torch.arange(-(-retained // page) + 1, device=index.device) * page).clamp(
+                max=retained
+            )
             low, high = bounds(prompt.keys[row].gather(1, index), edges, page)
             lows.append(low)
             highs.append(high)
         most = max(low.shape[1] for low in lows)
         self.low[layer], self.high[layer] = (
-            torch.stack([pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side])
+            torch.stack(
+                [pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side]
+            )
             for side, empty in ((lows, torch.inf), (highs, -torch.inf))
         )
         self.prompt_ids[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
@@ -86,7 +98,10 @@ class RocketKV(Method):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key joins its row's last page, or begins the next one."""
-        last = [(tokens - 1) // page for tokens, page in zip(self._tokens(layer), self.page, strict=True)]
+        last = [
+            (tokens - 1) // page
+            for tokens, page in zip(self._tokens(layer), self.page, strict=True)
+        ]
         if max(last) >= self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
@@ -104,7 +119,11 @@ class RocketKV(Method):
 
     def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """What a row that holds so many tokens attends, [Hkv, n]."""
-        retained, page, most = self.retained[row], self.page[row], self._most(self.capacities[row], tokens)
+        retained, page, most = (
+            self.retained[row],
+            self.page[row],
+            self._most(self.capacities[row], tokens),
+        )
         starts = torch.arange(0, tokens, page, device=query.device)
         sizes = (tokens - starts).clamp(max=page)
         low, high = (part[layer][row, :, : len(sizes)].float() for part in (self.low, self.high))
@@ -115,12 +134,18 @@ class RocketKV(Method):
         slots, _ = entries(starts[best], sizes[best], most)
         generated = slots - retained + self.shape.lengths[row]
         return torch.where(
-            slots < retained, self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1)), generated
+            slots < retained,
+            self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1)),
+            generated,
         )
 
     def _most(self, capacity: int, tokens: int) -> int:
         """What is attended of so many tokens."""
-        return min(tokens, capacity) if self.budget.unified or tokens <= capacity else round(capacity / 2)
+        return (
+            min(tokens, capacity)
+            if self.budget.unified or tokens <= capacity
+            else round(capacity / 2)
+        )
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """Half of C, or as many tokens as there are, up to C; unified: C."""
@@ -129,13 +154,17 @@ class RocketKV(Method):
 
 
 def retained_tokens(length: int, capacity: int) -> int:
-    """Of a prompt of `length` tokens N / c^alpha: c = N / C, alpha = min(.2 + .06 log2 c, .8); of C or fewer all."""
+    """Of a prompt of `length` tokens N / c^alpha: c = N / C, alpha = min(.2 + .06 log2 c, .8); of C
+    or fewer all.
+    """
     ratio = max(1.0, length / capacity)
     return int(length / ratio ** min(0.2 + 0.06 * log2(ratio), 0.8))
 
 
 def page_and_channels(retained: int, capacity: int, head_dim: int) -> tuple[int, int]:
-    """Tokens of a page and channels that are looked at: together they read 1 / c2 of the keys, c2 = retained / C."""
+    """Tokens of a page and channels that are looked at: together they read 1 / c2 of the keys, c2 =
+    retained / C.
+    """
     ratio = max(1.0, retained / capacity)
     page = min(int(ratio), ceil(sqrt(ratio)))
     return page, round(head_dim * page / ratio)
@@ -151,16 +180,22 @@ def estimates(
 ) -> torch.Tensor:
     """What a token of each page receives, estimated, from all query heads of its KV head: [Hkv, P].
 
-    A page is looked at in the channels where the group's |q| is largest in sum: at its maximum where the group's q sums
-    to more than 0, else at its minimum. What a query head leaves out makes its logits larger. All tokens of a page have
-    its logit.
+    A page is looked at in the channels where the group's |q| is largest in sum: at its maximum
+    where the group's q sums to more than 0, else at its minimum. What a query head leaves out makes
+    its logits larger. All tokens of a page have its logit.
 
-    Args:
-        query: [Hkv, G, D].
-        low, high: [Hkv, P, D], bounds of the pages.
-        sizes: [P], tokens of each page.
-        channels: that are looked at.
-        scaling: factor on logits of all channels.
+    Parameters
+    ----------
+    query
+        [Hkv, G, D].
+    low, high
+        [Hkv, P, D], bounds of the pages.
+    sizes
+        [P], tokens of each page.
+    channels
+        that are looked at.
+    scaling
+        factor on logits of all channels.
     """
     size = query.abs()
     best = size.sum(dim=1).topk(channels, dim=1).indices[:, None]
@@ -169,7 +204,8 @@ def estimates(
     page = best.expand(-1, low.shape[1], -1)
     bound = torch.where(upward, high.gather(2, page), low.gather(2, page))
     looking = query.gather(2, best.expand(-1, query.shape[1], -1))
-    share = (covered / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)  # a query may be zero there
+    # a query may be zero there
+    share = (covered / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)
     logits = looking @ bound.mT * scaling / share.sqrt()
     all_tokens = (logits + sizes.log()).logsumexp(dim=2, keepdim=True)
     return (logits - all_tokens).exp().sum(dim=1)

@@ -1,8 +1,8 @@
-"""SCOPE: prefill and decoding compressed apart (Wu et al. 2025, "SCOPE: Optimizing Key-Value Cache Compression in
-Long-context Generation", section 4).
+"""SCOPE: prefill and decoding compressed apart (Wu et al. 2025, "SCOPE: Optimizing Key-Value Cache
+Compression in Long-context Generation", section 4).
 
-What a compressor leaves of the prompt stays for good. Of the generated tokens a window stays: the most recent ones, and
-those that the current step attends most.
+What a compressor leaves of the prompt stays for good. Of the generated tokens a window stays: the
+most recent ones, and those that the current step attends most.
 """
 
 from __future__ import annotations
@@ -28,22 +28,34 @@ Strategy = Literal["slide", "adaptive", "discontinuous"]
 class SCOPE(Evictor):
     """Keep C prompt tokens, and a window of generated ones.
 
-    Where generated tokens count, they share C with the prompt: they have what it leaves of C, and where that is less
-    than a quarter, its tokens with the smallest scores give way until it is that; half of a quarter are recent ones.
+    Where generated tokens count, they share C with the prompt: they have what it leaves of C, and
+    where that is less than a quarter, its tokens with the smallest scores give way until it is
+    that; half of a quarter are recent ones.
 
-    Args:
-        compressor: what cuts the prompt.
-        prompt_window: tokens of its window.
-        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (published).
-        strategy: how the window grows. "slide": it does not, once there are `window` tokens. "adaptive": it begins with
-            `recent` tokens, and grows by one in `delta` steps. "discontinuous": as adaptive, but tokens are evicted
-            only after every `delta` steps that would have done so.
-        window: generated tokens that stay, M.
-        recent: of these the most recent ones, which stay whatever their attention.
-        delta: see `strategy`; None: such that the window is full with the answer.
+    Parameters
+    ----------
+    compressor
+        what cuts the prompt.
+    prompt_window
+        tokens of its window.
+    granularity
+        "kv_head", a set for the group, by its mean; "query_head", each query head its own
+        (published).
+    strategy
+        how the window grows. "slide": it does not, once there are `window` tokens. "adaptive": it
+        begins with `recent` tokens, and grows by one in `delta` steps. "discontinuous": as
+        adaptive, but tokens are evicted only after every `delta` steps that would have done so.
+    window
+        generated tokens that stay, M.
+    recent
+        of these the most recent ones, which stay whatever their attention.
+    delta
+        see `strategy`; None: such that the window is full with the answer.
 
-    Raises:
-        ValueError: the window holds recent tokens alone, or delta is no number of steps.
+    Raises
+    ------
+    ValueError
+        the window holds recent tokens alone, or delta is no number of steps.
     """
 
     def __init__(
@@ -57,23 +69,39 @@ class SCOPE(Evictor):
         delta: int | None = None,
     ) -> None:
         if recent >= window:
-            raise ValueError(f"recent={recent}: expected fewer tokens than the decoding window has, window={window}")
+            raise ValueError(
+                f"recent={recent}: expected fewer tokens than the decoding window has,"
+                f" window={window}"
+            )
         if delta is not None and (type(delta) is not int or delta < 1):
             raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
-        scorers: dict[str, Callable[..., Scorer]] = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "h2o": HeavyHitters}
+        scorers: dict[str, Callable[..., Scorer]] = {
+            "snapkv": SnapKV,
+            "pyramidkv": PyramidKV,
+            "h2o": HeavyHitters,
+        }
         super().__init__(scorers[compressor](window=prompt_window), granularity)
-        self.strategy, self.window, self.recent, self.requested_delta = strategy, window, recent, delta
+        self.strategy, self.window, self.recent, self.requested_delta = (
+            strategy,
+            window,
+            recent,
+            delta,
+        )
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle delta, and where generated tokens count their part of each layer's budget."""
         super().begin(shape, budget, view, context)
         self.delta = self._delta(context.new_tokens)
-        self.size = self.waited = self.excess = 0  # generated tokens that stay; steps that did not evict
+        # generated tokens that stay; steps that did not evict
+        self.size = self.waited = self.excess = 0
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
-        self.capacity: dict[int, torch.Tensor] = {}  # of each row, [B, 1], the next token's slot left out
+        # of each row, [B, 1], the next token's slot left out
+        self.capacity: dict[int, torch.Tensor] = {}
         for layer, rows in self.compressor.budgets.items():
             self.capacity[layer] = torch.tensor(rows, device=shape.device_of(layer))[:, None] - 1
-            for end, capacity in zip(self.ends, rows, strict=True) if budget.counts_generated else ():
+            for end, capacity in (
+                zip(self.ends, rows, strict=True) if budget.counts_generated else ()
+            ):
                 self.check_end(end, capacity)  # of a pyramid, where prompt tokens give way
 
     def _delta(self, new_tokens: int | None) -> int:
@@ -82,8 +110,8 @@ class SCOPE(Evictor):
             return self.requested_delta or 1
         if new_tokens is None:
             raise ValueError(
-                f"delta=null: strategy={self.strategy} takes it from the length of the answer, which is not known "
-                "here; expected steps, such as 15"
+                f"delta=null: strategy={self.strategy} takes it from the length of the answer,"
+                " which is not known here; expected steps, such as 15"
             )
         return max(1, (new_tokens - self.recent) // (self.window - self.recent))
 
@@ -94,7 +122,11 @@ class SCOPE(Evictor):
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """How many generated tokens stay after this step."""
         super().step(tokens, positions, active)
-        most = self.window if self.strategy == "slide" else self.recent + (self.steps - 1) // self.delta
+        most = (
+            self.window
+            if self.strategy == "slide"
+            else self.recent + (self.steps - 1) // self.delta
+        )
         self.size += 1
         waits = self.strategy == "discontinuous" and self.size >= most and self.waited < self.delta
         if self.size >= most:
@@ -103,27 +135,41 @@ class SCOPE(Evictor):
         self.size -= self.excess
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """A generated token is worth what it receives in this step; the prompt's keep their scores."""
-        tokens.numbers.copy_(torch.where(tokens.ids < self.lengths[layer], tokens.numbers, attention))
+        """A generated token is worth what it receives in this step; the prompt's keep
+        their scores.
+        """
+        tokens.numbers.copy_(
+            torch.where(tokens.ids < self.lengths[layer], tokens.numbers, attention)
+        )
 
     def make_room(self, layer: int, tokens: TokenLists) -> None:
-        """Evict the generated tokens of which there are too many, and where they count a prompt token."""
+        """Evict the generated tokens of which there are too many, and where they count a prompt
+        token.
+        """
         prompt = self.prompt.setdefault(layer, tokens.counts)
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (tokens.ids < self.lengths[layer]) | (tokens.ids >= self.view.seen(layer)[:, None, None] - recent)
+            stay = (tokens.ids < self.lengths[layer]) | (
+                tokens.ids >= self.view.seen(layer)[:, None, None] - recent
+            )
             least = tokens.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
             over = tokens.counts - prompt > limit
             tokens.drop(least, over.long()[..., None], tokens.width - (not counted))
         if counted:
-            least = tokens.numbers.masked_fill(tokens.ids >= self.lengths[layer], torch.inf).argmin(dim=2, keepdim=True)
+            least = tokens.numbers.masked_fill(tokens.ids >= self.lengths[layer], torch.inf).argmin(
+                dim=2, keepdim=True
+            )
             over = tokens.counts > self.capacity[layer]
             tokens.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
             self.prompt[layer] = prompt - over.long()
 
-    def _limits(self, layer: int, prompt: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """Generated tokens that stay beside so many of the `prompt`, [B, H], and how many of them are recent."""
+    def _limits(
+        self, layer: int, prompt: torch.Tensor
+    ) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+        """Generated tokens that stay beside so many of the `prompt`, [B, H], and how many of them
+        are recent.
+        """
         if not self.budget.counts_generated:
             return self.size, self.recent
         part = (self.capacity[layer] + 1) // 4

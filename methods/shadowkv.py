@@ -1,9 +1,10 @@
-"""ShadowKV: low-rank keys on the device, values on the host (Sun et al. 2025, "ShadowKV: KV Cache in Shadows for
-High-Throughput Long-Context LLM Inference", section 4).
+"""ShadowKV: low-rank keys on the device, values on the host (Sun et al. 2025, "ShadowKV: KV Cache
+in Shadows for High-Throughput Long-Context LLM Inference", section 4).
 
-Before RoPE the keys of a prompt have a low rank. Their factors stay on the device, with the mean key of each chunk of 8
-tokens and with the chunks whose keys resemble their mean least. A query picks chunks by their means; their keys are
-rebuilt from the factors, and only their values are brought up.
+Before RoPE the keys of a prompt have a low rank. Their factors stay on the device, with the mean
+key of each chunk of 8 tokens and with the chunks whose keys resemble their mean least. A query
+picks chunks by their means; their keys are rebuilt from the factors, and only their values are
+brought up.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ SPARE_CHUNKS = 64  # means to make room for when generated tokens have filled th
 
 
 def low_rank(keys: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two factors whose product is, of all of this rank, nearest to the keys of all KV heads side by side.
+    """Two factors whose product is, of all of this rank, nearest to the keys of all KV heads side
+    by side.
 
-    That is their truncated SVD, found by the eigenvectors of a matrix [Hkv * D, Hkv * D], however long the prompt.
+    That is their truncated SVD, found by the eigenvectors of a matrix [Hkv * D, Hkv * D], however
+    long the prompt.
 
-    Args:
-        keys: [Hkv, n, D].
+    Parameters
+    ----------
+    keys
+        [Hkv, n, D].
 
-    Returns:
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
         U S [n, rank] and V [Hkv, rank, D] in float64.
     """
     flat = keys.double().transpose(0, 1).flatten(1)
@@ -40,23 +47,32 @@ def low_rank(keys: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class ShadowKV(Method):
-    """Attend the best C / 8 chunks of each KV head, outlying chunks, the prompt's last tokens and generated ones.
+    """Attend the best C / 8 chunks of each KV head, outlying chunks, the prompt's last tokens and
+    generated ones.
 
-    Chunks are ranked by the softmax of the query's products with their means, the largest of the group's query heads.
-    Outlying, last and generated tokens are exact, and outside C. Where generated tokens count, outliers have an eighth
-    of C at most and recent tokens a quarter, and generated tokens before these are in chunks that are ranked as others
-    are. A prompt that the budget covers stays on the device as it is.
+    Chunks are ranked by the softmax of the query's products with their means, the largest of the
+    group's query heads. Outlying, last and generated tokens are exact, and outside C. Where
+    generated tokens count, outliers have an eighth of C at most and recent tokens a quarter, and
+    generated tokens before these are in chunks that are ranked as others are. A prompt that the
+    budget covers stays on the device as it is.
 
-    Args:
-        chunk_size: tokens of a chunk.
-        outliers: chunks with the lowest least cosine of a key and the mean.
-        local: last whole chunks of the prompt; they stay, with the tokens after them.
-        rank: of the keys, as a share of Hkv * D.
+    Parameters
+    ----------
+    chunk_size
+        tokens of a chunk.
+    outliers
+        chunks with the lowest least cosine of a key and the mean.
+    local
+        last whole chunks of the prompt; they stay, with the tokens after them.
+    rank
+        of the keys, as a share of Hkv * D.
     """
 
     needs = Needs(rotation=True, on_drop="offload", rebuilds_keys=True)
 
-    def __init__(self, chunk_size: int = 8, outliers: int = 48, local: int = 4, rank: float = 160 / 1024) -> None:
+    def __init__(
+        self, chunk_size: int = 8, outliers: int = 48, local: int = 4, rank: float = 160 / 1024
+    ) -> None:
         self.chunk_size, self.outliers, self.local, self.rank = chunk_size, outliers, local, rank
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -65,11 +81,16 @@ class ShadowKV(Method):
         zones = [self._zones(capacity) for capacity in self.capacities]
         self.last = [local for _, local in zones]  # of each row, chunks
         prompts = [self._chunks(row, length) for row, length in enumerate(shape.lengths)]
-        self.outlier_counts = [min(zone[0], chunks) for zone, chunks in zip(zones, prompts, strict=True)]  # by row
+        # by row
+        self.outlier_counts = [
+            min(zone[0], chunks) for zone, chunks in zip(zones, prompts, strict=True)
+        ]
         self.means: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, P, D]
-        self.closed: dict[int, torch.Tensor] = {}  # [B, Hkv, P] bool, outliers, and chunks that are not there
+        # [B, Hkv, P] bool, outliers, and chunks that are not there
+        self.closed: dict[int, torch.Tensor] = {}
         self.outlying: dict[int, list[torch.Tensor]] = {}  # of each row, chunks [Hkv, n]
-        self.factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [B, N, r] and [B, Hkv, r, D], where needed
+        # [B, N, r] and [B, Hkv, r, D], where needed
+        self.factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _zones(self, capacity: int) -> tuple[int, int]:
         """Outlying chunks, and last ones, with a budget of `capacity` tokens."""
@@ -85,21 +106,31 @@ class ShadowKV(Method):
         return max(0, length // self.chunk_size - self.last[row])
 
     def _room(self, row: int, length: int) -> int:
-        """Chunks to choose when a row has `length` tokens: all but the outliers, where C covers them."""
+        """Chunks to choose when a row has `length` tokens: all but the outliers, where C covers
+        them.
+        """
         size, capacity, chunks = self.chunk_size, self.capacities[row], self._chunks(row, length)
         if self.budget.counts_generated and capacity < length:
             capacity -= self.outlier_counts[row] * size + length - chunks * size
         return min(capacity // size, chunks - self.outlier_counts[row])
 
-    # -- index -----------------------------------------------------------------------------------------------------
+    # -- index -------------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Means, outliers, and where C does not cover a prompt, factors; what is not exact then leaves the device."""
-        size, counts = self.chunk_size, [self._chunks(row, length) for row, length in enumerate(prompt.lengths)]
+        """Means, outliers, and where C does not cover a prompt, factors; what is not exact then
+        leaves the device.
+        """
+        size, counts = (
+            self.chunk_size,
+            [self._chunks(row, length) for row, length in enumerate(prompt.lengths)],
+        )
         most = max(counts)
         chunks = prompt.keys[:, :, : most * size].unflatten(2, (most, size)).float()
         means = chunks.mean(dim=3)
-        absent = torch.arange(most, device=means.device) >= torch.tensor(counts, device=means.device)[:, None, None]
+        absent = (
+            torch.arange(most, device=means.device)
+            >= torch.tensor(counts, device=means.device)[:, None, None]
+        )
         closed = absent.expand(means.shape[:3]).clone()
         similarity = cosine_similarity(means[:, :, :, None], chunks, dim=4).amin(dim=3)
         outliers = top((-similarity).masked_fill(closed, -torch.inf), max(self.outlier_counts))
@@ -117,17 +148,27 @@ class ShadowKV(Method):
             self._leave_device(layer, prompt, covered)
 
     def _leave_device(self, layer: int, prompt: Prompt, covered: list[bool]) -> None:
-        """Keep outliers and last tokens on the device, and of all keys the factors; a prompt that is covered stays."""
+        """Keep outliers and last tokens on the device, and of all keys the factors; a prompt that
+        is covered stays.
+        """
         batch, heads, longest, dim = prompt.keys.shape
-        rank, at = math.ceil(self.rank * heads * dim), torch.arange(longest, device=prompt.keys.device)
-        tokens, basis = prompt.keys.new_zeros(batch, longest, rank), prompt.keys.new_zeros(batch, heads, rank, dim)
+        rank, at = (
+            math.ceil(self.rank * heads * dim),
+            torch.arange(longest, device=prompt.keys.device),
+        )
+        tokens, basis = (
+            prompt.keys.new_zeros(batch, longest, rank),
+            prompt.keys.new_zeros(batch, heads, rank, dim),
+        )
         rotation, ids = self.context.rotation, []
         assert rotation is not None
         for row, length in enumerate(prompt.lengths):
             if covered[row]:
                 ids.append(at[:length].expand(heads, -1))
                 continue
-            keys = rotation.back(prompt.keys[row : row + 1, :, :length].float(), at[None, None, :length])
+            keys = rotation.back(
+                prompt.keys[row : row + 1, :, :length].float(), at[None, None, :length]
+            )
             tokens[row, :length], basis[row] = low_rank(keys[0], rank)
             ids.append(self._attended(layer, row, length, self.outlying[layer][row][:, :0]))
         self.factors[layer] = tokens, basis
@@ -148,13 +189,19 @@ class ShadowKV(Method):
             self.closed[layer][row, :, new] = False
 
     def _attended(self, layer: int, row: int, length: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The tokens of chosen chunks [Hkv, n], of outlying ones, and recent ones of a row of `length`: [Hkv, m]."""
+        """The tokens of chosen chunks [Hkv, n], of outlying ones, and recent ones of a row of
+        `length`: [Hkv, m].
+        """
         chunks = torch.cat([chosen, self.outlying[layer][row]], dim=1)
-        tokens = chunks[..., None] * self.chunk_size + torch.arange(self.chunk_size, device=chunks.device)
-        recent = torch.arange(self._chunks(row, length) * self.chunk_size, length, device=chunks.device)
+        tokens = chunks[..., None] * self.chunk_size + torch.arange(
+            self.chunk_size, device=chunks.device
+        )
+        recent = torch.arange(
+            self._chunks(row, length) * self.chunk_size, length, device=chunks.device
+        )
         return torch.cat([tokens.flatten(1), recent.expand(len(chunks), -1)], dim=1)
 
-    # -- selection -------------------------------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The best chunks' tokens, and those beside them."""
@@ -162,7 +209,10 @@ class ShadowKV(Method):
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
         best = top(self._scores(layer, query), max(rooms))
         index = stacked(
-            [self._attended(layer, row, lengths[row], best[row, :, :room]) for row, room in enumerate(rooms)]
+            [
+                self._attended(layer, row, lengths[row], best[row, :, :room])
+                for row, room in enumerate(rooms)
+            ]
         )
         if layer not in self.factors:
             return Selection(index)
@@ -170,7 +220,9 @@ class ShadowKV(Method):
         return Selection(index, keys=rebuilt.to(query.dtype))
 
     def _scores(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each chunk."""
+        """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each
+        chunk.
+        """
         logits = products(query, self.means[layer]) * self.shape.scaling
         logits = logits.masked_fill(self.closed[layer][:, :, None], -torch.inf)
         return logits.log_softmax(dim=3).amax(dim=2)
@@ -181,11 +233,15 @@ class ShadowKV(Method):
         rotation = self.context.rotation
         assert rotation is not None
         index = index.clamp(0, tokens.shape[1] - 1)
-        factors = torch.stack([embedding(at, row_tokens) for at, row_tokens in zip(index, tokens, strict=True)])
+        factors = torch.stack(
+            [embedding(at, row_tokens) for at, row_tokens in zip(index, tokens, strict=True)]
+        )
         return rotation.turn(factors.float() @ basis.float(), index)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """C and what is outside: outliers, last tokens and generated ones; C alone where these count."""
+        """C and what is outside: outliers, last tokens and generated ones; C alone where these
+        count.
+        """
         capacity = self.budget.tokens(length)
         if self.budget.counts_generated:
             return capacity

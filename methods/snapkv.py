@@ -1,8 +1,8 @@
-"""SnapKV: prompt compression by the votes of an observation window (Li et al. 2024, "SnapKV: LLM Knows What You Are
-Looking for Before Generation", section 4).
+"""SnapKV: prompt compression by the votes of an observation window (Li et al. 2024, "SnapKV: LLM
+Knows What You Are Looking for Before Generation", section 4).
 
-The last prompt queries vote for the prompt keys they attend; the votes are smoothed, and only the best keys and the
-window itself stay. All else is gone for good.
+The last prompt queries vote for the prompt keys they attend; the votes are smoothed, and only the
+best keys and the window itself stay. All else is gone for good.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 class SnapKV(Scorer):
     """Keep the C - W prompt tokens with most votes and the W of the window.
 
-    Args:
-        window: queries that vote, W.
-        kernel: width of the smoothing, odd.
-        pooling: "max" or "mean".
-        join: the group's mean is taken "before" (KVCache-Factory) or "after" pooling (kvpress).
-        granularity: "kv_head", a set for the group, by its mean; "query_head", each query head its own (as published).
+    Parameters
+    ----------
+    window
+        queries that vote, W.
+    kernel
+        width of the smoothing, odd.
+    pooling
+        "max" or "mean".
+    join
+        the group's mean is taken "before" (KVCache-Factory) or "after" pooling (kvpress).
+    granularity
+        "kv_head", a set for the group, by its mean; "query_head", each query head its own (as
+        published).
     """
 
     def __init__(
@@ -40,7 +47,9 @@ class SnapKV(Scorer):
         self.needs = Needs(query_window=window)
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
-        """The smoothed votes; the window does not vote for itself, nor smooth its votes over its neighbours."""
+        """The smoothed votes; the window does not vote for itself, nor smooth its votes over its
+        neighbours.
+        """
         in_window = last_tokens(prompt, self.windows)
         votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(in_window, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
@@ -50,9 +59,12 @@ class SnapKV(Scorer):
 class SnapKVDecode(Interval, SnapKV):
     """SnapKV over all that is held, every `interval` decode steps.
 
-    Args:
-        interval: see `Interval`.
-        window, kernel, pooling, join: see `SnapKV`; a group chooses as one.
+    Parameters
+    ----------
+    interval
+        see `Interval`.
+    window, kernel, pooling, join
+        see `SnapKV`; a group chooses as one.
     """
 
     def __init__(

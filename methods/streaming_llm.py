@@ -1,7 +1,8 @@
-"""StreamingLLM: attention sinks and a sliding window (Xiao et al. 2024, "Efficient Streaming Language Models with
-Attention Sinks", section 3.2).
+"""StreamingLLM: attention sinks and a sliding window (Xiao et al. 2024, "Efficient Streaming
+Language Models with Attention Sinks", section 3.2).
 
-The first 4 tokens and the C - 4 most recent ones are attended, at positions inside the cache; all others are dropped.
+The first 4 tokens and the C - 4 most recent ones are attended, at positions inside the cache; all
+others are dropped.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.recent import sinks_and_recent
 
-DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
+# decode steps between two evictions: between them memory holds up to this many tokens more
+DROP_EVERY = 32
 
 
 class StreamingLLM(Method):
     """Attend `sinks` first and C - sinks most recent tokens, the current one included.
 
-    Args:
-        sinks: first tokens that always stay.
-        positions: "cache", keys are rotated to their index in the selection (the official code, which caches keys
-            before RoPE); "original", they keep the positions of the text (KVCache-Factory).
+    Parameters
+    ----------
+    sinks
+        first tokens that always stay.
+    positions
+        "cache", keys are rotated to their index in the selection (the official code, which caches
+        keys before RoPE); "original", they keep the positions of the text (KVCache-Factory).
     """
 
     evicts = "always"
@@ -62,7 +67,10 @@ class StreamingLLM(Method):
                 self._drop(layer)
 
     def _drop(self, layer: int) -> None:
-        if any(length > capacity for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)):
+        if any(
+            length > capacity
+            for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)
+        ):
             self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:

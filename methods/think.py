@@ -1,7 +1,9 @@
-"""ThinK: keys with fewer channels (Xu et al. 2024, "ThinK: Thinner Key Cache by Query-Driven Pruning", section 3).
+"""ThinK: keys with fewer channels (Xu et al. 2024, "ThinK: Thinner Key Cache by Query-Driven
+Pruning", section 3).
 
-SnapKV cuts the prompt to C tokens. Of those that stay each KV head drops the key channels that matter least to the last
-queries: a logit is a sum over channels, and some add next to nothing to it.
+SnapKV cuts the prompt to C tokens. Of those that stay each KV head drops the key channels that
+matter least to the last queries: a logit is a sum over channels, and some add next to nothing to
+it.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ QUERIES = 32  # last queries of the prompt that weigh the channels
 
 
 class ThinK(SnapKV):
-    """SnapKV, and the keys of what stays of the prompt, its last `whole` tokens aside, lose a share of their channels.
+    """SnapKV, and the keys of what stays of the prompt, its last `whole` tokens aside, lose a share
+    of their channels.
 
-    A channel is dropped by setting it to 0, which gives the same logits as a store without it; memory is that of whole
-    keys. `key_channels` of a run says which share of the prompt's keys such a store would hold. A prompt of C tokens or
-    fewer stays whole, channels too. The channels are a KV head's, by the mean over its query heads, as in kvpress; the
-    published code repeats the keys and drops channels for each query head.
+    A channel is dropped by setting it to 0, which gives the same logits as a store without it;
+    memory is that of whole keys. `key_channels` of a run says which share of the prompt's keys such
+    a store would hold. A prompt of C tokens or fewer stays whole, channels too. The channels are a
+    KV head's, by the mean over its query heads, as in kvpress; the published code repeats the keys
+    and drops channels for each query head.
 
-    Args:
-        channels: share of the channels that is dropped, lambda.
-        whole: last tokens of the prompt whose keys stay whole.
-        window, kernel, pooling, join, granularity: see SnapKV.
+    Parameters
+    ----------
+    channels
+        share of the channels that is dropped, lambda.
+    whole
+        last tokens of the prompt whose keys stay whole.
+    window, kernel, pooling, join, granularity
+        see SnapKV.
     """
 
     def __init__(
@@ -49,7 +57,10 @@ class ThinK(SnapKV):
         """Settle which rows are cut; their channels follow."""
         super().begin(shape, budget, view, context)
         self.dropped = int(self.channels * shape.head_dim)
-        self.cut = [length > capacity for length, capacity in zip(shape.lengths, self.capacities, strict=True)]
+        self.cut = [
+            length > capacity
+            for length, capacity in zip(shape.lengths, self.capacities, strict=True)
+        ]
         self.channel_shares: list[float] = []  # of each layer, the share of its keys' channels
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
@@ -66,7 +77,9 @@ class ThinK(SnapKV):
             pruned[row] = torch.where(ids[row] < length - self.whole, ids[row], -1)
             present = (ids[row] >= 0)[..., None]
             row_keys = keys[row].float().masked_fill(~present, 0)
-            weakest = weakest_channels(last[row, :, -length:].unflatten(0, (len(row_keys), -1)), row_keys, self.dropped)
+            weakest = weakest_channels(
+                last[row, :, -length:].unflatten(0, (len(row_keys), -1)), row_keys, self.dropped
+            )
             keys[row].scatter_(2, weakest[:, None].expand(-1, keys.shape[2], -1), 0)
         self.view.write(layer, pruned, keys=keys)
         gone = (pruned >= 0).sum() * self.dropped / self.shape.head_dim
@@ -74,15 +87,22 @@ class ThinK(SnapKV):
 
     def report(self) -> dict[str, float]:
         """The share of the channels of the prompt's keys that are not dropped."""
-        return {"key_channels": sum(self.channel_shares) / len(self.channel_shares)} if self.channel_shares else {}
+        return (
+            {"key_channels": sum(self.channel_shares) / len(self.channel_shares)}
+            if self.channel_shares
+            else {}
+        )
 
 
 def weakest_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
     """The channels with the smallest mean of q^2 times mean of k^2, [H, count].
 
-    Args:
-        queries: [H, G, W, D], the last ones.
-        keys: [H, n, D], zero where there is none.
+    Parameters
+    ----------
+    queries
+        [H, G, W, D], the last ones.
+    keys
+        [H, n, D], zero where there is none.
     """
     weight = queries.float().square().mean(dim=(1, 2)) * keys.float().square().sum(dim=1)
     return weight.argsort(dim=1, stable=True)[:, :count]

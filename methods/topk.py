@@ -1,7 +1,8 @@
-"""The exact top-k oracle (MagicPIG's `TopkCache`; sparse-attention-hub's `OracleTopK` without sinks).
+"""The exact top-k oracle (MagicPIG's `TopkCache`; sparse-attention-hub's `OracleTopK` without
+sinks).
 
-At every step attend the C keys that receive most attention, found by scanning all of them: what the budget could buy
-if finding the tokens cost nothing.
+At every step attend the C keys that receive most attention, found by scanning all of them: what the
+budget could buy if finding the tokens cost nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from methods.blocks.topk import Granularity, interleave, top
 class TopK(Method):
     """Exact top-C of every past token, the current one included.
 
-    Args:
-        granularity: "query_head", each query head its own C tokens (as published); "kv_head", the C tokens with the
-            largest attention probability summed over the group, the fair ceiling for methods that select per KV head.
+    Parameters
+    ----------
+    granularity
+        "query_head", each query head its own C tokens (as published); "kv_head", the C tokens with
+        the largest attention probability summed over the group, the fair ceiling for methods that
+        select per KV head.
     """
 
     needs = Needs(crops=True)
@@ -43,7 +47,13 @@ class TopK(Method):
         most = max(map(min, zip(self.capacities, lengths, strict=True)))
         if self.granularity == "kv_head":
             shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)
-            return Selection(top(shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf), most, self.counts[layer]))
+            return Selection(
+                top(
+                    shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf),
+                    most,
+                    self.counts[layer],
+                )
+            )
         index = top(logits.flatten(1, 2), most, self.counts[layer])
         if self.budget.unified:
             index = interleave(index, kv_heads, most, self.counts[layer])

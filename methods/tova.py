@@ -1,7 +1,9 @@
-"""TOVA: what the newest token attends least goes (Oren et al. 2024, "Transformers are Multi-State RNNs", section 3.2).
+"""TOVA: what the newest token attends least goes (Oren et al. 2024, "Transformers are Multi-State
+RNNs", section 3.2).
 
-A transformer with a bounded cache is a recurrent network with that many states. Each step drops the state that its
-query attends least, by the mean over all heads of a layer, which hold the same tokens.
+A transformer with a bounded cache is a recurrent network with that many states. Each step drops the
+state that its query attends least, by the mean over all heads of a layer, which hold the same
+tokens.
 """
 
 from __future__ import annotations
@@ -42,4 +44,6 @@ class TOVA(Evictor):
 
 
 class TOVADecode(Interval, LastQuery):
-    """TOVA's choice among all that is held every `interval` decode steps, by the last query of these."""
+    """TOVA's choice among all that is held every `interval` decode steps, by the last query of
+    these.
+    """

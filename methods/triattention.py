@@ -1,9 +1,11 @@
-"""TriAttention: keys scored by what queries will ask on average (2026, "TriAttention", and its public code).
+"""TriAttention: keys scored by what queries will ask on average (2026, "TriAttention", and its
+public code).
 
-Before RoPE the queries of a head lie close to their mean. What a key will receive is then known before any query comes:
-its product with the mean query at the distances to come, and the more, the longer it is, where queries scatter around
-their mean. Means and lengths are measured once for a model, by `kvbench calibrate`. Generated tokens fill a buffer;
-when it is full the C best tokens stay.
+Before RoPE the queries of a head lie close to their mean. What a key will receive is then known
+before any query comes: its product with the mean query at the distances to come, and the more, the
+longer it is, where queries scatter around their mean. Means and lengths are measured once for a
+model, by `kvbench calibrate`. Generated tokens fill a buffer; when it is full the C best tokens
+stay.
 """
 
 from __future__ import annotations
@@ -21,16 +23,24 @@ DISTANCES = 2 ** torch.arange(17)  # 1, 2, 4 .. 65536: how far ahead of now the 
 
 
 class TriAttention(KeepsEnds):
-    """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full; not the newest as such.
+    """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full; not the
+    newest as such.
 
-    The scores of a query head are made comparable by their mean and deviation; of a group the largest counts. Where
-    generated tokens count, the buffer is a part of C, a quarter at most.
+    The scores of a query head are made comparable by their mean and deviation; of a group the
+    largest counts. Where generated tokens count, the buffer is a part of C, a quarter at most.
 
-    Args:
-        heads: "auto", the file of the model, or another file of `kvbench calibrate`.
-        buffer: tokens that come before the cache is pruned anew.
-        pin_prompt: the prompt stays, inside C, which has to be larger (as published). Else it is scored as all tokens.
-        sets: "model", a KV head keeps the same tokens in every layer, by the mean over the layers; "layer", its own.
+    Parameters
+    ----------
+    heads
+        "auto", the file of the model, or another file of `kvbench calibrate`.
+    buffer
+        tokens that come before the cache is pruned anew.
+    pin_prompt
+        the prompt stays, inside C, which has to be larger (as published). Else it is scored as all
+        tokens.
+    sets
+        "model", a KV head keeps the same tokens in every layer, by the mean over the layers;
+        "layer", its own.
     """
 
     evicts = "always"
@@ -48,18 +58,25 @@ class TriAttention(KeepsEnds):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and what each query head asks on average.
 
-        Raises:
-            ValueError: the head scores are of another model or have no queries, or a pinned prompt leaves no room.
+        Raises
+        ------
+        ValueError
+            the head scores are of another model or have no queries, or a pinned prompt leaves no
+            room.
         """
         super().begin(shape, budget, view, context)
         self.keep_counts = [capacity - self.reserved(capacity) for capacity in self.capacities]
-        self.limits = [capacity + (0 if budget.counts_generated else self.buffer) for capacity in self.capacities]
+        self.limits = [
+            capacity + (0 if budget.counts_generated else self.buffer)
+            for capacity in self.capacities
+        ]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         for length, keeps in zip(shape.lengths, self.keep_counts, strict=True):
             if self.pin_prompt and length >= keeps:
                 raise ValueError(
-                    f"method.pin_prompt=true: a prompt of {length} tokens, of which budget={budget.size} keeps "
-                    f"{keeps}; expected a budget that has room for generated tokens, or method.pin_prompt=false"
+                    f"method.pin_prompt=true: a prompt of {length} tokens, of which"
+                    f" budget={budget.size} keeps {keeps}; expected a budget that has room for"
+                    " generated tokens, or method.pin_prompt=false"
                 )
         self._take_scores()
 
@@ -68,18 +85,30 @@ class TriAttention(KeepsEnds):
         return min(self.buffer, capacity // 4) if self.budget.counts_generated else 0
 
     def _take_scores(self) -> None:
-        """Of each layer, the mean query over the distances to come, and how far queries scatter in each pair."""
-        scores, rotation, width = self.context.head_scores, self.context.rotation, self.shape.head_dim
-        assert scores is not None and rotation is not None, "the harness hands over what `needs` asks for"
+        """Of each layer, the mean query over the distances to come, and how far queries scatter in
+        each pair.
+        """
+        scores, rotation, width = (
+            self.context.head_scores,
+            self.context.rotation,
+            self.shape.head_dim,
+        )
+        assert scores is not None and rotation is not None, (
+            "the harness hands over what `needs` asks for"
+        )
         scores.refuse_other_shape(self.shape)
         if not scores.query_means:
-            raise ValueError("method.heads: scores without mean queries; expected a file of kvbench calibrate")
+            raise ValueError(
+                "method.heads: scores without mean queries; expected a file of kvbench calibrate"
+            )
         self.speed = speeds(rotation, width, self.shape.device)
         ahead = turns(self.speed, DISTANCES.to(self.speed.device)).mean(dim=0)
         self.means: dict[int, torch.Tensor] = {}  # [Hq, D / 2] complex
         self.scatter: dict[int, torch.Tensor] = {}  # [Hq, D / 2], E|q| - |E q|
         for layer in self.shape.sparse_layers:
-            means, sizes = (torch.tensor(of[layer]).double() for of in (scores.query_means, scores.query_sizes))
+            means, sizes = (
+                torch.tensor(of[layer]).double() for of in (scores.query_means, scores.query_sizes)
+            )
             device, pairs = self.shape.device_of(layer), torch.complex(*means.chunk(2, dim=-1))
             self.means[layer] = pairs.to(device) * ahead.to(device)
             self.scatter[layer] = (sizes - pairs.abs()).to(device)
@@ -87,7 +116,8 @@ class TriAttention(KeepsEnds):
     def end_prefill(self) -> None:
         """Prune the prompts that fill the cache, as the authors' vLLM plugin does.
 
-        The code of their experiments prunes after decode steps alone, so that the first attends the whole prompt.
+        The code of their experiments prunes after decode steps alone, so that the first attends the
+        whole prompt.
         """
         self._prune()
 
@@ -104,7 +134,9 @@ class TriAttention(KeepsEnds):
         cache = {layer: self.view.resident(layer) for layer in layers}
         scores = {layer: self._scores(layer, cache[layer], rows) for layer in layers}
         if self.sets == "model":
-            mean = torch.stack([layer_scores.to(self.shape.device) for layer_scores in scores.values()]).mean(dim=0)
+            mean = torch.stack(
+                [layer_scores.to(self.shape.device) for layer_scores in scores.values()]
+            ).mean(dim=0)
             scores = self.shape.for_layers(mean)
         for row in rows:
             self.sizes[row] = self.keep_counts[row]
@@ -112,10 +144,14 @@ class TriAttention(KeepsEnds):
         for layer in layers:
             counts = torch.tensor(self.sizes, device=cache[layer].device)
             best = top_earliest(scores[layer], max(self.sizes), counts)
-            self.view.keep(layer, cache[layer].gather(2, best.clamp(min=0)).masked_fill(best < 0, -1), room)
+            self.view.keep(
+                layer, cache[layer].gather(2, best.clamp(min=0)).masked_fill(best < 0, -1), room
+            )
 
     def _scores(self, layer: int, ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """What each token [B, Hkv, n] is worth; infinite in other rows, -inf where there is no token."""
+        """What each token [B, Hkv, n] is worth; infinite in other rows, -inf where there is no
+        token.
+        """
         keys, lengths = self.view.keys(layer, ids), self.view.lengths(layer)
         scores = torch.where(ids < 0, -torch.inf, torch.inf)
         for row in rows:
@@ -128,11 +164,12 @@ class TriAttention(KeepsEnds):
         return scores
 
     def received(self, layer: int, keys: torch.Tensor, now: int) -> torch.Tensor:
-        """What the query heads will give to keys [Hkv, n, D] on average, `now` tokens seen, unscaled: [Hkv, G, n].
+        """What the query heads will give to keys [Hkv, n, D] on average, `now` tokens seen,
+        unscaled: [Hkv, G, n].
 
-        For each pair f of a key that stood at p, with k_f before RoPE, the mean over the distances d of
-        |E q_f| |k_f| cos(omega_f (now - p + d) + arg(E q_f conj k_f)), and (E|q_f| - |E q_f|) |k_f|. The first is a
-        product: of the mean query at now + d, and the key as it is stored.
+        For each pair f of a key that stood at p, with k_f before RoPE, the mean over the distances
+        d of |E q_f| |k_f| cos(omega_f (now - p + d) + arg(E q_f conj k_f)), and (E|q_f| - |E q_f|)
+        |k_f|. The first is a product: of the mean query at now + d, and the key as it is stored.
         """
         query = self.means[layer] * turns(self.speed, now).to(keys.device)
         query = torch.cat([query.real, query.imag], dim=-1).float().unflatten(0, (len(keys), -1))
@@ -145,19 +182,29 @@ class TriAttention(KeepsEnds):
 
 
 def speeds(rotation: Rotation, width: int, device: torch.device) -> torch.Tensor:
-    """The angle by which a position turns each pair (f, f + D / 2), [D / 2] in float64: read off position 1.
+    """The angle by which a position turns each pair (f, f + D / 2), [D / 2] in float64: read off
+    position 1.
 
-    Raises:
-        ValueError: the model pairs other dims, or does not turn all of them.
+    Raises
+    ------
+    ValueError
+        the model pairs other dims, or does not turn all of them.
     """
     unit = torch.cat([torch.ones(width // 2), torch.zeros(width // 2)]).double().to(device)
-    real, imaginary = rotation.turn(unit[None, None, None], torch.ones(1, 1, 1).long().to(device)).chunk(2, dim=-1)
+    real, imaginary = rotation.turn(
+        unit[None, None, None], torch.ones(1, 1, 1).long().to(device)
+    ).chunk(2, dim=-1)
     if not torch.allclose(torch.hypot(real, imaginary), torch.ones_like(real), rtol=0, atol=1e-5):
-        raise ValueError("triattention: this model's rotary positions do not turn the dims f and f + D / 2 as a pair")
+        raise ValueError(
+            "triattention: this model's rotary positions do not turn the dims f and f + D / 2 as a"
+            " pair"
+        )
     return torch.atan2(imaginary, real).flatten()
 
 
 def turns(speed: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
-    """The turn of each pair by a number of positions, or by each of several [n], as complex numbers: [(n,) D / 2]."""
+    """The turn of each pair by a number of positions, or by each of several [n], as complex
+    numbers: [(n,) D / 2].
+    """
     angle = (positions[:, None] if isinstance(positions, torch.Tensor) else positions) * speed
     return torch.polar(torch.ones_like(angle), angle)

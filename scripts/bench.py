@@ -1,4 +1,6 @@
-"""What scripts share: a command line that shows their docstring, times in turns, parts kept, and JSON at the end."""
+"""What scripts share: a command line that shows their docstring, times in turns, parts kept, and
+JSON at the end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvbench.config import ConfigError
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the script's docstring."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def say(text: str) -> None:
@@ -25,9 +29,12 @@ def say(text: str) -> None:
 
 
 def median_us(
-    calls: Mapping[Any, Callable[..., Any]], arguments: Iterable[Any], clock: Callable[[], float] = time.process_time
+    calls: Mapping[Any, Callable[..., Any]],
+    arguments: Iterable[Any],
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[Any, float]:
-    """Median microseconds of each call over the arguments; for each argument all calls take their turn.
+    """Median microseconds of each call over the arguments; for each argument all calls take their
+    turn.
 
     The clock is the process's own time, which other work on the machine disturbs little.
     """
@@ -41,12 +48,16 @@ def median_us(
 
 
 def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """What `find` gives for a part of long work, kept in a file of --parts: what is there is not found again.
+    """What `find` gives for a part of long work, kept in a file of --parts: what is there is not
+    found again.
 
-    It does not know of changes of the code: another state of it needs another folder. Without a path nothing is kept.
+    It does not know of changes of the code: another state of it needs another folder. Without a
+    path nothing is kept.
 
-    Raises:
-        ConfigError: the file is there with other settings or damaged, or its folder cannot be made.
+    Raises
+    ------
+    ConfigError
+        the file is there with other settings or damaged, or its folder cannot be made.
     """
     if path is None:
         return find()
@@ -55,11 +66,14 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
             stored = json.loads(path.read_text())
             was, result = stored["part"], stored["found"]
         except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{path}: not a part's result; expected another --parts, or the file removed") from None
+            raise ConfigError(
+                f"{path}: not a part's result; expected another --parts, or the file removed"
+            ) from None
         if differ := [key for key, value in part.items() if was.get(key) != value]:
             name = differ[0]
             raise ConfigError(
-                f"--{name} {part[name]}: {path} was run with {was.get(name)}; expected that, or another --parts"
+                f"--{name} {part[name]}: {path} was run with {was.get(name)}; expected that, or"
+                " another --parts"
             )
         return result
     try:
@@ -74,7 +88,9 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
 
 
 def print_result(result: Any) -> None:
-    """One JSON object, the last line of a script; numbers have five digits, as more would be noise."""
+    """One JSON object, the last line of a script; numbers have five digits, as more would
+    be noise.
+    """
     print(json.dumps(rounded(result, 5)))
 
 

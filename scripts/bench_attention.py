@@ -31,7 +31,15 @@ ROUNDS = 20
 
 def store_of(shape: Shape, context: int, home: Any = "device") -> LayerStore:
     """A layer's store with random keys and values in every slot."""
-    store = LayerStore(shape.batch, shape.kv_heads, shape.head_dim, context + 64, shape.dtype, shape.device, home=home)
+    store = LayerStore(
+        shape.batch,
+        shape.kv_heads,
+        shape.head_dim,
+        context + 64,
+        shape.dtype,
+        shape.device,
+        home=home,
+    )
     store.device.key[:, :, :context].normal_()
     store.device.value[:, :, :context].normal_()
     store.seal_prompt([context] * shape.batch)
@@ -48,11 +56,16 @@ def medians(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[s
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def decode(shape: Shape, store: LayerStore, query: torch.Tensor, selection: Selection | None) -> dict[str, Any]:
+def decode(
+    shape: Shape, store: LayerStore, query: torch.Tensor, selection: Selection | None
+) -> dict[str, Any]:
     """The executors that run here, on one selection."""
     names = ["torch"] if unfit(shape) else ["torch", "flashinfer"]
     executors = {name: attention.executor(name, shape) for name in names}
-    calls = {name: lambda run=run: run(query, store, selection, shape.scaling) for name, run in executors.items()}
+    calls = {
+        name: lambda run=run: run(query, store, selection, shape.scaling)
+        for name, run in executors.items()
+    }
     return compared(medians(calls, shape.device), "flashinfer", "torch")
 
 
@@ -64,13 +77,16 @@ def compared(ms: dict[str, float], first: str, other: str) -> dict[str, Any]:
 
 def prefill(shape: Shape, store: LayerStore, column: int, width: int) -> dict[str, Any]:
     """Dense attention of one chunk."""
-    query = torch.randn(shape.batch, shape.query_heads, width, shape.head_dim, device=shape.device).to(shape.dtype)
+    query = torch.randn(
+        shape.batch, shape.query_heads, width, shape.head_dim, device=shape.device
+    ).to(shape.dtype)
     dense = {"sdpa": attention.executor("torch", shape)}
     if not unfit(shape):
         dense["flashinfer"] = FlashInfer(shape, dense="flashinfer")
     offsets = [0] * shape.batch
     calls = {
-        name: lambda run=run: run.prefill(query, store, column, offsets, shape.scaling) for name, run in dense.items()
+        name: lambda run=run: run.prefill(query, store, column, offsets, shape.scaling)
+        for name, run in dense.items()
     }
     return compared(medians(calls, shape.device), "flashinfer", "sdpa")
 
@@ -85,11 +101,15 @@ def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[st
             continue
         store = store_of(shape, context, home="host")
         steps = [
-            torch.cat([order[..., :reused], order[..., start : start + budget - reused]], dim=2).to(side)
+            torch.cat([order[..., :reused], order[..., start : start + budget - reused]], dim=2).to(
+                side
+            )
             for start in range(reused, context - (budget - reused), budget - reused)
         ]
         turn = iter(steps * (1 + (ROUNDS + 2) // len(steps)))
-        result[name] = medians({"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device)
+        result[name] = medians(
+            {"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device
+        )
         moved = (budget - reused) * shape.batch * shape.kv_heads * store.device.entry_bytes
         result[name]["moved_gib_s"] = moved / 2**30 / (result[name]["ms"] / 1e3)
     if "uva" in result:
@@ -103,29 +123,55 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if gpu else "float32", choices=DTYPES)
-    parser.add_argument("--context", type=int, default=131072 if gpu else 8192, help="tokens in the store")
-    parser.add_argument("--budget", type=int, default=1024 if gpu else 256, help="tokens selected for each KV head")
-    parser.add_argument("--chunk", type=int, default=4096 if gpu else 256, help="tokens of a prefill chunk")
-    parser.add_argument("--turnover", type=float, default=0.2, help="share of the selection that is new in a step")
+    parser.add_argument(
+        "--context", type=int, default=131072 if gpu else 8192, help="tokens in the store"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=1024 if gpu else 256, help="tokens selected for each KV head"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=4096 if gpu else 256, help="tokens of a prefill chunk"
+    )
+    parser.add_argument(
+        "--turnover", type=float, default=0.2, help="share of the selection that is new in a step"
+    )
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("QUERY", "KV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
     if args.chunk > args.context or args.budget > args.context // 2:
-        parser.error(f"--context {args.context}: at least --chunk {args.chunk} and twice --budget {args.budget}")
+        parser.error(
+            f"--context {args.context}: at least --chunk {args.chunk} and twice --budget"
+            f" {args.budget}"
+        )
     query_heads, kv_heads = args.heads
     dtype = DTYPES[args.dtype]
     device = torch.device(args.device)
     lengths = (args.context,) * args.batch
     shape = Shape(
-        1, query_heads, kv_heads, args.head_dim, lengths, dtype, device, args.head_dim**-0.5, sparse_layers=(0,)
+        1,
+        query_heads,
+        kv_heads,
+        args.head_dim,
+        lengths,
+        dtype,
+        device,
+        args.head_dim**-0.5,
+        sparse_layers=(0,),
     )
     torch.manual_seed(0)
     with torch.inference_mode():
         store = store_of(shape, args.context)
         query = torch.randn(args.batch, query_heads, 1, args.head_dim, device=device).to(dtype)
-        chosen = torch.rand(args.batch, kv_heads, args.context, device=device).topk(args.budget, dim=2).indices
-        full, selected = decode(shape, store, query, None), decode(shape, store, query, Selection(chosen))
+        chosen = (
+            torch.rand(args.batch, kv_heads, args.context, device=device)
+            .topk(args.budget, dim=2)
+            .indices
+        )
+        full, selected = (
+            decode(shape, store, query, None),
+            decode(shape, store, query, Selection(chosen)),
+        )
         selected["over_full"] = min(selected["ms"].values()) / min(full["ms"].values())
         report = {
             "full": full,
@@ -137,9 +183,24 @@ def main() -> None:
         }
         del store
         report["offload"] = offload(shape, args.context, args.budget, args.turnover)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": args.head_dim, "batch": args.batch}
-    settings = {"device": name, "dtype": args.dtype, "context": args.context, "budget": args.budget, "sizes": sizes}
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
+    sizes = {
+        "query_heads": query_heads,
+        "kv_heads": kv_heads,
+        "head_dim": args.head_dim,
+        "batch": args.batch,
+    }
+    settings = {
+        "device": name,
+        "dtype": args.dtype,
+        "context": args.context,
+        "budget": args.budget,
+        "sizes": sizes,
+    }
     settings["turnover"] = args.turnover
     print_result({**report, **settings})
 

@@ -1,19 +1,24 @@
-"""Requests at once in equal memory: how many of N tokens fit into M MiB of keys and values, and what they make.
+"""Requests at once in equal memory: how many of N tokens fit into M MiB of keys and values, and
+what they make.
 
-A method that frees memory pays where memory is what limits the requests that run at once. Clients ask in a closed
-loop, each its next request when its last one is answered, until all are; full attention and methods get the same M.
+A method that frees memory pays where memory is what limits the requests that run at once. Clients
+ask in a closed loop, each its next request when its last one is answered, until all are; full
+attention and methods get the same M.
 
-    .venv-vllm/bin/python scripts/bench_capacity.py --engine vllm --tokens 4096 --memory 96 192 384 --parts FOLDER
+    .venv-vllm/bin/python scripts/bench_capacity.py --engine vllm --tokens 4096 --memory 96 192 384
+    --parts FOLDER
     python scripts/bench_capacity.py --engine hf --tokens 4096 --memory 96 192 384 --parts FOLDER
 
-`--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks, and of a method's
-copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many seats as requests of the mean size fit.
-`--engine hf`: the batch of `KVCache` of which the audit says that it fits, indexes included; it decodes over synthetic
-keys and reads no prompts, so that it says nothing of them.
-Every arm is a process of its own, in turns: full, method, full, method. Its numbers stay in FOLDER as a file, and what
-is there is not run again; a result has all that is there, whichever command put it there.
+`--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks,
+and of a method's copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many
+seats as requests of the mean size fit. `--engine hf`: the batch of `KVCache` of which the audit
+says that it fits, indexes included; it decodes over synthetic keys and reads no prompts, so that it
+says nothing of them. Every arm is a process of its own, in turns: full, method, full, method. Its
+numbers stay in FOLDER as a file, and what is there is not run again; a result has all that is
+there, whichever command put it there.
 
-Prints one JSON object as its last line. `cells`, one for each engine, model, N, answer, number of requests and M, have
+Prints one JSON object as its last line. `cells`, one for each engine, model, N, answer, number of
+requests and M, have
 their settings, and `arms` with medians over rounds:
   at_once_mean, at_once_peak     requests of a forward pass: mean over time, and most
   decode_at_once                 of the passes that read no prompt, the mean over time
@@ -25,7 +30,8 @@ their settings, and `arms` with medians over rounds:
   blocks, blocks_peak            of vLLM's memory, and of them in use
   memory_bytes                   blocks, beside (copies), all: in `hf`, what the audit counts
   tokens_per_s_ratio, decode_ratio   over full attention's of the same round, the median; of the methods alone
-and `crossings`: `memory_mib` from which on full attention is as fast, and its requests `at_once` there, by tokens_per_s
+and `crossings`: `memory_mib` from which on full attention is as fast, and its requests `at_once`
+there, by tokens_per_s
 and by decode_tokens_per_s, interpolated between several M; null: at none of them.
 """
 
@@ -65,30 +71,61 @@ MIB = 2**20
 BLOCK = 128  # tokens of a block, vLLM's default on a CPU
 WARM = 4  # steps that are not counted
 RATES = {"tokens_per_s": "tokens_per_s_ratio", "decode_tokens_per_s": "decode_ratio"}
-GROUP = ("engine", "model", "tokens", "answer", "lengths", "requests")  # between whose memories arms may cross
+# between whose memories arms may cross
+GROUP = ("engine", "model", "tokens", "answer", "lengths", "requests")
 SETTINGS = ("dtype", "budget", "clients", "chunk")
 
-# Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of tokens of 19,366
-# prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
+# Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of
+# tokens of 19,366 prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
 PROMPTS = (
     120, 200, 235, 379, 393, 400, 407, 428, 922, 1005, 1034, 1058, 1083, 1112, 1153, 1277, 1434, 2310, 4075, 4092
 )  # fmt: skip
-ANSWERS = (28, 48, 60, 72, 82, 88, 93, 99, 108, 120, 139, 162, 195, 373, 391, 396, 406, 416, 430, 522)
+ANSWERS = (
+    28,
+    48,
+    60,
+    72,
+    82,
+    88,
+    93,
+    99,
+    108,
+    120,
+    139,
+    162,
+    195,
+    373,
+    391,
+    396,
+    406,
+    416,
+    430,
+    522,
+)
 
 
 @dataclass(frozen=True)
 class Part:
     """One arm in one memory.
 
-    Attributes:
-        engine, model, method, dtype: names.
-        tokens, answer: of a prompt and its answer, the longest.
-        memory: MiB of keys and values.
-        budget: the method's.
-        requests, clients: in all, and that ask at once.
-        lengths: "equal", or "conversation": as in `PROMPTS`, scaled.
-        chunk: tokens of a forward pass.
-        round: of several.
+    Attributes
+    ----------
+    engine, model, method, dtype
+        names.
+    tokens, answer
+        of a prompt and its answer, the longest.
+    memory
+        MiB of keys and values.
+    budget
+        the method's.
+    requests, clients
+        in all, and that ask at once.
+    lengths
+        "equal", or "conversation": as in `PROMPTS`, scaled.
+    chunk
+        tokens of a forward pass.
+    round
+        of several.
     """
 
     engine: str
@@ -148,29 +185,38 @@ class Part:
     def check(self) -> None:
         """Refuse a model that is not there, and a memory in which not even one request runs.
 
-        Raises:
-            ConfigError: names it.
+        Raises
+        ------
+        ConfigError
+            names it.
         """
         if not self.folder.is_dir():
-            raise ConfigError(f"--model {self.model}: not in {self.folder.parent}; kvbench fetch {self.model} first")
-        required = self.bytes_of(self.longest, self.longest) + self.bytes_of(BLOCK, BLOCK)  # vLLM leaves a block empty
+            raise ConfigError(
+                f"--model {self.model}: not in {self.folder.parent}; kvbench fetch {self.model}"
+                " first"
+            )
+        # vLLM leaves a block empty
+        required = self.bytes_of(self.longest, self.longest) + self.bytes_of(BLOCK, BLOCK)
         if required > MIB * self.memory:
             raise ConfigError(
-                f"--memory {self.memory}: one request of {self.model} with {self.longest} tokens takes "
-                f"{math.ceil(required / MIB)} MiB; expected that or more"
+                f"--memory {self.memory}: one request of {self.model} with {self.longest} tokens"
+                f" takes {math.ceil(required / MIB)} MiB; expected that or more"
             )
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Request:
     """A prompt, how many tokens are asked for, and when they came.
 
-    Attributes:
-        sent, first, last: seconds, of one clock.
-        tokens: that it has made.
+    Attributes
+    ----------
+    sent, first, last
+        seconds, of one clock.
+    tokens
+        that it has made.
     """
 
     prompt: list[int]
@@ -192,7 +238,9 @@ class Request:
 
 
 def requests_of(part: Part) -> list[Request]:
-    """Prompts of random tokens; of a trace every quantile comes as often, in an order of no meaning."""
+    """Prompts of random tokens; of a trace every quantile comes as often, in an order of no
+    meaning.
+    """
     rng = random.Random(0)
     sizes = [(part.tokens, part.answer)] * part.requests
     if part.lengths == "conversation":
@@ -201,31 +249,42 @@ def requests_of(part: Part) -> list[Request]:
             for quantiles, longest in ((PROMPTS, part.tokens), (ANSWERS, part.answer))
         )
         sizes = list(zip(prompts, answers, strict=True))
-    words = range(1000, min(30_000, part.conf["config"]["vocab_size"]))  # those before them may be special
+    # those before them may be special
+    words = range(1000, min(30_000, part.conf["config"]["vocab_size"]))
     return [Request(rng.choices(words, k=prompt), answer) for prompt, answer in sizes]
 
 
 def _drawn(rng: random.Random, count: int, quantiles: Sequence[int], longest: int) -> list[int]:
     """So many of a distribution's sizes, of which the largest becomes `longest`."""
-    sizes = [max(2, quantiles[place * len(quantiles) // count] * longest // quantiles[-1]) for place in range(count)]
+    sizes = [
+        max(2, quantiles[place * len(quantiles) // count] * longest // quantiles[-1])
+        for place in range(count)
+    ]
     rng.shuffle(sizes)
     return sizes
 
 
-# -- vLLM --------------------------------------------------------------------------------------------------------------
+# -- vLLM ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
     """A forward pass.
 
-    Attributes:
-        seconds: that it took.
-        rows: requests in it.
-        tokens: that it made.
-        decodes: it read no prompt.
-        blocks: in use after it.
-        preempted: requests that lost their memory before it.
+    Attributes
+    ----------
+    seconds
+        that it took.
+    rows
+        requests in it.
+    tokens
+        that it made.
+    decodes
+        it read no prompt.
+    blocks
+        in use after it.
+    preempted
+        requests that lost their memory before it.
     """
 
     seconds: float
@@ -239,12 +298,17 @@ class Step:
 class Served:
     """A vLLM in this process, of one arm.
 
-    Args:
-        part: the arm.
-        requests: all to come.
+    Parameters
+    ----------
+    part
+        the arm.
+    requests
+        all to come.
 
-    Attributes:
-        seats: requests that it may run at once.
+    Attributes
+    ----------
+    seats
+        requests that it may run at once.
     """
 
     def __init__(self, part: Part, requests: Sequence[Request]) -> None:
@@ -276,11 +340,19 @@ class Served:
             async_scheduling=False,  # so that a step's tokens are there when it ends
             **options,
         )
-        how = {"temperature": 0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        how = {
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.DELTA,
+        }
         self._how = lambda tokens: SamplingParams(max_tokens=tokens, **how)
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._pool, self._schedule = self._scheduler.kv_cache_manager.block_pool, self._scheduler.schedule
+        self._pool, self._schedule = (
+            self._scheduler.kv_cache_manager.block_pool,
+            self._scheduler.schedule,
+        )
         self._scheduler.schedule = self._noted
         self._empty = self._pool.get_num_free_blocks()
 
@@ -292,7 +364,9 @@ class Served:
     def send(self, name: str, request: Request) -> None:
         """A client asks."""
         request.sent = time.perf_counter()
-        self._engine.add_request(name, {"prompt_token_ids": request.prompt}, self._how(request.answer))
+        self._engine.add_request(
+            name, {"prompt_token_ids": request.prompt}, self._how(request.answer)
+        )
 
     def step(self, requests: Mapping[str, Request]) -> tuple[Step, list[str]]:
         """One pass, and the names of the requests that it ended."""
@@ -302,9 +376,19 @@ class Served:
         new = {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
         for name, tokens in new.items():
             requests[name].came(tokens, now)
-        counts, lost = self._scheduled.num_scheduled_tokens.values(), self._scheduled.preempted_req_ids or ()
+        counts, lost = (
+            self._scheduled.num_scheduled_tokens.values(),
+            self._scheduled.preempted_req_ids or (),
+        )
         used = self._empty - self._pool.get_num_free_blocks()
-        step = Step(now - began, len(counts), sum(new.values()), all(count == 1 for count in counts), used, len(lost))
+        step = Step(
+            now - began,
+            len(counts),
+            sum(new.values()),
+            all(count == 1 for count in counts),
+            used,
+            len(lost),
+        )
         return step, [output.request_id for output in outputs if output.finished]
 
     @property
@@ -312,7 +396,9 @@ class Served:
         """Bytes for keys and values: of blocks, beside them, and of both."""
         # each says the size of the one allocation in which groups of layers lie over each other
         blocks = max(tensor.size for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
-        side_bytes = 0 if self._full else self._llm.collective_rpc("kvbench_counts")[0].get("side_bytes", 0)
+        side_bytes = (
+            0 if self._full else self._llm.collective_rpc("kvbench_counts")[0].get("side_bytes", 0)
+        )
         return {"blocks": blocks, "beside": side_bytes, "all": blocks + side_bytes}
 
     @property
@@ -322,13 +408,17 @@ class Served:
 
 
 def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
-    """Requests that shall run at once: of the mean size as many as fit, so that hardly one is preempted.
+    """Requests that shall run at once: of the mean size as many as fit, so that hardly one is
+    preempted.
 
     While the longest prompt is read, the others have freed theirs.
 
-    Args:
-        requests: all to come.
-        plan: the method and its budget; None: full attention.
+    Parameters
+    ----------
+    requests
+        all to come.
+    plan
+        the method and its budget; None: full attention.
     """
     from kvbench.backends.vllm.side import Side, rows_per_seat
 
@@ -336,16 +426,24 @@ def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
     if plan is not None and plan.frees:
         from kvbench.backends.vllm.requests import RequestEngine
 
-        turns = {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}  # not called
-        rows = rows_per_seat(RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape)
+        # not called
+        turns = (
+            {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}
+        )
+        rows = rows_per_seat(
+            RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape
+        )
     whole = statistics.mean(part.bytes_of(request.size, request.size) for request in requests)
     if rows is None:
         return _between(1, (room - part.bytes_of(BLOCK, BLOCK)) // whole, part.clients)
     seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
     after = statistics.mean(
-        part.bytes_of(request.size, len(request.prompt) % BLOCK + request.answer) for request in requests
+        part.bytes_of(request.size, len(request.prompt) % BLOCK + request.answer)
+        for request in requests
     )
-    reading = part.bytes_of(part.longest, part.longest) + (part.bytes_of(BLOCK, 0) or part.bytes_of(BLOCK, BLOCK))
+    reading = part.bytes_of(part.longest, part.longest) + (
+        part.bytes_of(BLOCK, 0) or part.bytes_of(BLOCK, BLOCK)
+    )
     return _between(1, 1 + (room - reading - seat) // (after + seat), part.clients)
 
 
@@ -354,7 +452,9 @@ def _between(low: int, value: float, high: int) -> int:
 
 
 def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[Step]:
-    """All requests answered, by clients that each send the next one when their last one has ended."""
+    """All requests answered, by clients that each send the next one when their last one
+    has ended.
+    """
     named = {str(number): request for number, request in enumerate(requests)}
     waiting, steps, under_way = iter(named.items()), list[Step](), 0
     while True:
@@ -372,7 +472,8 @@ def serve(part: Part) -> dict[str, Any]:
     """One arm's numbers in vLLM."""
     requests = requests_of(part)
     served = Served(part, requests)
-    closed_loop(served, [Request([1000] * min(300, part.tokens), WARM)], 1)  # of which nothing is counted
+    # of which nothing is counted
+    closed_loop(served, [Request([1000] * min(300, part.tokens), WARM)], 1)
     steps = closed_loop(served, requests, part.clients)
     return {
         **over_time(steps),
@@ -410,12 +511,16 @@ def over_time(steps: Sequence[Step]) -> dict[str, Any]:
 def over_requests(requests: Sequence[Request]) -> dict[str, float]:
     """Seconds to the first token, and ms from token to token."""
     waits = [request.first - request.sent for request in requests]
-    paces = [1e3 * (request.last - request.first) / (request.tokens - 1) for request in requests if request.tokens > 1]
+    paces = [
+        1e3 * (request.last - request.first) / (request.tokens - 1)
+        for request in requests
+        if request.tokens > 1
+    ]
     result = {f"ttft_s_p{percent}": float(np.percentile(waits, percent)) for percent in (50, 95)}
     return {**result, "tpot_ms_p50": statistics.median(paces)} if paces else result
 
 
-# -- the harness -------------------------------------------------------------------------------------------------------
+# -- the harness -----------------------------------------------------------------------------------
 
 
 def decode(part: Part) -> dict[str, Any]:
@@ -430,16 +535,27 @@ def decode(part: Part) -> dict[str, Any]:
         batch = max(1, min(part.clients, MIB * part.memory // row_bytes))
         batch_bytes, steps = decoded(loaded, part, batch, part.answer)
     if batch_bytes > MIB * part.memory:
-        raise ConfigError(f"{part.name}: a batch of {batch} holds {batch_bytes} bytes, more than {part.memory} MiB")
+        raise ConfigError(
+            f"{part.name}: a batch of {batch} holds {batch_bytes} bytes, more than"
+            f" {part.memory} MiB"
+        )
     result = over_time(steps)
     for name in ("tokens_per_s", "decode_share"):  # no prompt was read
         del result[name]
     tpot = 1e3 * statistics.median(step.seconds for step in steps)
-    return {**result, "tpot_ms_p50": tpot, "preemptions": 0, "seats": batch, "memory_bytes": {"all": batch_bytes}}
+    return {
+        **result,
+        "tpot_ms_p50": tpot,
+        "preemptions": 0,
+        "seats": batch,
+        "memory_bytes": {"all": batch_bytes},
+    }
 
 
 def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[Step]]:
-    """What a batch with room for whole answers holds on the device, in bytes, and its steps without the first ones."""
+    """What a batch with room for whole answers holds on the device, in bytes, and its steps without
+    the first ones.
+    """
     from kvbench.backends.hf.generate import EngineCache, decode_step
     from kvbench.backends.hf.model import engine_for, method_named
     from kvbench.budget import Budget
@@ -449,7 +565,13 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     method = method_named(part.method)
     room: dict[str, Any] = {"new_tokens": WARM + part.answer, "kind": SyntheticEngine}
     engine: Any = engine_for(
-        loaded.model, [part.tokens] * batch, method, budget, loaded.dense_layers, loaded.tokenizer, **room
+        loaded.model,
+        [part.tokens] * batch,
+        method,
+        budget,
+        loaded.dense_layers,
+        loaded.tokenizer,
+        **room,
     )
     prompts = torch.randint(256, (batch, part.tokens), generator=torch.Generator().manual_seed(0))
     engine.fill_prompt(prompts.tolist())
@@ -463,7 +585,7 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     return audit["device_kv_allocated_bytes"] + audit["index_bytes"], timed[WARM:]
 
 
-# -- parts and their sum -----------------------------------------------------------------------------------------------
+# -- parts and their sum ---------------------------------------------------------------------------
 
 ENGINES = {"vllm": serve, "hf": decode}
 
@@ -471,8 +593,10 @@ ENGINES = {"vllm": serve, "hf": decode}
 def run(part: Part) -> dict[str, float]:
     """A part measured in a process of its own.
 
-    Raises:
-        ConfigError: the process failed.
+    Raises
+    ------
+    ConfigError
+        the process failed.
     """
     words = [sys.executable, __file__, "--part", json.dumps(asdict(part))]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
@@ -508,12 +632,20 @@ def arms_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     full, result = rounds.get(FULL, {}), dict[str, Any]()
     for method, by_round in sorted(rounds.items(), key=lambda arm: arm[0] != FULL):
         turns = list(by_round.values())
-        names = [name for name in turns[0] if name != "memory_bytes" and all(name in turn for turn in turns)]
+        names = [
+            name
+            for name in turns[0]
+            if name != "memory_bytes" and all(name in turn for turn in turns)
+        ]
         medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
         medians |= {"rounds": len(turns), "memory_bytes": turns[0]["memory_bytes"]}
         for rate, ratio in RATES.items():
             both = [(by_round[turn], full[turn]) for turn in by_round.keys() & full.keys()]
-            ratios = [ours[rate] / theirs[rate] for ours, theirs in both if rate in ours and rate in theirs]
+            ratios = [
+                ours[rate] / theirs[rate]
+                for ours, theirs in both
+                if rate in ours and rate in theirs
+            ]
             if method != FULL and ratios:
                 medians[ratio] = statistics.median(ratios)
         result[method] = medians
@@ -521,10 +653,13 @@ def arms_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """By method and rate, the MiB from which on full attention is as fast, and how many of its requests fit there.
+    """By method and rate, the MiB from which on full attention is as fast, and how many of its
+    requests fit there.
 
-    Args:
-        arms: by MiB and method.
+    Parameters
+    ----------
+    arms
+        by MiB and method.
     """
     for method in sorted({method for by_method in arms.values() for method in by_method} - {FULL}):
         for rate in RATES:
@@ -534,9 +669,13 @@ def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]
                 if rate in by_method.get(FULL, {}) and rate in by_method.get(method, {})
             }
             if both:
-                full, other = ({mib: 1 / pair[at][rate] for mib, pair in both.items()} for at in (0, 1))
+                full, other = (
+                    {mib: 1 / pair[at][rate] for mib, pair in both.items()} for at in (0, 1)
+                )
                 memory = crossing(full, other)
-                rows = [pair[0].get("decode_at_once", pair[0]["at_once_mean"]) for pair in both.values()]
+                rows = [
+                    pair[0].get("decode_at_once", pair[0]["at_once_mean"]) for pair in both.values()
+                ]
                 at_once = None if memory is None else float(np.interp(memory, list(both), rows))
                 yield {"method": method, "by": rate, "memory_mib": memory, "at_once": at_once}
 
@@ -558,16 +697,30 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", choices=choices("model"))
     parser.add_argument("--methods", nargs="+", default=["snapkv"], choices=choices("method"))
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="N, of the longest prompt")
-    parser.add_argument("--memory", type=int, nargs="+", default=[192], help="M, MiB for keys and values")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096], help="N, of the longest prompt"
+    )
+    parser.add_argument(
+        "--memory", type=int, nargs="+", default=[192], help="M, MiB for keys and values"
+    )
     parser.add_argument("--answer", type=int, default=128, help="tokens of the longest answer")
-    parser.add_argument("--lengths", default="equal", choices=("equal", "conversation"), help="all N, or as in a trace")
+    parser.add_argument(
+        "--lengths",
+        default="equal",
+        choices=("equal", "conversation"),
+        help="all N, or as in a trace",
+    )
     parser.add_argument("--requests", type=int, default=16, help="in all")
     parser.add_argument("--clients", type=int, default=16, help="that ask at once")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--parts", type=Path, default=Path("results/sweep_capacity"), help="where measured parts stay")
+    parser.add_argument(
+        "--parts",
+        type=Path,
+        default=Path("results/sweep_capacity"),
+        help="where measured parts stay",
+    )
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     try:

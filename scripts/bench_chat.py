@@ -1,9 +1,11 @@
-"""What a turn of a conversation costs with a kept KVCache, and what it costs to read the whole again.
+"""What a turn of a conversation costs with a kept KVCache, and what it costs to read the whole
+again.
 
-One conversation for each method: a long first prompt of random tokens, then turns of equal length, each with an answer
-of fixed length. Every turn goes through `model.generate` twice, one after the other: with the cache of the turns before
-it, and with a new one. Times are of the processor, all threads together, so that other work disturbs them little. The
-answers of both are compared; those of methods that choose by the prompt may differ.
+One conversation for each method: a long first prompt of random tokens, then turns of equal length,
+each with an answer of fixed length. Every turn goes through `model.generate` twice, one after the
+other: with the cache of the turns before it, and with a new one. Times are of the processor, all
+threads together, so that other work disturbs them little. The answers of both are compared; those
+of methods that choose by the prompt may differ.
 
 Prints one JSON object as its last line:
   kept_s, again_s       by method, CPU seconds of each turn
@@ -50,14 +52,20 @@ def main() -> None:
             "model": Path(arguments.model).name,
             "kept_s": {name: reused for name, (reused, _, _) in talks.items()},
             "again_s": {name: again for name, (_, again, _) in talks.items()},
-            "ratio": {name: sum(again[1:]) / sum(reused[1:]) for name, (reused, again, _) in talks.items()},
+            "ratio": {
+                name: sum(again[1:]) / sum(reused[1:]) for name, (reused, again, _) in talks.items()
+            },
             "same_tokens": {name: same for name, (_, _, same) in talks.items()},
         }
     )
 
 
-def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -> tuple[list[float], list[float], int]:
-    """Seconds of each turn with the cache kept and with a new one, and how many turns were answered alike."""
+def talk(
+    model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace
+) -> tuple[list[float], list[float], int]:
+    """Seconds of each turn with the cache kept and with a new one, and how many turns were answered
+    alike.
+    """
     random = torch.Generator().manual_seed(0)
 
     def random_ids(tokens: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Decode steps of full attention and of methods on a CPU: how near each comes to what it must read.
 
-Stores are filled with synthetic keys (`task.prefill=false task.keys=synthetic_attention`), so that an index has
-something to find and no model reads the prompt. A method's engine decodes beside one of full attention, a step each in
-turn, so that a noisy machine disturbs both alike. Steps in which an index grows or tokens are evicted count, too.
+Stores are filled with synthetic keys (`task.prefill=false task.keys=synthetic_attention`), so that
+an index has something to find and no model reads the prompt. A method's engine decodes beside one
+of full attention, a step each in turn, so that a noisy machine disturbs both alike. Steps in which
+an index grows or tokens are evicted count, too.
 
     python scripts/bench_decode.py                     # 4k to 128k tokens, half an hour
     python scripts/bench_decode.py --cells 32768:1024 --methods icecache --kv native int8 fp8
@@ -19,7 +20,8 @@ Prints one JSON object as its last line; by dtype, cell (tokens:budget) and meth
   must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
-and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json names its command.
+and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json names its
+command.
 """
 
 from __future__ import annotations
@@ -68,8 +70,10 @@ WARM = 4  # steps that are not counted
 class Compiled:
     """The clock of the functions in `COMPILED`, which it takes the places of.
 
-    Attributes:
-        seconds: in them since the last reset.
+    Attributes
+    ----------
+    seconds
+        in them since the last reset.
     """
 
     def __init__(self) -> None:
@@ -98,8 +102,10 @@ class Compiled:
 class Side:
     """One method, and keys and values held in one way.
 
-    Attributes:
-        ms: of each part, the times of all steps.
+    Attributes
+    ----------
+    ms
+        of each part, the times of all steps.
     """
 
     def __init__(
@@ -114,8 +120,14 @@ class Side:
     ) -> None:
         self.model, self.compiled = loaded.model, compiled
         limit = Budget(None if method == "full" else budget)
-        common: dict[str, Any] = {"new_tokens": WARM + steps, "kv": kv_of(kv), "kind": SyntheticEngine}
-        self.engine = engine_for(self.model, [tokens], method_named(method), limit, (), loaded.tokenizer, **common)
+        common: dict[str, Any] = {
+            "new_tokens": WARM + steps,
+            "kv": kv_of(kv),
+            "kind": SyntheticEngine,
+        }
+        self.engine = engine_for(
+            self.model, [tokens], method_named(method), limit, (), loaded.tokenizer, **common
+        )
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
         self.engine.fill_prompt(prompt.tolist())
@@ -135,13 +147,19 @@ class Side:
         parts = self.engine.spans.reset()
         if counts:
             more = {} if self.compiled is None else {"compiled": self.compiled.reset()}
-            for name, seconds in {**parts, **more, "tpot": spent, "rest": spent - parts["model"]}.items():
+            for name, seconds in {
+                **parts,
+                **more,
+                "tpot": spent,
+                "rest": spent - parts["model"],
+            }.items():
                 self.ms[name].append(1e3 * seconds)
 
     def report(self, full: Side, first: Side, bandwidth: float) -> dict[str, float]:
         """What the module's docstring names."""
         steps = len(self.ms["tpot"])
-        result = {name: sum(times) / steps for name, times in self.ms.items()}  # a part that a step had not took 0
+        # a part that a step had not took 0
+        result = {name: sum(times) / steps for name, times in self.ms.items()}
         result["tpot_p50"] = statistics.median(self.ms["tpot"])
         result["tpot_p95"] = statistics.quantiles(self.ms["tpot"], n=20)[-1]
         result["p95_over_mean"] = result["tpot_p95"] / result["tpot"]
@@ -149,7 +167,9 @@ class Side:
             result["compiled_share"] = result["compiled"] / result["rest"]
         result["rest_over_full"] = result["rest"] * steps / sum(full.ms["rest"])
         for name in ("tpot", "attention"):
-            ratios = (ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True))
+            ratios = (
+                ours / theirs for ours, theirs in zip(self.ms[name], first.ms[name], strict=True)
+            )
             result[f"{name}_over_first"] = statistics.median(ratios)
         audit = self.engine.report()
         attended = audit["attended_bytes_per_step"]
@@ -162,21 +182,35 @@ class Side:
 
 
 def with_full(
-    loaded: models.Loaded, method: str, kinds: list[str], sizes: tuple[int, int, int], compiled: Compiled | None
+    loaded: models.Loaded,
+    method: str,
+    kinds: list[str],
+    sizes: tuple[int, int, int],
+    compiled: Compiled | None,
 ) -> dict[str, Any]:
-    """A method and full attention over keys and values of each kind: the method's reports by kind, full's as "full".
+    """A method and full attention over keys and values of each kind: the method's reports by kind,
+    full's as "full".
 
-    Args:
-        sizes: tokens of the prompt, budget, steps.
+    Parameters
+    ----------
+    sizes
+        tokens of the prompt, budget, steps.
     """
     gc.collect()
     bandwidth = hardware.bandwidth(torch.device("cpu")).copy
-    sides = {(name, kv): Side(loaded, name, kv, *sizes, compiled) for kv in kinds for name in ("full", method)}
+    sides = {
+        (name, kv): Side(loaded, name, kv, *sizes, compiled)
+        for kv in kinds
+        for name in ("full", method)
+    }
     for turn in range(WARM + sizes[-1]):
         for side in sides.values():
             side.step(counts=turn >= WARM)
     full, first = (sides[name, kinds[0]] for name in ("full", method))
-    reports = {key: side.report(full, first if key[0] == method else full, bandwidth) for key, side in sides.items()}
+    reports = {
+        key: side.report(full, first if key[0] == method else full, bandwidth)
+        for key, side in sides.items()
+    }
     return {kv: {**reports[method, kv], "full": reports["full", kv]} for kv in kinds}
 
 
@@ -184,12 +218,18 @@ def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="dummy-100m", choices=choices("model"))
-    parser.add_argument("--dtypes", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), nargs="+")
-    parser.add_argument("--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget")
+    parser.add_argument(
+        "--dtypes", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), nargs="+"
+    )
+    parser.add_argument(
+        "--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget"
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=choices("method"))
     parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
     parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
-    parser.add_argument("--compiled", action="store_true", help="time what compiled code takes, too")
+    parser.add_argument(
+        "--compiled", action="store_true", help="time what compiled code takes, too"
+    )
     options = parser.parse_args()
     compiled = Compiled() if options.compiled else None
     result: dict[str, Any] = {}
@@ -200,19 +240,29 @@ def main() -> None:
         for tokens, budget in options.cells:
             for method in options.methods:
                 with torch.inference_mode():
-                    reports = with_full(loaded, method, options.kv, (tokens, budget, options.steps), compiled)
+                    reports = with_full(
+                        loaded, method, options.kv, (tokens, budget, options.steps), compiled
+                    )
                 shown = reports if len(reports) > 1 else reports[options.kv[0]]
                 result.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = shown
                 say(f"{dtype} {tokens}:{budget} {method} {rounded(shown, 4)}")
-    result |= {"copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy, "threads": torch.get_num_threads()}
-    result |= {"cpu": torch.cpu.get_capabilities().get("architecture", ""), "settings": vars(options)}
+    result |= {
+        "copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy,
+        "threads": torch.get_num_threads(),
+    }
+    result |= {
+        "cpu": torch.cpu.get_capabilities().get("architecture", ""),
+        "settings": vars(options),
+    }
     print_result(result)
 
 
 def _cell(word: str) -> tuple[int, int]:
     tokens, _, budget = word.partition(":")
     if not (tokens.isdecimal() and budget.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{word}: expected prompt tokens and budget, as in 32768:1024")
+        raise argparse.ArgumentTypeError(
+            f"{word}: expected prompt tokens and budget, as in 32768:1024"
+        )
     return int(tokens), int(budget)
 
 

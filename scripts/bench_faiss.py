@@ -1,8 +1,9 @@
-"""RACC's Table 5 again: build, search, memory and accuracy of faiss's Flat, IVFPQ and HNSW, as ratios to Flat.
+"""RACC's Table 5 again: build, search, memory and accuracy of faiss's Flat, IVFPQ and HNSW, as
+ratios to Flat.
 
-The paper searches 100,000 GloVe vectors for their 100 nearest; here they are synthetic, of the same size. Every arm
-holds the same vectors, answers the same single queries by distance and runs on one thread. Times are CPU time; those of
-queries are medians, taken turn by turn.
+The paper searches 100,000 GloVe vectors for their 100 nearest; here they are synthetic, of the same
+size. Every arm holds the same vectors, answers the same single queries by distance and runs on one
+thread. Times are CPU time; those of queries are medians, taken turn by turn.
 
 Prints one JSON object as its last line, with one entry in `runs`:
   n, dim, k            vectors, their dimension, and how many are wanted
@@ -12,7 +13,8 @@ Prints one JSON object as its last line, with one entry in `runs`:
   paper                the paper's own numbers as the same ratios
   orderings            of each column, the pairs of arms whose order here is not the paper's, as [arm, arm, here, paper]
 
-IVFPQ's three numbers are read as lists, subspaces and probes; HNSW's as neighbours, efConstruction and efSearch.
+IVFPQ's three numbers are read as lists, subspaces and probes; HNSW's as neighbours, efConstruction
+and efSearch.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ HNSW = {
 
 
 def glove_like(rng: np.random.Generator, count: int, dim: int) -> Floats:
-    """Word vectors' shape: topics of very different size, variances that fall by direction, lengths that vary."""
+    """Word vectors' shape: topics of very different size, variances that fall by direction, lengths
+    that vary.
+    """
     topics = 2000
     size = 1 / np.arange(1, topics + 1) ** 0.7
     spread = np.arange(1, dim + 1) ** -0.25
@@ -75,7 +79,9 @@ def widened(vectors: Floats, subspaces: int) -> Floats:
 
 @dataclass(frozen=True)
 class Arm:
-    """An index, the seconds it took to build, and how it is asked; arms that differ in that alone share the index."""
+    """An index, the seconds it took to build, and how it is asked; arms that differ in that alone
+    share the index.
+    """
 
     index: Any
     build_s: float
@@ -103,14 +109,17 @@ def arm(name: str, vectors: Floats, queries: Floats, built: dict[Any, tuple[Any,
 
 
 def build(name: str, vectors: Floats) -> tuple[Any, float]:
-    """The index of an arm, and the seconds it took; a set too small for its lists has fewer of them."""
+    """The index of an arm, and the seconds it took; a set too small for its lists has fewer of
+    them.
+    """
     if name in IVFPQ:
         lists, subspaces, _ = IVFPQ[name]
         vectors = widened(vectors, subspaces)
         width = vectors.shape[1]
         lists = min(lists, max(1, len(vectors) // 39))
         index = faiss.IndexIVFPQ(faiss.IndexFlatL2(width), width, lists, subspaces, 8)
-        # 40 vectors a list, as 39 is the least faiss asks for, and ten rounds of k-means in place of 25
+        # 40 vectors a list, as 39 is the least faiss asks for, and ten rounds of k-means in place
+        # of 25
         index.cp.max_points_per_centroid, index.cp.niter = 40, 10
         index.pq.cp.niter = 10
     elif name in HNSW:
@@ -138,7 +147,15 @@ def bench(vectors: Floats, queries: Floats, k: int, names: list[str]) -> dict[st
             arm.build_s,
             us[name] / 1e3,
             faiss.serialize_index(arm.index).nbytes / 1e6,
-            100 * float(np.mean([np.isin(*both).mean() for both in zip(nearest["Flat"], nearest[name], strict=True)])),
+            100
+            * float(
+                np.mean(
+                    [
+                        np.isin(*both).mean()
+                        for both in zip(nearest["Flat"], nearest[name], strict=True)
+                    ]
+                )
+            ),
         )
         for name, arm in arms.items()
     }
@@ -169,7 +186,8 @@ def over_flat(rows: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def orderings(ours: dict[str, Any], paper: dict[str, Any]) -> dict[str, list[list[Any]]]:
-    """Pairs of the paper's arms that a column orders the other way; Flat, at 1 (100 %), is one of them.
+    """Pairs of the paper's arms that a column orders the other way; Flat, at 1 (100 %), is one of
+    them.
 
     What differs by less than 5 % on either side has no order.
     """
@@ -204,7 +222,9 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     points = glove_like(np.random.default_rng(0), options.n + options.queries, options.dim)
     vectors, queries = points[: options.n], points[options.n :]
-    print_result({"runs": [bench(vectors, queries, min(options.k, options.n), ["Flat", *options.arms])]})
+    print_result(
+        {"runs": [bench(vectors, queries, min(options.k, options.n), ["Flat", *options.arms])]}
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the index of IceCache finds and what it costs, beside scanning every key and beside faiss, on one thread.
+"""What the index of IceCache finds and what it costs, beside scanning every key and beside faiss,
+on one thread.
 
-Every arm holds the same keys and answers the same queries, in groups as a KV head's query heads ask them; faiss gets a
-whole group in one call. Times are CPU time, which other work on the machine disturbs little; those of queries are
-medians, taken turn by turn.
+Every arm holds the same keys and answers the same queries, in groups as a KV head's query heads ask
+them; faiss gets a whole group in one call. Times are CPU time, which other work on the machine
+disturbs little; those of queries are medians, taken turn by turn.
 
 Prints one JSON object as its last line; `runs` has an entry for each kind of keys and each n:
   arms       dci (the authors' layout, nodes ranked by their own key), dci_plus (more nodes, greedy pages, nodes ranked
@@ -25,9 +26,10 @@ Prints one JSON object as its last line; `runs` has an entry for each kind of ke
              own: pages that dci and dci_plus find, pages of consecutive tokens that Quest's bound finds (quest), and of
              each the pages with the most mass (oracle)
 
-Keys: isotropic normal; clustered, 200 normal centres and deviations of 0.4; attention, variances that fall as j^-0.8
-over a mean as long as the deviations, which lognormal lengths (0.3) stretch; captured ones from --trace, an .npz of
-`scripts/capture_trace.py`: every layer and KV head in it, asked with its last queries.
+Keys: isotropic normal; clustered, 200 normal centres and deviations of 0.4; attention, variances
+that fall as j^-0.8 over a mean as long as the deviations, which lognormal lengths (0.3) stretch;
+captured ones from --trace, an .npz of `scripts/capture_trace.py`: every layer and KV head in it,
+asked with its last queries.
 """
 
 from __future__ import annotations
@@ -48,12 +50,17 @@ from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-SHARES = (0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.18, 0.22, 0.3)  # beam widths, as shares of the nodes
+# beam widths, as shares of the nodes
+SHARES = (0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.18, 0.22, 0.3)
 LAYOUTS = {"dci": Layout(), "dci_plus": Layout(promotion=(1 / 32, 0.2), split="greedy")}
 PRESETS = {
     "icecache": Layout(),
     "icecache_code": Layout(
-        levels="counter_ceil", parents="anchored", remainder="last", projections=(1, 1), exhaustive_below=3000
+        levels="counter_ceil",
+        parents="anchored",
+        remainder="last",
+        projections=(1, 1),
+        exhaustive_below=3000,
     ),
 }
 RANK_BY = {"dci": "point", "dci_plus": "centroid"}
@@ -83,7 +90,8 @@ def clustered(rng: np.random.Generator, count: int, queries: int, dim: int) -> t
     """Keys around 200 centres, queries around the same."""
     centres = rng.standard_normal((200, dim))
     return tuple(
-        centres[rng.integers(0, 200, size)] + 0.4 * rng.standard_normal((size, dim)) for size in (count, queries)
+        centres[rng.integers(0, 200, size)] + 0.4 * rng.standard_normal((size, dim))
+        for size in (count, queries)
     )  # type: ignore[return-value]
 
 
@@ -103,7 +111,9 @@ KINDS = {"isotropic": isotropic, "clustered": clustered, "attention": attention}
 
 @dataclass(frozen=True)
 class Truth:
-    """For every query: the top k tokens, and the softmax over all keys, [groups, G, k] and [groups, G, n]."""
+    """For every query: the top k tokens, and the softmax over all keys, [groups, G, k] and [groups,
+    G, n].
+    """
 
     top: Any
     softmax: Any
@@ -126,7 +136,8 @@ class Truth:
         return {"recall": float(np.mean(recall)), "mass": float(np.mean(mass))}
 
 
-# An index: `ask(group, width=...)` gives ids [G, k] and what was ranked and evaluated; and the widths to ask with.
+# An index: `ask(group, width=...)` gives ids [G, k] and what was ranked and evaluated; and the
+# widths to ask with.
 Arm = tuple[Callable[..., tuple[Any, int, int]], list[int]]
 
 
@@ -157,9 +168,14 @@ def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, A
         "exact_us": lambda group: scan.best_tokens(group, k, Search(), work),
         "stream_us": lambda _: data.keys[: data.count].max(),
     }
-    groups = [_ask_all(replace(data, queries=data.queries[:, :size]), k, arms, whole) for size in group_sizes]
+    groups = [
+        _ask_all(replace(data, queries=data.queries[:, :size]), k, arms, whole)
+        for size in group_sizes
+    ]
     for of_size in groups:
-        good = [at["query_us"] for at in of_size["points"]["dci_plus centroid"] if at["recall"] >= 0.9]
+        good = [
+            at["query_us"] for at in of_size["points"]["dci_plus centroid"] if at["recall"] >= 0.9
+        ]
         if good:
             of_size["query_speedup"] = of_size["flat_us"] / min(good)
             of_size["insert_over_query"] = built["dci_plus"]["insert_us"] / min(good)
@@ -174,7 +190,9 @@ def bench(data: Data, k: int, pages: int, group_sizes: list[int]) -> dict[str, A
     }
 
 
-def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable[[Floats], Any]]) -> dict[str, Any]:
+def _ask_all(
+    data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable[[Floats], Any]]
+) -> dict[str, Any]:
     """Quality and time of every arm at every width, for groups of one size."""
     data = replace(data, queries=np.ascontiguousarray(data.queries))
     truth = Truth.of(data, k)
@@ -184,10 +202,15 @@ def _ask_all(data: Data, k: int, arms: dict[str, Arm], whole: dict[str, Callable
         points[name] = []
         for width in widths:
             calls[name, width] = partial(ask, width=width)
-            ids, ranked, evaluated = zip(*(ask(group, width=width) for group in data.queries), strict=True)
+            ids, ranked, evaluated = zip(
+                *(ask(group, width=width) for group in data.queries), strict=True
+            )
             point = {"width": width, **truth.quality(list(ids))}
             if name.startswith("dci"):
-                point |= {"ranked": np.mean(ranked) / data.count, "evaluated": np.mean(evaluated) / data.count}
+                point |= {
+                    "ranked": np.mean(ranked) / data.count,
+                    "evaluated": np.mean(evaluated) / data.count,
+                }
             points[name].append(point)
     micros = median_us(calls, data.queries)
     for name, some in points.items():
@@ -242,13 +265,17 @@ def _hnsw(keys: Floats, k: int) -> Arm:
 
 def _ivf(keys: Floats, k: int) -> Arm:
     lists = int(4 * np.sqrt(len(keys)))
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(keys.shape[1]), keys.shape[1], lists, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexIVFFlat(
+        faiss.IndexFlatIP(keys.shape[1]), keys.shape[1], lists, faiss.METRIC_INNER_PRODUCT
+    )
     index.train(keys)
     index.add(keys)
     return partial(_ask_faiss, index, k, index, "nprobe"), _widths(lists)
 
 
-def _ask_faiss(index: Any, k: int, holder: Any, option: str, group: Floats, width: int) -> tuple[Any, int, int]:
+def _ask_faiss(
+    index: Any, k: int, holder: Any, option: str, group: Floats, width: int
+) -> tuple[Any, int, int]:
     setattr(holder, option, width)
     return index.search(group, k)[1], 0, 0
 
@@ -274,7 +301,10 @@ def page_quality(
     for name, tree in trees.items():
         pages = tree.tokens(np.arange(tree.pages, dtype=np.int32))
         search = Search(fov=max(page_count, int(0.12 * tree.nodes)), rank_by=RANK_BY[name])  # type: ignore[arg-type]
-        chosen[name] = [tree.tokens(tree.best_pages(group, page_count, search, work).ids) for group in data.queries]
+        chosen[name] = [
+            tree.tokens(tree.best_pages(group, page_count, search, work).ids)
+            for group in data.queries
+        ]
         chosen[f"{name}_oracle"] = _oracle(truth, pages, page_count)
     consecutive = np.arange(data.count // PAGE * PAGE).reshape(-1, PAGE)
     keys = data.keys[consecutive]
@@ -284,12 +314,17 @@ def page_quality(
     result = {}
     for name, tokens in chosen.items():
         flat = [of_group.reshape(len(of_group), -1) for of_group in tokens]
-        result[name] = {**truth.quality(flat), "tokens": float(np.mean([(row >= 0).sum(axis=1) for row in flat]))}
+        result[name] = {
+            **truth.quality(flat),
+            "tokens": float(np.mean([(row >= 0).sum(axis=1) for row in flat])),
+        }
     return result
 
 
 def _presets(data: Data, page_count: int, work: Workspace) -> dict[str, dict[str, float]]:
-    """What `page_count` pages hold as presets build the tree and as wide as they search it; what that takes."""
+    """What `page_count` pages hold as presets build the tree and as wide as they search it; what
+    that takes.
+    """
     truth, search, result = (
         Truth.of(data, page_count * PAGE),
         Search(max(30, data.count // 1000), prop_to_retrieve=0.8),
@@ -301,21 +336,26 @@ def _presets(data: Data, page_count: int, work: Workspace) -> dict[str, dict[str
         tree = DCITree(data.keys, data.count, layout, 0, work)
         seconds = time.process_time() - start
         answers = [tree.best_pages(group, page_count, search, work) for group in data.queries]
-        quality = truth.quality([tree.tokens(answer.ids).reshape(len(answer.ids), -1) for answer in answers])
+        quality = truth.quality(
+            [tree.tokens(answer.ids).reshape(len(answer.ids), -1) for answer in answers]
+        )
         scored = float(np.mean([answer.evaluated for answer in answers]))
         result[name] = {**quality, "build_s": seconds, "scored_for_a_group": scored}
     return result
 
 
 def _quest_bound(queries: Any, low: Any, high: Any) -> Any:
-    """Largest possible q.k [G, pages] of pages whose keys lie between `low` and `high` [pages, D]."""
+    """Largest possible q.k [G, pages] of pages whose keys lie between `low` and `high`
+    [pages, D].
+    """
     return np.maximum(queries, 0) @ high.T + np.minimum(queries, 0) @ low.T
 
 
 def _oracle(truth: Truth, pages: Any, page_count: int) -> list[Any]:
     """Tokens [G, page_count, PAGE] of the pages with the most mass, for every group."""
     return [
-        _largest(pages, np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2), page_count) for softmax in truth.softmax
+        _largest(pages, np.where(pages >= 0, softmax[:, pages], 0).sum(axis=2), page_count)
+        for softmax in truth.softmax
     ]
 
 
@@ -333,39 +373,60 @@ def _synthetic(kind: str, count: int, arguments: argparse.Namespace) -> Data:
 
 
 def _captured(path: str, groups: int) -> list[Data]:
-    """A set for each layer and KV head of a trace; its last queries ask for what came before the inserted tokens."""
+    """A set for each layer and KV head of a trace; its last queries ask for what came before the
+    inserted tokens.
+    """
     sets = []
     for trace in load(path):
         heads, dim = len(trace.keys), trace.keys.shape[2]
-        queries = trace.queries[:, -groups:].reshape(heads, -1, min(groups, trace.queries.shape[1]), dim)
+        queries = trace.queries[:, -groups:].reshape(
+            heads, -1, min(groups, trace.queries.shape[1]), dim
+        )
         for head in range(heads):
             name = f"layer {trace.layer}, KV head {head} of {path}"
-            sets.append(Data(name, trace.keys[head], np.ascontiguousarray(queries[head].swapaxes(0, 1))))
+            sets.append(
+                Data(name, trace.keys[head], np.ascontiguousarray(queries[head].swapaxes(0, 1)))
+            )
             if sets[-1].count < INSERTED:
-                raise SystemExit(f"--trace {path}: {len(trace.keys[head])} tokens, expected {2 * INSERTED} or more")
+                raise SystemExit(
+                    f"--trace {path}: {len(trace.keys[head])} tokens, expected {2 * INSERTED} or"
+                    " more"
+                )
     return sets
 
 
 def main() -> None:
     """Make or read the keys, measure, print."""
     parser = command_line(__doc__)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[4096, 36000, 131072], help="keys"
+    )
     parser.add_argument("--trace", help="captured keys, an .npz of scripts/capture_trace.py")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--group", type=int, default=4, help="queries that are asked together")
     parser.add_argument("--groups", type=int, default=40, help="groups of queries")
     parser.add_argument("--k", type=int, default=100, help="keys wanted")
-    parser.add_argument("--pages", type=int, default=12, help="pages wanted, for the quality of pages")
+    parser.add_argument(
+        "--pages", type=int, default=12, help="pages wanted, for the quality of pages"
+    )
     arguments = parser.parse_args()
 
     warm = replace(_synthetic("attention", 2048, arguments), name="warm")
     for layout in LAYOUTS.values():
-        tree_of(warm, layout, Workspace())[0].best_tokens(warm.queries[0], 10, Search(), Workspace())
+        tree_of(warm, layout, Workspace())[0].best_tokens(
+            warm.queries[0], 10, Search(), Workspace()
+        )
     _insert_us(warm, Layout(), Workspace())
 
     sets = _captured(arguments.trace, arguments.groups) if arguments.trace else []
-    sets += [_synthetic(kind, length, arguments) for kind in arguments.kinds for length in arguments.lengths]
+    sets += [
+        _synthetic(kind, length, arguments)
+        for kind in arguments.kinds
+        for length in arguments.lengths
+    ]
     faiss.omp_set_num_threads(1)
     sizes = sorted({1, arguments.group})
     runs = [bench(data, arguments.k, arguments.pages, sizes) for data in sets]

@@ -1,12 +1,15 @@
-"""Thousands of sampled tokens from one prompt: does a step take longer and hold more, the further it is?
+"""Thousands of sampled tokens from one prompt: does a step take longer and hold more, the further
+it is?
 
-One prompt, one generation a method, on a model with random weights unless another is named; nothing ends it but its
-last step. Time and bytes are taken at every step and shown as medians over stretches of `--stretch` steps, so that what
-grows with the position shows and a disturbed step does not.
+One prompt, one generation a method, on a model with random weights unless another is named; nothing
+ends it but its last step. Time and bytes are taken at every step and shown as medians over
+stretches of `--stretch` steps, so that what grows with the position shows and a disturbed step does
+not.
 
     python scripts/bench_long.py                              full, icecache, racc and snapkv, 4,000 tokens
     python scripts/bench_long.py --tokens 16000 --methods full snapkv --figure long.png
-    python scripts/bench_long.py model=llama3.1-8b-instruct model.weights=dummy dtype=bfloat16 device=cuda
+    python scripts/bench_long.py model=llama3.1-8b-instruct model.weights=dummy dtype=bfloat16
+    device=cuda
 
 Prints one JSON object as its last line:
   ratios     of each method, the own time of a step in the last stretch over that in the second
@@ -76,14 +79,28 @@ def main() -> None:
 
 def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """Times and bytes of one generation, by stretch of its steps."""
-    words = ["model=dummy-tiny", "budget=256", f"method={method}", "protocol.generated=counted", *options.words]
+    words = [
+        "model=dummy-tiny",
+        "budget=256",
+        f"method={method}",
+        "protocol.generated=counted",
+        *options.words,
+    ]
     config: Any = OmegaConf.to_container(composed(*words), resolve=True)
     arm = prepare(config)
     model = arm.loaded.model
     torch.manual_seed(0)
     prompt = torch.randint(model.config.get_text_config().vocab_size, (options.prompt,)).tolist()
     layers, tokenizer = arm.dense_layers, arm.loaded.tokenizer
-    engine = engine_for(model, [options.prompt], arm.method, arm.budget, layers, tokenizer, new_tokens=options.tokens)
+    engine = engine_for(
+        model,
+        [options.prompt],
+        arm.method,
+        arm.budget,
+        layers,
+        tokenizer,
+        new_tokens=options.tokens,
+    )
     measurements: list[tuple[float, int, int]] = []
     generation = generate(
         model,
@@ -96,9 +113,13 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     ends = range(options.stretch, len(generation.step_ms) + 1, options.stretch)
     spent = [0.0, *(1e3 * (after[0] - before[0]) for before, after in pairwise(measurements))]
     times, method_ms = (
-        [statistics.median(steps[end - options.stretch : end]) for end in ends] for steps in (generation.step_ms, spent)
+        [statistics.median(steps[end - options.stretch : end]) for end in ends]
+        for steps in (generation.step_ms, spent)
     )
-    say(f"{method}: {times[0]:.3f} to {times[-1]:.3f} ms a step, of its own {method_ms[0]:.3f} to {method_ms[-1]:.3f}")
+    say(
+        f"{method}: {times[0]:.3f} to {times[-1]:.3f} ms a step, of its own {method_ms[0]:.3f} to"
+        f" {method_ms[-1]:.3f}"
+    )
     return {
         "at": list(ends),
         "step_ms": times,
@@ -112,7 +133,9 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
 def bytes_of(engine: Engine) -> tuple[int, int]:
     """Bytes of keys and values resident on the device and kept on the host, all layers."""
     stores = engine.stores.values()
-    return sum(store.resident_bytes() for store in stores), sum(store.host_bytes() for store in stores)
+    return sum(store.resident_bytes() for store in stores), sum(
+        store.host_bytes() for store in stores
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -122,7 +145,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
         for method, values in result[name].items():
             style = style_of(method)
-            axis.plot(result["at"], values, label=method, color=style.colour, marker=style.marker, markersize=3)
+            axis.plot(
+                result["at"],
+                values,
+                label=method,
+                color=style.colour,
+                marker=style.marker,
+                markersize=3,
+            )
         axis.set_xlabel("new tokens")
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)

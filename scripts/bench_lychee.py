@@ -1,6 +1,8 @@
-"""What LycheeCluster's index costs and what it finds: builds, searches, bytes, recall; and what delimiters are worth.
+"""What LycheeCluster's index costs and what it finds: builds, searches, bytes, recall; and what
+delimiters are worth.
 
-Times are CPU time of one process, which other work on the machine disturbs little; arms take turns, and medians count.
+Times are CPU time of one process, which other work on the machine disturbs little; arms take turns,
+and medians count.
 
 Prints one JSON object as its last line:
   index      for each seed and n of --lengths, synthetic keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
@@ -21,8 +23,8 @@ Prints one JSON object as its last line:
              that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
              chunks of 16 or of 12 tokens, whichever score higher, and of the scores for each document
 
-Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their length; queries lie
-near keys. On the small model all layers are sparse.
+Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their
+length; queries lie near keys. On the small model all layers are sparse.
 """
 
 from __future__ import annotations
@@ -57,10 +59,12 @@ NEW = 12  # tokens of an answer about a document
 LENGTHS = [4096, 5376, 6656, 8192, 9472, 10752, 12032, 13312, 14592, 16000]  # that the model reads
 
 
-# -- the index on made keys --------------------------------------------------------------------------------------------
+# -- the index on made keys ------------------------------------------------------------------------
 
 
-def synthetic(count: int, heads: int, dim: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def synthetic(
+    count: int, heads: int, dim: int, queries: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [H, n, D] bf16 and queries [H, Q, D]."""
     rng = torch.Generator().manual_seed(seed)
     deviation = torch.arange(1, dim + 1) ** -0.4
@@ -74,18 +78,27 @@ def synthetic(count: int, heads: int, dim: int, queries: int, seed: int) -> tupl
     mean = mean * deviation.norm() / mean.norm(dim=2, keepdim=True)
     walk = walk.transpose(0, 1) * deviation
     near = torch.randint(count, (queries,), generator=rng)
-    query_vectors = walk[:, near] + 0.5 * deviation * torch.randn(heads, queries, dim, generator=rng)
+    query_vectors = walk[:, near] + 0.5 * deviation * torch.randn(
+        heads, queries, dim, generator=rng
+    )
     return (mean + walk).bfloat16(), query_vectors
 
 
 def token_recall(
-    index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, queries: torch.Tensor, budget: int, search: ChunkSearch
+    index: ClusterIndex,
+    chunks: Chunks,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    budget: int,
+    search: ChunkSearch,
 ) -> float:
     """Share of each query's best `budget` tokens in the chunks that fit into `budget` tokens."""
     best = (queries @ keys.float().transpose(1, 2)).topk(budget, dim=2).indices
     chunk_ids = index.best_chunks(queries, queries.norm(dim=2), budget, search)
     tokens = chunks.tokens(chunks.fitting(chunk_ids, budget))
-    mask = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(2, tokens.where(tokens >= 0, keys.shape[1]), 1)
+    mask = torch.zeros(*queries.shape[:2], keys.shape[1] + 1).scatter_(
+        2, tokens.where(tokens >= 0, keys.shape[1]), 1
+    )
     return float(mask.gather(2, best).mean())
 
 
@@ -95,7 +108,9 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
     keys, queries = synthetic(count, arguments.heads, arguments.dim, arguments.queries, seed)
     rng = torch.Generator().manual_seed(1)
     ends = torch.randint(8, 17, (count // 8,), generator=rng).cumsum(0)
-    chunks = Chunks(torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < count], torch.tensor([count])]))
+    chunks = Chunks(
+        torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < count], torch.tensor([count])])
+    )
     points, lengths = pooled(keys, chunks.bounds, "mean"), chunks.lengths
 
     def make(**layout: Any) -> ClusterIndex:
@@ -135,13 +150,18 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
         "chunks": len(chunks),
         **{f"{name}_s": value for name, value in seconds.items()},
         "build_ratio": seconds["two_level"] / seconds["full"],
-        "build_ratio_with_pooling": (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"]),
+        "build_ratio_with_pooling": (
+            (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"])
+        ),
         "recall": {
             "full": token_recall(full, chunks, keys, queries, room, ChunkSearch()),
             "two_level": token_recall(two_level, chunks, keys, queries, room, ChunkSearch()),
             "settled": token_recall(make(iterations=2), chunks, keys, queries, room, ChunkSearch()),
         },
-        "bytes_over_kv": {"exact": index_bytes(full) / kv, "strict": index_bytes(make(radii="strict")) / kv},
+        "bytes_over_kv": {
+            "exact": index_bytes(full) / kv,
+            "strict": index_bytes(make(radii="strict")) / kv,
+        },
         "search_us": decode["search"],
         "scan_us": decode["scan"],
         "search_over_scan": decode["search"] / decode["scan"],
@@ -154,20 +174,26 @@ def index_bytes(index: ClusterIndex) -> int:
     return sum(value.nbytes for value in vars(index).values() if isinstance(value, torch.Tensor))
 
 
-# -- in a model --------------------------------------------------------------------------------------------------------
+# -- in a model ------------------------------------------------------------------------------------
 
 
-def answer(loaded: Loaded, prompt: list[int], method: Any, budget: Budget, steps: int, **how: Any) -> Generation:
+def answer(
+    loaded: Loaded, prompt: list[int], method: Any, budget: Budget, steps: int, **how: Any
+) -> Generation:
     """What a method makes of a prompt that is prefilled already, `steps` decode steps long."""
     layers, tokenizer = loaded.dense_layers, loaded.tokenizer
-    engine = engine_for(loaded.model, [len(prompt)], method, budget, layers, tokenizer, new_tokens=steps)
+    engine = engine_for(
+        loaded.model, [len(prompt)], method, budget, layers, tokenizer, new_tokens=steps
+    )
     return generate(loaded.model, [prompt], engine, **how)
 
 
 def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Shares of time where the model reads `count` tokens and answers with --steps."""
     say(f"model: {count} tokens")
-    task = build(composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")["task"])
+    task = build(
+        composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")["task"]
+    )
     prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
     steps, budget = arguments.steps, Budget(arguments.budget)
     shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
@@ -175,12 +201,17 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     for _ in range(arguments.repeats):
         for name, of_build in rows.items():
             method: Any = method_named("lychee", build=name)
-            done = answer(loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared)
+            done = answer(
+                loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared
+            )
             step = done.breakdown_ms
             ms, select, grafts = sum(step.values()), step["select"], step["index_update"]
             shares = [part / ms for part in (select + grafts, select, grafts)]
             of_build.append((done.prefill_ms["index_build"] / 1e3, ms, *shares))
-    middle = {name: list(map(statistics.median, zip(*of_build, strict=True))) for name, of_build in rows.items()}
+    middle = {
+        name: list(map(statistics.median, zip(*of_build, strict=True)))
+        for name, of_build in rows.items()
+    }
     build_s = {name: times[0] for name, times in middle.items()}
     _, step_ms, retrieval, selection, update = middle["full"]
     return {
@@ -188,7 +219,9 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
         "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
         "prefill_s": shared.seconds,
         "build_s": build_s,
-        "build_share": {name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()},
+        "build_share": {
+            name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()
+        },
         "step_ms": step_ms,
         "retrieval_share": retrieval,
         "selection_share": selection,
@@ -196,7 +229,7 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     }
 
 
-# -- chunks at delimiters ----------------------------------------------------------------------------------------------
+# -- chunks at delimiters --------------------------------------------------------------------------
 
 PILOT = {
     "lychee structure": ("lychee", {"chunking": "structure"}),
@@ -209,7 +242,9 @@ PILOT = {
 
 
 def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Score and answer recall of chunks at delimiters and of fixed ones, by layout of the document."""
+    """Score and answer recall of chunks at delimiters and of fixed ones, by layout of the
+    document.
+    """
     result: dict[str, Any] = {}
     for layout in LAYOUTS:
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in PILOT}
@@ -220,7 +255,9 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
             read = loaded.tokenizer(text, return_offsets_mapping=True)
             offsets, ids = read["offset_mapping"], read["input_ids"]
             answer_tokens = {
-                at for at, (first, end) in enumerate(offsets) if first < begin + len(value) and end > begin
+                at
+                for at, (first, end) in enumerate(offsets)
+                if first < begin + len(value) and end > begin
             }
             question_ids = loaded.tokenizer(question, add_special_tokens=False)["input_ids"]
             budget, steps = Budget(arguments.small_budget, "unified"), NEW + len(question_ids)
@@ -228,12 +265,18 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
             for name, (method_name, options) in PILOT.items():
                 method = method_named(method_name, **options)
                 shares = watch_answer(method, answer_tokens)
-                how = {"max_new_tokens": NEW, "question": QuestionTokens([question_ids]), "prefilled": shared}
+                how = {
+                    "max_new_tokens": NEW,
+                    "question": QuestionTokens([question_ids]),
+                    "prefilled": shared,
+                }
                 done = answer(loaded, ids, method, budget, steps, **how)
                 output = loaded.tokenizer.decode(done.tokens[0], skip_special_tokens=True)
                 # the last step of the question and those that follow write the answer
                 writing = shares[1 - NEW : 1 - NEW + len(answer_tokens)]
-                results[name].append((100.0 * (value in output.replace(" ", "")), statistics.fmean(writing)))
+                results[name].append(
+                    (100.0 * (value in output.replace(" ", "")), statistics.fmean(writing))
+                )
         keys = ("score", "answer_recall")
         means = {
             name: dict(zip(keys, map(statistics.fmean, zip(*rows, strict=True)), strict=True))
@@ -242,17 +285,22 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
         gain: dict[str, Any] = {}
         for method in ("lychee", "quest"):
             ours = f"{method} structure"
-            fixed = max((f"{method} fixed", f"{method} fixed 12"), key=lambda name: means[name]["score"])
+            fixed = max(
+                (f"{method} fixed", f"{method} fixed 12"), key=lambda name: means[name]["score"]
+            )
             gain[method] = {key: means[ours][key] - means[fixed][key] for key in keys}
             gain[method]["scores"] = [
-                first[0] - other[0] for first, other in zip(results[ours], results[fixed], strict=True)
+                first[0] - other[0]
+                for first, other in zip(results[ours], results[fixed], strict=True)
             ]
         result[layout] = {**means, "gain": gain}
     return result
 
 
 def watch_answer(method: Any, answer_tokens: set[int]) -> list[float]:
-    """Note at every step which share of `answer_tokens` the best head of the layer that retrieves attends."""
+    """Note at every step which share of `answer_tokens` the best head of the layer that retrieves
+    attends.
+    """
     shares: list[float] = []
     select = method.select
 
@@ -260,7 +308,9 @@ def watch_answer(method: Any, answer_tokens: set[int]) -> list[float]:
         selection = select(layer, query)
         if layer == RETRIEVES:
             heads: Sequence[Sequence[int]] = selection.index[0].tolist()
-            shares.append(max(len(answer_tokens.intersection(head)) / len(answer_tokens) for head in heads))
+            shares.append(
+                max(len(answer_tokens.intersection(head)) / len(answer_tokens) for head in heads)
+            )
         return selection
 
     method.select = watched
@@ -271,19 +321,31 @@ def main() -> None:
     """Measure what is asked for, print."""
     parser = command_line(__doc__)
     parts = ("index", "model", "structure")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="what to measure")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys")
+    parser.add_argument(
+        "--parts", nargs="+", choices=parts, default=list(parts), help="what to measure"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="sets of synthetic keys")
     parser.add_argument("--heads", type=int, default=8, help="KV heads of synthetic keys")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
     parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
-    parser.add_argument("--budget", type=int, default=1024, help="tokens attended, for index and model")
+    parser.add_argument(
+        "--budget", type=int, default=1024, help="tokens attended, for index and model"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")
-    parser.add_argument("--model-lengths", type=int, nargs="*", default=LENGTHS, help="tokens it reads")
-    parser.add_argument("--steps", type=int, default=32, help="tokens it writes, for shares of a step")
+    parser.add_argument(
+        "--model-lengths", type=int, nargs="*", default=LENGTHS, help="tokens it reads"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=32, help="tokens it writes, for shares of a step"
+    )
     parser.add_argument("--samples", type=int, default=10, help="documents of each layout")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
-    parser.add_argument("--small-budget", type=int, default=128, help="tokens attended, for structure")
+    parser.add_argument(
+        "--small-budget", type=int, default=128, help="tokens attended, for structure"
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -295,7 +357,9 @@ def main() -> None:
             many = [(count, seed) for seed in range(arguments.seeds) for count in arguments.lengths]
             result[part] = [bench_index(count, seed, arguments) for count, seed in many]
         elif part == "model":
-            result[part] = [bench_model(loaded, count, arguments) for count in arguments.model_lengths]
+            result[part] = [
+                bench_model(loaded, count, arguments) for count in arguments.model_lengths
+            ]
         else:
             result[part] = bench_structure(loaded, arguments)
     print_result(result)

@@ -1,8 +1,10 @@
-"""What kvbench itself costs: decode time and peak memory of method=full over transformers' own generate.
+"""What kvbench itself costs: decode time and peak memory of method=full over transformers' own
+generate.
 
-Both sides run the same random-weight model on the same prompt in one process. After its own prefill each side decodes
-in short bursts, turn by turn, so that a noisy machine disturbs both alike; the ratio is of the medians over all steps.
-Peak memory is the largest resident set of a child process that does one side alone.
+Both sides run the same random-weight model on the same prompt in one process. After its own prefill
+each side decodes in short bursts, turn by turn, so that a noisy machine disturbs both alike; the
+ratio is of the medians over all steps. Peak memory is the largest resident set of a child process
+that does one side alone.
 
 Prints one JSON object as its last line:
   time_ratio_4k, time_ratio_16k   ms per token, kvbench over transformers (sdpa, DynamicCache); 1.0 = no overhead
@@ -69,11 +71,17 @@ class Transformers:
     """model.generate with sdpa and DynamicCache; a streamer stamps every token."""
 
     def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> None:
-        self.model, self.cache, self.length = model, DynamicCache(config=model.config), prompt.shape[1]
+        self.model, self.cache, self.length = (
+            model,
+            DynamicCache(config=model.config),
+            prompt.shape[1],
+        )
         model.set_attn_implementation("sdpa")
         for start in range(0, self.length, CHUNK):
             part = prompt[:, start : start + CHUNK]
-            logits = model(input_ids=part, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(
+                input_ids=part, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            ).logits
         self.ids = torch.cat([prompt, logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
 
     @property
@@ -92,7 +100,9 @@ class Transformers:
             generation_config=GenerationConfig(max_new_tokens=steps + 1, pad_token_id=0),
             streamer=stamps,
         )
-        return [after - before for before, after in zip(stamps.times, stamps.times[1:], strict=False)]
+        return [
+            after - before for before, after in zip(stamps.times, stamps.times[1:], strict=False)
+        ]
 
 
 class _Stamps:
@@ -114,11 +124,16 @@ class _Stamps:
 def main() -> None:
     """Measure, or be the child process that prints its peak memory."""
     parser = command_line(__doc__)
-    parser.add_argument("--model", default="dummy-100m", choices=choices("model"), help="with random weights")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384], help="prompt tokens")
+    parser.add_argument(
+        "--model", default="dummy-100m", choices=choices("model"), help="with random weights"
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[4096, 16384], help="prompt tokens"
+    )
     parser.add_argument("--bursts", type=int, default=6, help="turns of each side")
     parser.add_argument("--steps", type=int, default=8, help="decode steps in one turn")
-    parser.add_argument("--peak", choices=SIDES, help=argparse.SUPPRESS)  # the child process of mem_ratio
+    # the child process of mem_ratio
+    parser.add_argument("--peak", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
         print(_peak_bytes(arguments))
@@ -160,8 +175,17 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _peak_of_child(side: str, arguments: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--peak", side, "--model", arguments.model]
-    command += ["--contexts", str(max(arguments.contexts)), "--bursts", "1", "--steps", str(arguments.steps)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    command += [
+        "--contexts",
+        str(max(arguments.contexts)),
+        "--bursts",
+        "1",
+        "--steps",
+        str(arguments.steps),
+    ]
+    return int(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    )
 
 
 @torch.inference_mode()

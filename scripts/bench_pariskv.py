@@ -1,7 +1,8 @@
-"""What ParisKV's search finds and costs, beside scanning every key in fp32: one KV head, one thread, on the CPU.
+"""What ParisKV's search finds and costs, beside scanning every key in fp32: one KV head, one
+thread, on the CPU.
 
-All sides hold the same keys and answer the same queries turn by turn. Times are CPU time, which other work on the
-machine disturbs little: medians over the queries.
+All sides hold the same keys and answer the same queries turn by turn. Times are CPU time, which
+other work on the machine disturbs little: medians over the queries.
 
 Prints one JSON object as its last line:
   runs       for each kind of keys and each n, at the published beta and rho for n:
@@ -18,8 +19,9 @@ Prints one JSON object as its last line:
   bytes      metadata of a key: ids, codes, weights, all; without_ids, as ids repeat the signs in the codes; over_kv,
              all over its key and value in bfloat16
 
-Keys: those of `scripts/bench_index.py` (isotropic, clustered, attention); anisotropic, lognormal deviations (1) of the
-coordinates around a mean as long as they are, and normal queries, which care for all coordinates alike.
+Keys: those of `scripts/bench_index.py` (isotropic, clustered, attention); anisotropic, lognormal
+deviations (1) of the coordinates around a mean as long as they are, and normal queries, which care
+for all coordinates alike.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from methods.pariskv.codebook import Quotas, quotas, random_signs
 from methods.pariskv.index import KernelIndex
 
 # Parts of a search, each compiled by itself to be timed.
-TABLES, VOTE, RERANK = (kernel(part.py_func) for part in (kernels.tables, kernels.vote, kernels.rerank))
+TABLES, VOTE, RERANK = (
+    kernel(part.py_func) for part in (kernels.tables, kernels.vote, kernels.rerank)
+)
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -51,7 +55,9 @@ LONG = 131072
 
 
 def anisotropic(rng: np.random.Generator, count: int, queries: int, dim: int) -> tuple[Any, Any]:
-    """Keys with a few wide coordinates and a mean, which codes of the whole key must spend their bits on."""
+    """Keys with a few wide coordinates and a mean, which codes of the whole key must spend their
+    bits on.
+    """
     deviation, mean = np.exp(rng.standard_normal(dim)), rng.standard_normal(dim)
     deviation *= np.sqrt(dim) / np.linalg.norm(deviation)
     mean *= np.sqrt(dim) / np.linalg.norm(mean)
@@ -81,7 +87,10 @@ class Head:
         self.encode_us = 1e6 * (time.process_time() - start) / len(keys)
         self.ids, self.codes, self.halves, self.counts = self.index.head(0, 0)
         subspaces, count = len(self.ids), len(keys)
-        self.votes, self.votes_of = np.empty(self.ids.shape[1], np.uint8), np.empty((subspaces, 256), np.uint8)
+        self.votes, self.votes_of = (
+            np.empty(self.ids.shape[1], np.uint8),
+            np.empty((subspaces, 256), np.uint8),
+        )
         self.rotated = np.empty((8, subspaces), np.float32)
         self.candidates, self.picked = np.empty(count, np.int32), np.empty(count, np.int32)
         self.estimates = np.empty(count, np.float32)
@@ -150,12 +159,22 @@ def sweep(data: Data, k: int) -> dict[str, Any]:
     """Recall for each beta and rho."""
     head, best, count = Head(data.keys), best_of_mean(data, k), len(data.keys)
     points = [
-        {"tiers": tiers, "rho": rho, "beta": beta, **recalls(head, data, quotas(count, k, beta, rho, tiers), best)}
+        {
+            "tiers": tiers,
+            "rho": rho,
+            "beta": beta,
+            **recalls(head, data, quotas(count, k, beta, rho, tiers), best),
+        }
         for tiers in (6, 1)
         for rho in RHOS
         for beta in BETAS
     ]
-    return {"keys": data.name, "n": count, **recalls(head, data, quotas(count, k), best), "points": points}
+    return {
+        "keys": data.name,
+        "n": count,
+        **recalls(head, data, quotas(count, k), best),
+        "points": points,
+    }
 
 
 def _synthetic(kind: str, count: int, queries: int, dim: int) -> Data:
@@ -181,11 +200,17 @@ def _bytes(dim: int) -> dict[str, float]:
 def main() -> None:
     """Make or read the keys, measure, print."""
     parser = command_line(__doc__)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, LONG, 4 * LONG], help="keys")
+    parser.add_argument(
+        "--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[8192, 32768, LONG, 4 * LONG], help="keys"
+    )
     parser.add_argument("--sweep-length", type=int, default=32768, help="keys of the sweep")
     parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
-    parser.add_argument("--queries", type=int, default=40, help="queries of each run; half as many in the sweep")
+    parser.add_argument(
+        "--queries", type=int, default=40, help="queries of each run; half as many in the sweep"
+    )
     parser.add_argument("--k", type=int, default=100, help="keys wanted")
     arguments = parser.parse_args()
     if min(arguments.lengths + [arguments.sweep_length]) <= arguments.k:
@@ -197,7 +222,9 @@ def main() -> None:
     for kind in arguments.kinds:
         for length in arguments.lengths:
             say(f"{kind}, {length} keys")
-            runs.append(run(_synthetic(kind, length, arguments.queries, arguments.dim), arguments.k))
+            runs.append(
+                run(_synthetic(kind, length, arguments.queries, arguments.dim), arguments.k)
+            )
         say(f"{kind}, sweep")
         sweep_data = _synthetic(kind, arguments.sweep_length, arguments.queries // 2, arguments.dim)
         sweeps.append(sweep(sweep_data, arguments.k))

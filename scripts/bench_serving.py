@@ -1,12 +1,14 @@
-"""Requests of 1k to 8k tokens served by vLLM with a kvbench method, beside vLLM's own attention in the same engine.
+"""Requests of 1k to 8k tokens served by vLLM with a kvbench method, beside vLLM's own attention in
+the same engine.
 
-Runs where vLLM is (`make setup-vllm`); one engine serves all arms in turns, with the same model, memory and scheduler:
+Runs where vLLM is (`make setup-vllm`); one engine serves all arms in turns, with the same model,
+memory and scheduler:
 
     .venv-vllm/bin/python scripts/bench_serving.py --methods quest
 
-The prompts of a batch are spread evenly over `--lengths` and arrive at once; those of batch 1, four, one after the
-other. So a time to the first token has the wait for those before it in it, and a time per token the chunks of prompts
-that are read between two of its steps, as in a server.
+The prompts of a batch are spread evenly over `--lengths` and arrive at once; those of batch 1,
+four, one after the other. So a time to the first token has the wait for those before it in it, and
+a time per token the chunks of prompts that are read between two of its steps, as in a server.
 
 Prints one JSON object as its last line; by batch, of "vllm" and of each method:
   tokens_per_s                       generated tokens over the time of the whole batch
@@ -14,7 +16,8 @@ Prints one JSON object as its last line; by batch, of "vllm" and of each method:
   tpot_ms_p50, tpot_ms_p95           likewise
   ttft_s, tpot_ms                    of each request, round after round
   tokens_per_s_ratio, ttft_ratio, tpot_ratio    over those of "vllm", of medians; of the methods alone
-and attended_mean (entries per KV head and step in sparse layers) of each method, and threads, settings.
+and attended_mean (entries per KV head and step in sparse layers) of each method, and threads,
+settings.
 """
 
 from __future__ import annotations
@@ -58,8 +61,10 @@ def requests_of(batch: int, shortest: int, longest: int) -> list[list[int]]:
 class Served:
     """One vLLM engine, whose requests run a method or none.
 
-    Args:
-        given: of the command line.
+    Parameters
+    ----------
+    given
+        of the command line.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -85,15 +90,22 @@ class Served:
         self.llm.collective_rpc("kvbench_run", args=(plan and asdict(plan),))
 
     def times(self, prompts: list[list[int]], batch: int) -> dict[str, Any]:
-        """Seconds to the first token, ms a token of each request, and tokens a second, of all together."""
+        """Seconds to the first token, ms a token of each request, and tokens a second, of all
+        together.
+        """
         start, noted = time.perf_counter(), []
         for group in [prompts] if batch > 1 else [[prompt] for prompt in prompts]:
             requests = [{"prompt_token_ids": prompt} for prompt in group]
-            noted += [output.metrics for output in self.llm.generate(requests, self.how, use_tqdm=False)]
+            noted += [
+                output.metrics for output in self.llm.generate(requests, self.how, use_tqdm=False)
+            ]
         seconds = time.perf_counter() - start
         return {
             "ttft_s": [metrics.first_token_latency for metrics in noted],
-            "tpot_ms": [1e3 * (metrics.last_token_ts - metrics.first_token_ts) / self.steps for metrics in noted],
+            "tpot_ms": [
+                1e3 * (metrics.last_token_ts - metrics.first_token_ts) / self.steps
+                for metrics in noted
+            ],
             "tokens_per_s": len(prompts) * (1 + self.steps) / seconds,
         }
 
@@ -105,7 +117,9 @@ class Served:
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One arm's numbers over its rounds."""
-    report: dict[str, Any] = {"tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in turns)}
+    report: dict[str, Any] = {
+        "tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in turns)
+    }
     for name in ("ttft_s", "tpot_ms"):
         every = torch.tensor([value for turn in turns for value in turn[name]], dtype=torch.float64)
         for percent in (50, 95):
@@ -116,19 +130,31 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def over(first: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Ratios of one arm over another."""
-    pairs = {"tokens_per_s_ratio": "tokens_per_s", "ttft_ratio": "ttft_s_p50", "tpot_ratio": "tpot_ms_p50"}
+    pairs = {
+        "tokens_per_s_ratio": "tokens_per_s",
+        "ttft_ratio": "ttft_s_p50",
+        "tpot_ratio": "tpot_ms_p50",
+    }
     return {ratio: first[name] / other[name] for ratio, name in pairs.items()}
 
 
 def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="one that kvbench.cli.fetch has fetched")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="one that kvbench.cli.fetch has fetched"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--methods", nargs="+", default=["quest"])
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--lengths", type=int, nargs=2, default=[1024, 8000], help="of the shortest and longest prompt")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs=2,
+        default=[1024, 8000],
+        help="of the shortest and longest prompt",
+    )
     parser.add_argument("--steps", type=int, default=32, help="tokens of a request after its first")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
     parser.add_argument("--rounds", type=int, default=1)
@@ -154,7 +180,10 @@ def main() -> None:
                 say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
         reports = {name: summary(rounds) for name, rounds in turns.items()}
         for method in options.methods:
-            reports[method] |= {**over(reports[method], reports[VLLM]), "attended_mean": attended[method]}
+            reports[method] |= {
+                **over(reports[method], reports[VLLM]),
+                "attended_mean": attended[method],
+            }
         result[str(batch)] = reports
     print_result({**result, "threads": torch.get_num_threads(), "settings": vars(options)})
 

@@ -1,8 +1,10 @@
-"""What a sweep gains where its arms decode together: tokens a second over all arms, over those of arms one by one.
+"""What a sweep gains where its arms decode together: tokens a second over all arms, over those of
+arms one by one.
 
-Both ways are sweeps as the command line runs them (`sweep.shared_decode=true` and `false`), one after the other on the
-same prompts, each with an empty results folder. The tokens are given (`task=fidelity`), so that no arm ends early and
-both decode as many; full attention, with which they are compared, decodes them once more in both.
+Both ways are sweeps as the command line runs them (`sweep.shared_decode=true` and `false`), one
+after the other on the same prompts, each with an empty results folder. The tokens are given
+(`task=fidelity`), so that no arm ends early and both decode as many; full attention, with which
+they are compared, decodes them once more in both.
 
     python scripts/bench_sweep.py --lengths 2048 4096                    # SmolLM2, the demo's methods and all of them
     python scripts/bench_sweep.py --path FOLDER --lengths 4096 --samples 4 --methods all
@@ -61,7 +63,13 @@ from kvbench.runs.stored import read_samples  # noqa: E402
 from kvbench.tasks.ruler.needles import SUBSETS  # noqa: E402
 
 WARM_LENGTH = 512  # of the prompt by which both ways are warmed up
-SHORT = ["task=niah", f"task.subsets=[{','.join(SUBSETS)}]", "task.lengths=[1024]", "task.max_new_tokens=16"]  # answers
+# answers
+SHORT = [
+    "task=niah",
+    f"task.subsets=[{','.join(SUBSETS)}]",
+    "task.lengths=[1024]",
+    "task.max_new_tokens=16",
+]
 
 Answer = tuple[str, str]  # an arm and a sample
 StepRecords = dict[Answer, list[Any]]  # what is kept of each step of it
@@ -70,11 +78,16 @@ StepRecords = dict[Answer, list[Any]]  # what is kept of each step of it
 class Ran(NamedTuple):
     """What a sweep did.
 
-    Attributes:
-        answers: new tokens by arm and sample.
-        decode_s, all_s: seconds inside decode steps, and of all but loading the model.
-        rows: of each pass where arms decoded together; [] where they did not.
-        left_out: why arms did not run.
+    Attributes
+    ----------
+    answers
+        new tokens by arm and sample.
+    decode_s, all_s
+        seconds inside decode steps, and of all but loading the model.
+    rows
+        of each pass where arms decoded together; [] where they did not.
+    left_out
+        why arms did not run.
     """
 
     answers: dict[Answer, list[int]]
@@ -85,7 +98,8 @@ class Ran(NamedTuple):
 
     def report(self) -> dict[str, float]:
         """What the module's docstring names."""
-        tokens = sum(len(outputs) - 1 for outputs in self.answers.values())  # the prefill gives the first
+        # the prefill gives the first
+        tokens = sum(len(outputs) - 1 for outputs in self.answers.values())
         rates = {"decode_tokens_per_s": tokens / self.decode_s, "tokens_per_s": tokens / self.all_s}
         return {"tokens": tokens, "decode_s": self.decode_s, "all_s": self.all_s, **rates}
 
@@ -93,13 +107,19 @@ class Ran(NamedTuple):
 class Watch:
     """What decoding does, either way, while it is watched.
 
-    Args:
-        keep: what to keep of the logits [1, vocabulary] of each step; None: nothing.
+    Parameters
+    ----------
+    keep
+        what to keep of the logits [1, vocabulary] of each step; None: nothing.
 
-    Attributes:
-        seconds: inside decode steps, counting what was attended and comparing logits included.
-        rows: see `Ran`.
-        kept: by arm and sample.
+    Attributes
+    ----------
+    seconds
+        inside decode steps, counting what was attended and comparing logits included.
+    rows
+        see `Ran`.
+    kept
+        by arm and sample.
     """
 
     def __init__(self, keep: Callable[[torch.Tensor], Any] | None) -> None:
@@ -114,7 +134,12 @@ class Watch:
         engine, settle, step = Setup.engine, generate.Decoding.settle, DecodePass.step
 
         def watched_engine(
-            setup: Setup, rows: Any, new_tokens: int, samples: Sequence[str] = ("",), *more: Any, **of: Any
+            setup: Setup,
+            rows: Any,
+            new_tokens: int,
+            samples: Sequence[str] = ("",),
+            *more: Any,
+            **of: Any,
         ) -> Any:
             new_engine = engine(setup, rows, new_tokens, samples, *more, **of)
             self._of[new_engine] = arm_name(setup.config), samples[0]
@@ -157,9 +182,12 @@ class Watch:
 class Sweeps:
     """Sweeps over one model, which is loaded once.
 
-    Args:
-        words: that all arms share, as on the command line.
-        budget: of all methods but full attention.
+    Parameters
+    ----------
+    words
+        that all arms share, as on the command line.
+    budget
+        of all methods but full attention.
     """
 
     def __init__(self, words: Sequence[str], budget: int) -> None:
@@ -175,7 +203,10 @@ class Sweeps:
     ) -> tuple[Ran, StepRecords]:
         """Run these methods on the task that `words` ask for; see `Watch` for what is kept."""
         watch = Watch(keep)
-        with tempfile.TemporaryDirectory() as folder, patch.object(shared, "prepare", self._prepared):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(shared, "prepare", self._prepared),
+        ):
             ways = [f"sweep.shared_decode={str(together).lower()}", f"results_dir={folder}"]
             configs, skipped = self._configs(methods, [*words, *ways])
             with watch.watching():
@@ -194,7 +225,9 @@ class Sweeps:
                         answers[arm, id] = record["output_ids"]
         return Ran(answers, watch.seconds, all_s, watch.rows, skipped), watch.records
 
-    def _configs(self, methods: Sequence[str], words: Sequence[str]) -> tuple[list[Any], dict[str, str]]:
+    def _configs(
+        self, methods: Sequence[str], words: Sequence[str]
+    ) -> tuple[list[Any], dict[str, str]]:
         """The arms' configs, and why some cannot be had."""
         configs, skipped = [], {}
         for method in methods:
@@ -213,7 +246,12 @@ class Sweeps:
 
 def fixed_task(length: int, samples: int, tokens: int) -> list[str]:
     """The task whose tokens are given: so many after the first, of each of these texts."""
-    return ["task=fidelity", f"task.lengths=[{length}]", f"task.samples={samples}", f"task.steps={tokens}"]
+    return [
+        "task=fidelity",
+        f"task.lengths=[{length}]",
+        f"task.samples={samples}",
+        f"task.steps={tokens}",
+    ]
 
 
 def speed(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
@@ -236,30 +274,57 @@ def speed(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[s
 
 
 def logits(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
-    """How far the logits of each step lie apart, together against alone; and whether they come out the same again."""
-    (ran, first), (_, again), (_, alone) = (sweeps.run(methods, way, task, torch.clone) for way in (True, True, False))
+    """How far the logits of each step lie apart, together against alone; and whether they come out
+    the same again.
+    """
+    (ran, first), (_, again), (_, alone) = (
+        sweeps.run(methods, way, task, torch.clone) for way in (True, True, False)
+    )
     largest: dict[str, float] = {}
     for (arm, id), steps in alone.items():
         pairs = zip(first[arm, id], steps, strict=True)
-        largest[arm] = max(largest.get(arm, 0.0), *(float((row - other).abs().max()) for row, other in pairs))
-    same = all(torch.equal(*pair) for answer, steps in first.items() for pair in zip(steps, again[answer], strict=True))
-    return {"largest": largest, "same_again": same and first.keys() == again.keys(), "left_out": ran.skipped}
+        largest[arm] = max(
+            largest.get(arm, 0.0), *(float((row - other).abs().max()) for row, other in pairs)
+        )
+    same = all(
+        torch.equal(*pair)
+        for answer, steps in first.items()
+        for pair in zip(steps, again[answer], strict=True)
+    )
+    return {
+        "largest": largest,
+        "same_again": same and first.keys() == again.keys(),
+        "left_out": ran.skipped,
+    }
 
 
 def answers(sweeps: Sweeps, methods: Sequence[str], count: int) -> dict[str, Any]:
-    """How many of so many short answers are the same both ways, and how near the others were to a tie."""
+    """How many of so many short answers are the same both ways, and how near the others were to a
+    tie.
+    """
     per_method = math.ceil(count / len(methods))
-    task = [*SHORT, f"task.samples={math.ceil(per_method / len(SUBSETS))}", f"task.limit={per_method}"]
+    task = [
+        *SHORT,
+        f"task.samples={math.ceil(per_method / len(SUBSETS))}",
+        f"task.limit={per_method}",
+    ]
     (shared, _), (other, gaps) = (sweeps.run(methods, way, task, _gap) for way in (True, False))
     differing = {}
     for answer in shared.answers.keys() & other.answers.keys():
         pair = shared.answers[answer], other.answers[answer]
         if pair[0] != pair[1]:  # the first token is the prefill's, which is one
-            place = next(at for at, tokens in enumerate(zip(*pair, strict=False)) if tokens[0] != tokens[1])
+            place = next(
+                at for at, tokens in enumerate(zip(*pair, strict=False)) if tokens[0] != tokens[1]
+            )
             differing[answer] = gaps[answer][place - 1]
     of = len(shared.answers.keys() & other.answers.keys())
     named_gaps = {f"{arm} {id}": gap for (arm, id), gap in sorted(differing.items())}
-    return {"equal": of - len(differing), "of": of, "gaps": named_gaps, "left_out": {**shared.skipped, **other.skipped}}
+    return {
+        "equal": of - len(differing),
+        "of": of,
+        "gaps": named_gaps,
+        "left_out": {**shared.skipped, **other.skipped},
+    }
 
 
 def _gap(logits: torch.Tensor) -> float:
@@ -270,17 +335,28 @@ def _gap(logits: torch.Tensor) -> float:
 def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--model", nargs="*", default=[], choices=choices("model"), help=f"(default: {DEFAULT})")
+    parser.add_argument(
+        "--model", nargs="*", default=[], choices=choices("model"), help=f"(default: {DEFAULT})"
+    )
     parser.add_argument("--path", nargs="*", default=[], help="folders of further models")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="prompt tokens")
-    parser.add_argument("--methods", nargs="+", default=["demo", "all"], help="demo, all, or a set of names (one set)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["demo", "all"],
+        help="demo, all, or a set of names (one set)",
+    )
     parser.add_argument("--samples", type=int, default=1, help="texts of each length")
-    parser.add_argument("--new-tokens", type=int, default=16, help="of each arm and text, one of them the prefill's")
+    parser.add_argument(
+        "--new-tokens", type=int, default=16, help="of each arm and text, one of them the prefill's"
+    )
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--logits", action="store_true", help="compare them, of the first length")
     parser.add_argument("--answers", type=int, default=0, help="compare so many short answers")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="settings for every arm, as for a run"
+    )
     options = parser.parse_intermixed_args()
     sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
     valid_names = {*sets, *choices("method")}
@@ -288,9 +364,13 @@ def main() -> None:
         if name not in valid_names:
             parser.error(f"--methods {name}: no such method; {nearest(name, valid_names)}")
     method_sets = {name: sets[name] for name in options.methods if name in sets}
-    method_sets |= {"named": own} if (own := [name for name in options.methods if name not in sets]) else {}
+    method_sets |= (
+        {"named": own} if (own := [name for name in options.methods if name not in sets]) else {}
+    )
     every = max(method_sets.values(), key=len)
-    models = {name: f"model={name}" for name in options.model or ([] if options.path else [DEFAULT])}
+    models = {
+        name: f"model={name}" for name in options.model or ([] if options.path else [DEFAULT])
+    }
     models |= {Path(path).name: f"model.path={path}" for path in options.path}
     result: dict[str, Any] = {}
     for name, word in models.items():
@@ -305,7 +385,9 @@ def main() -> None:
                 own.setdefault(str(length), {})[set_name] = speed(sweeps, methods, task)
         if options.logits:
             own["logits"] = logits(
-                sweeps, every, fixed_task(options.lengths[0], options.samples, options.new_tokens - 1)
+                sweeps,
+                every,
+                fixed_task(options.lengths[0], options.samples, options.new_tokens - 1),
             )
         if options.answers:
             own["answers"] = answers(sweeps, every, options.answers)

@@ -1,13 +1,17 @@
-"""Save what attention sees, for the benchmarks' --trace: post-RoPE queries, keys and values of layers of any model.
+"""Save what attention sees, for the benchmarks' --trace: post-RoPE queries, keys and values of
+layers of any model.
 
-The model reads one prompt of a task with full attention and, with --generate, goes on greedily from there. FILE is an
+The model reads one prompt of a task with full attention and, with --generate, goes on greedily from
+there. FILE is an
 .npz with, for each layer L of H query and Hkv KV heads and head dim D,
   keys.L, values.L   [Hkv, n, D] float32, of every token but the last generated one, which nothing has read
   queries.L          [H, w, D] float32, of the last w of these tokens
 and `about`, a JSON text: model, task, sample, dtype, prompt and generated tokens.
 
-    python scripts/capture_trace.py needle.npz --layers 1,3 task=niah task.subsets=[niah_multikey_1] task.lengths=[4096]
-    python scripts/capture_trace.py qwen.npz --layers 10,20 model.path=FOLDER task=longbench task.data_dir=FOLDER
+    python scripts/capture_trace.py needle.npz --layers 1,3 task=niah task.subsets=[niah_multikey_1]
+    task.lengths=[4096]
+    python scripts/capture_trace.py qwen.npz --layers 10,20 model.path=FOLDER task=longbench
+    task.data_dir=FOLDER
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ Floats = NDArray[np.float32]
 
 
 class Trace(NamedTuple):
-    """One layer's queries [H, w, D], of the last w tokens, and keys and values [Hkv, n, D], post-RoPE."""
+    """One layer's queries [H, w, D], of the last w tokens, and keys and values [Hkv, n, D],
+    post-RoPE.
+    """
 
     layer: int
     queries: Floats
@@ -55,11 +61,16 @@ def load(path: str | Path) -> list[Trace]:
 def layers_of(arrays: Mapping[str, Any]) -> list[Trace]:
     """The layers of what `capture` gives."""
     layers = sorted(int(name.removeprefix("keys.")) for name in arrays if name.startswith("keys."))
-    return [Trace(at, *(arrays[f"{part}.{at}"] for part in ("queries", "keys", "values"))) for at in layers]
+    return [
+        Trace(at, *(arrays[f"{part}.{at}"] for part in ("queries", "keys", "values")))
+        for at in layers
+    ]
 
 
 class Capture(Method):
-    """Full attention that notes queries, keys and values of the last `window` prompt tokens and all later ones."""
+    """Full attention that notes queries, keys and values of the last `window` prompt tokens and all
+    later ones.
+    """
 
     def __init__(self, layers: Sequence[int], window: int) -> None:
         self.needs = Needs(query_window=window)
@@ -84,26 +95,42 @@ class Capture(Method):
         return {
             f"{name}.{layer}": torch.cat(parts, dim=1).numpy()
             for layer, steps in self.captured.items()
-            for name, parts in zip(("queries", "keys", "values"), zip(*steps, strict=True), strict=True)
+            for name, parts in zip(
+                ("queries", "keys", "values"), zip(*steps, strict=True), strict=True
+            )
         }
 
 
 def capture(
-    overrides: Sequence[str], layers: Sequence[int] | None, window: int, new_tokens: int, number: int
+    overrides: Sequence[str],
+    layers: Sequence[int] | None,
+    window: int,
+    new_tokens: int,
+    number: int,
 ) -> dict[str, Any]:
-    """The file's arrays for sample `number` of the task that the overrides name; `layers`: None for all.
+    """The file's arrays for sample `number` of the task that the overrides name; `layers`: None for
+    all.
 
-    Raises:
-        ConfigError: the overrides are wrong, or the model has no such layer, the task no such sample.
+    Raises
+    ------
+    ConfigError
+        the overrides are wrong, or the model has no such layer, the task no such sample.
     """
-    arm = prepare(cast(dict[str, Any], OmegaConf.to_container(composed("method=full", *overrides), resolve=True)))
+    arm = prepare(
+        cast(
+            dict[str, Any],
+            OmegaConf.to_container(composed("method=full", *overrides), resolve=True),
+        )
+    )
     count = arm.loaded.model.config.get_text_config().num_hidden_layers
     wrong = [layer for layer in layers or () if not 0 <= layer < count]
     if wrong:
         raise ConfigError(f"--layers {wrong[0]}: {arm.loaded.name} has layers 0 to {count - 1}")
     sample = next(itertools.islice(samples(arm, None), number, None), None)
     if sample is None:
-        raise ConfigError(f"--sample {number}: the task has {len(arm.task)} samples, the first is 0")
+        raise ConfigError(
+            f"--sample {number}: the task has {len(arm.task)} samples, the first is 0"
+        )
     prompt = prompt_of(arm, sample)
     if prompt.record["error"]:
         raise ConfigError(f"--sample {number}: {prompt.record['error']}")
@@ -130,17 +157,25 @@ def _numbers(text: str) -> list[int]:
 
 
 def _progress(done: int, total: int) -> None:
-    print(f"\r{done} of {total} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True)
+    print(
+        f"\r{done} of {total} tokens", end="" if done < total else "\n", file=sys.stderr, flush=True
+    )
 
 
 def main() -> None:
     """Capture, save, say what was saved."""
     parser = command_line(__doc__)
     parser.add_argument("file", type=Path, help="the .npz to write")
-    parser.add_argument("overrides", nargs="*", help="model, task and protocol as `python -m kvbench` takes them")
+    parser.add_argument(
+        "overrides", nargs="*", help="model, task and protocol as `python -m kvbench` takes them"
+    )
     parser.add_argument("--layers", type=_numbers, help="layers to save, as in 1,3; default: all")
-    parser.add_argument("--window", type=int, default=512, help="last prompt tokens whose queries are saved")
-    parser.add_argument("--generate", type=int, default=0, help="tokens to generate, read and save after the prompt")
+    parser.add_argument(
+        "--window", type=int, default=512, help="last prompt tokens whose queries are saved"
+    )
+    parser.add_argument(
+        "--generate", type=int, default=0, help="tokens to generate, read and save after the prompt"
+    )
     parser.add_argument("--sample", type=int, default=0, help="which sample of the task, from 0")
     arguments = parser.parse_intermixed_args()
     if arguments.file.suffix != ".npz":
@@ -149,7 +184,13 @@ def main() -> None:
         if getattr(arguments, name) < least:
             parser.error(f"--{name} {getattr(arguments, name)}: expected {least} or more")
     try:
-        arrays = capture(arguments.overrides, arguments.layers, arguments.window, arguments.generate, arguments.sample)
+        arrays = capture(
+            arguments.overrides,
+            arguments.layers,
+            arguments.window,
+            arguments.generate,
+            arguments.sample,
+        )
     except ConfigError as error:
         parser.error(str(error))
     arguments.file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,15 @@
-"""Pack finished runs without what a report does not need, so that they are small enough to be committed.
+"""Pack finished runs without what a report does not need, so that they are small enough to be
+committed.
 
-    python scripts/compact_runs.py results/sweep_reference results/reference.tar.xz --outputs passkey,ruler
+    python scripts/compact_runs.py results/sweep_reference results/reference.tar.xz --outputs
+    passkey,ruler
 
-Of each arm the newest run is kept: run.yaml, summary.json, status.json without process and host, and of each sample all
-but the prompt's answers, its excerpt and the output, of which it says how long it was: a data set's texts may not be
-passed on. `--outputs` names the tasks of which these are kept, those that make their prompts. Numbers have five digits,
-and of a path from the root its last part is left. `kvbench report` reads the archive as it reads the runs, and the same
-runs make the same bytes.
+Of each arm the newest run is kept: run.yaml, summary.json, status.json without process and host,
+and of each sample all but the prompt's answers, its excerpt and the output, of which it says how
+long it was: a data set's texts may not be passed on. `--outputs` names the tasks of which these are
+kept, those that make their prompts. Numbers have five digits, and of a path from the root its last
+part is left. `kvbench report` reads the archive as it reads the runs, and the same runs make the
+same bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +26,20 @@ from kvbench.runs.stored import ResultsError, archive_of, runs_in
 
 
 def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
-    """The files of the runs below `source` by their names from there, answers and outputs of these tasks with them.
+    """The files of the runs below `source` by their names from there, answers and outputs of these
+    tasks with them.
 
-    Raises:
-        ResultsError: no finished run is there.
+    Raises
+    ------
+    ResultsError
+        no finished run is there.
     """
     # An archive among the runs, such as the target, is none of them.
     same_archive = [path for path in runs_in([source]) if archive_of(path) == archive_of(source)]
-    folders = {str(path.relative_to(source)): path for path in map(Path, collect(same_archive).arms.get("path", ()))}
+    folders = {
+        str(path.relative_to(source)): path
+        for path in map(Path, collect(same_archive).arms.get("path", ()))
+    }
     if not folders:
         raise ResultsError(f"{source}: no finished run there")
     return compacted(folders, outputs)
@@ -38,11 +47,18 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
 
 def main() -> None:
     """Pack, and say how much is left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="a results folder, or an archive")
-    parser.add_argument("target", type=Path, help=f"the archive to write, NAME{SUFFIX}; one that is there goes away")
     parser.add_argument(
-        "--outputs", default="", metavar="TASKS", help="keep answers and outputs of these: passkey,ruler"
+        "target", type=Path, help=f"the archive to write, NAME{SUFFIX}; one that is there goes away"
+    )
+    parser.add_argument(
+        "--outputs",
+        default="",
+        metavar="TASKS",
+        help="keep answers and outputs of these: passkey,ruler",
     )
     arguments = parser.parse_args()
     outputs = [task for task in arguments.outputs.split(",") if task]
@@ -51,7 +67,9 @@ def main() -> None:
             parser.error(f"--outputs={task}: no such task; {nearest(task, choices('task'))}")
     target: Path = arguments.target
     if not target.name.endswith(SUFFIX) or target.is_dir() or not target.parent.is_dir():
-        parser.error(f"{target}: expected an archive to write in a folder that is there, NAME{SUFFIX}")
+        parser.error(
+            f"{target}: expected an archive to write in a folder that is there, NAME{SUFFIX}"
+        )
     try:
         size = write_archive(target, compact(arguments.source, outputs))
     except (ResultsError, ValueError, OSError) as error:

@@ -1,12 +1,15 @@
-"""Recall while keys drift: ParisKV's codes, which nothing is learned for, beside centroids learned from the prompt.
+"""Recall while keys drift: ParisKV's codes, which nothing is learned for, beside centroids learned
+from the prompt.
 
-A stream is read token by token. Every arm indexes its retrieval zone as ParisKV does, the prompt's part at once and
-then `update` tokens at a time; at every --every-th step it is asked for the k tokens of the zone with the largest
-product with the mean query of each group. Streams: `captured`, from `conf/experiment/pariskv_drift.yaml` (words of the
-command line change it), whose model generates --steps tokens after a prompt, all layers and KV heads, and `captured 1`
-and so on, after other prompts of the task; `drifting`, synthetic keys of four heads, around topics that come and go, so
-that in the end none of the prompt's is left, and queries for any topic so far. A captured one takes five minutes; with
---parts FOLDER what each gave stays as a file there, and the same command goes on after it.
+A stream is read token by token. Every arm indexes its retrieval zone as ParisKV does, the prompt's
+part at once and then `update` tokens at a time; at every --every-th step it is asked for the k
+tokens of the zone with the largest product with the mean query of each group. Streams: `captured`,
+from `conf/experiment/pariskv_drift.yaml` (words of the command line change it), whose model
+generates --steps tokens after a prompt, all layers and KV heads, and `captured 1` and so on, after
+other prompts of the task; `drifting`, synthetic keys of four heads, around topics that come and go,
+so that in the end none of the prompt's is left, and queries for any topic so far. A captured one
+takes five minutes; with --parts FOLDER what each gave stays as a file there, and the same command
+goes on after it.
 
 Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then
@@ -44,13 +47,17 @@ from methods.pariskv.index import KernelIndex
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-HEADS, TOPICS, TOPIC_LIFE = 4, 40, 100  # of the drifting stream: topics at a time, tokens until the oldest gives way
-FEW, ROUNDS = 10, 8  # of k-means: keys of a centroid, below which faiss would warn, and passes over the keys
+# of the drifting stream: topics at a time, tokens until the oldest gives way
+HEADS, TOPICS, TOPIC_LIFE = 4, 40, 100
+# of k-means: keys of a centroid, below which faiss would warn, and passes over the keys
+FEW, ROUNDS = 10, 8
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One KV head of a generation: keys [T, D], and the mean queries [T - prompt, D] of its generated tokens."""
+    """One KV head of a generation: keys [T, D], and the mean queries [T - prompt, D] of its
+    generated tokens.
+    """
 
     prompt: int
     keys: Floats
@@ -68,11 +75,11 @@ class Sizes:
     every: int
 
 
-# -- arms --------------------------------------------------------------------------------------------------------------
+# -- arms ------------------------------------------------------------------------------------------
 
 
-# Each is an index of a growing zone: `extend` appends keys [n, D], first the prompt's; `best` finds k tokens for a
-# query [D].
+# Each is an index of a growing zone: `extend` appends keys [n, D], first the prompt's; `best` finds
+# k tokens for a query [D].
 
 
 class ParisKV:
@@ -86,7 +93,9 @@ class ParisKV:
 
     def best(self, query: Floats, k: int) -> Any:
         quota = quotas(self.index.lengths[0], k)
-        return self.index.search(torch.from_numpy(query)[None, None, None], {0: quota})[0][0].numpy()
+        return self.index.search(torch.from_numpy(query)[None, None, None], {0: quota})[0][
+            0
+        ].numpy()
 
 
 class Quantised:
@@ -134,28 +143,38 @@ def arms(dim: int) -> dict[str, Any]:
     }
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
-    """Every layer and KV head of a generation by the experiment's model, after one of its task's samples.
+    """Every layer and KV head of a generation by the experiment's model, after one of its task's
+    samples.
 
-    Raises:
-        ConfigError: the words are wrong, or prompt and steps do not fit the model.
+    Raises
+    ------
+    ConfigError
+        the words are wrong, or prompt and steps do not fit the model.
     """
     say(f"generating {steps} tokens after prompt {sample + 1}")
-    arrays = capture(["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample)
+    arrays = capture(
+        ["+experiment=pariskv_drift", f"task.samples={sample + 1}", *words], None, 1, steps, sample
+    )
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
     streams = []
     for trace in layers_of(arrays):
         kv_heads, _, dim = trace.keys.shape
         queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
-        streams += [Stream(prompt, keys, head_queries) for keys, head_queries in zip(trace.keys, queries, strict=True)]
+        streams += [
+            Stream(prompt, keys, head_queries)
+            for keys, head_queries in zip(trace.keys, queries, strict=True)
+        ]
     return streams
 
 
 def drifting(prompt: int, steps: int, dim: int) -> list[Stream]:
-    """Keys around topics of which the oldest gives way every `TOPIC_LIFE` tokens, queries for any topic so far."""
+    """Keys around topics of which the oldest gives way every `TOPIC_LIFE` tokens, queries for any
+    topic so far.
+    """
     return [_drifting(np.random.default_rng(head), prompt, steps, dim) for head in range(HEADS)]
 
 
@@ -170,7 +189,7 @@ def _drifting(rng: np.random.Generator, prompt: int, steps: int, dim: int) -> St
     return Stream(prompt, keys.astype(np.float32), queries.astype(np.float32))
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------
+# -- what is found ---------------------------------------------------------------------------------
 
 
 def recalls(stream: Stream, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, float]]]:
@@ -189,15 +208,26 @@ def recalls(stream: Stream, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, 
             query = stream.queries[step - 1]
             logits = stream.keys[sizes.sinks : sizes.sinks + zone] @ query
             best = np.argpartition(-logits, sizes.k)[: sizes.k]
-            yield step, zone, {name: np.isin(best, arm.best(query, sizes.k)).mean() for name, arm in by_name.items()}
+            yield (
+                step,
+                zone,
+                {
+                    name: np.isin(best, arm.best(query, sizes.k)).mean()
+                    for name, arm in by_name.items()
+                },
+            )
 
 
 def drift(stream: Stream) -> float:
-    """How much farther the last generated keys lie from the prompt's centroids than the prompt's own."""
+    """How much farther the last generated keys lie from the prompt's centroids than the prompt's
+    own.
+    """
     kmeans = faiss.Kmeans(stream.keys.shape[1], 64, seed=0)
     kmeans.train(stream.keys[: stream.prompt])
     late = stream.keys[-((len(stream.keys) - stream.prompt) // 4) :]
-    distances = [kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])]
+    distances = [
+        kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])
+    ]
     return float(distances[0] / distances[1])
 
 
@@ -209,14 +239,18 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
         per_head.append(list(recalls(stream, sizes)))
     steps, zones = [at[0] for at in per_head[0]], [at[1] for at in per_head[0]]
     names = per_head[0][0][2]
-    recall = {name: np.array([[at[2][name] for at in head] for head in per_head]).mean(axis=0) for name in names}
+    recall = {
+        name: np.array([[at[2][name] for at in head] for head in per_head]).mean(axis=0)
+        for name in names
+    }
     quarter = max(1, len(steps) // 4)
     return {
         "steps": steps,
         "zone": zones,
         "recall": {name: curve.tolist() for name, curve in recall.items()},
         "late_over_early": {
-            name: float(curve[-quarter:].mean() / curve[:quarter].mean()) for name, curve in recall.items()
+            name: float(curve[-quarter:].mean() / curve[:quarter].mean())
+            for name, curve in recall.items()
         },
         "drift": float(np.mean([drift(stream) for stream in streams])),
     }
@@ -225,13 +259,21 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
 def main() -> None:
     """Generate, ask, print."""
     parser = command_line(__doc__)
-    parser.add_argument("overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them")
+    parser.add_argument(
+        "overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them"
+    )
     parser.add_argument("--steps", type=int, default=8192, help="tokens to generate")
     parser.add_argument("--samples", type=int, default=1, help="prompts, each a stream")
     parser.add_argument("--every", type=int, default=64, help="steps between two questions")
-    parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens of the drifting stream")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of the drifting stream")
-    parser.add_argument("--parts", type=Path, help="folder in which what each stream gave stays, to go on from")
+    parser.add_argument(
+        "--prompt", type=int, default=4096, help="prompt tokens of the drifting stream"
+    )
+    parser.add_argument(
+        "--dim", type=int, default=128, help="head dimension of the drifting stream"
+    )
+    parser.add_argument(
+        "--parts", type=Path, help="folder in which what each stream gave stays, to go on from"
+    )
     options = parser.parse_intermixed_args()
     if not 0 < options.every <= options.steps:
         parser.error(f"--every {options.every}: expected 1 to --steps {options.steps}")
@@ -241,8 +283,11 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     try:
         method = composed("+experiment=pariskv_drift", *options.overrides)["method"]
-        sizes = Sizes(method["sinks"], method["local"], method["update"], method["k"], options.every)
-        shortest = sizes.sinks + sizes.local + 256 * FEW  # of the prompt's zone 256 centroids are learned
+        sizes = Sizes(
+            method["sinks"], method["local"], method["update"], method["k"], options.every
+        )
+        # of the prompt's zone 256 centroids are learned
+        shortest = sizes.sinks + sizes.local + 256 * FEW
         if options.prompt < shortest:
             parser.error(f"--prompt {options.prompt}: expected {shortest} or more")
         settings = {"steps": options.steps, **asdict(sizes)}
@@ -254,9 +299,16 @@ def main() -> None:
             for sample in range(options.samples)
         }
         drifts = {"prompt": options.prompt, "dim": options.dim}
-        streams["drifting"] = ({**settings, **drifts}, partial(drifting, options.prompt, options.steps, options.dim))
+        streams["drifting"] = (
+            {**settings, **drifts},
+            partial(drifting, options.prompt, options.steps, options.dim),
+        )
         reports = {
-            name: once(options.parts and options.parts / f"{name}.json", part, lambda make=make: report(make(), sizes))
+            name: once(
+                options.parts and options.parts / f"{name}.json",
+                part,
+                lambda make=make: report(make(), sizes),
+            )
             for name, (part, make) in streams.items()
         }
     except ConfigError as error:

@@ -3,10 +3,10 @@
     python scripts/fill_tables.py             writes the tables of all pages anew
     python scripts/fill_tables.py --pictures  and the pictures of results/
 
-`results/shown.yaml` has each table by its name, and the command of each picture. In a page `<!-- table: NAME -->`
-stands before a table, `<!-- numbers: NAME -->` in a section whose prose quotes a table that is not printed. A number
-in prose is one of the tables of its section, or a setting (`SETTINGS`). A test holds the pages to both; what no run has
-is printed.
+`results/shown.yaml` has each table by its name, and the command of each picture. In a page `<!--
+table: NAME -->` stands before a table, `<!-- numbers: NAME -->` in a section whose prose quotes a
+table that is not printed. A number in prose is one of the tables of its section, or a setting
+(`SETTINGS`). A test holds the pages to both; what no run has is printed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ PAGES = ("README.md", "results/README.md", "results/FINDINGS.md")
 MARK = re.compile(r"<!-- (table|numbers): ([\w-]+) -->\n")
 METHOD_TABLE_HEAD = "| `method=` |KL|"  # by scripts/method_table.py
 
-NUMBER = re.compile(r"(?<![\w.,/=-])[-+−±]?(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?![\w/]|[.,-]\d|-\w)")
+NUMBER = re.compile(
+    r"(?<![\w.,/=-])[-+−±]?(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?![\w/]|[.,-]\d|-\w)"
+)
 LIST = r"(?:[\d,.]*\d(?: to |, | and | or ))*"  # of numbers before the last
 SETTINGS = re.compile(
     rf"\b(?:C|p|N|D|n) = {LIST}[\d,.]*\d"
-    rf"|{LIST}\d[\d,.]*(?: [kMB])? (?:tokens|given|steps|layers|tasks|subsets|bits|cores|threads|parameters)\b"
+    rf"|{LIST}\d[\d,.]*(?: [kMB])?"
+    r" (?:tokens|given|steps|layers|tasks|subsets|bits|cores|threads|parameters)\b"
     r"|\bGemma 3\b|\b[\d.]+ or newer|95 %|\b20\d\d(?:-\d+)?\b|\b\d{4}\.\d{5}\b"
 )
 
@@ -50,9 +53,12 @@ SETTINGS = re.compile(
 class Shown(NamedTuple):
     """A table as text.
 
-    Attributes:
-        head: of the labels, then of the columns.
-        rows: the texts of the columns by the labels.
+    Attributes
+    ----------
+    head
+        of the labels, then of the columns.
+    rows
+        the texts of the columns by the labels.
     """
 
     head: tuple[list[str], list[str]]
@@ -78,7 +84,11 @@ def table(name: str) -> Shown:
     first = parts[0]
     blank = [["-"] * len(part.head[1]) for part in parts]
     rows = {
-        labels: [text for part, none in zip(parts, blank, strict=True) for text in part.rows.get(labels, none)]
+        labels: [
+            text
+            for part, none in zip(parts, blank, strict=True)
+            for text in part.rows.get(labels, none)
+        ]
         for labels in first.rows
     }
     return Shown((first.head[0], [name for part in parts for name in part.head[1]]), rows)
@@ -94,7 +104,9 @@ def _part(part: Mapping[str, Any]) -> Shown:
     shown = next(make(part[kind]) for kind, make in kinds.items() if kind in part)
     heads = part.get("heads", shown.head[1])
     if len(heads) != len(shown.head[1]):
-        raise ValueError(f"shown.yaml: {len(heads)} heads for the columns {', '.join(shown.head[1])}")
+        raise ValueError(
+            f"shown.yaml: {len(heads)} heads for the columns {', '.join(shown.head[1])}"
+        )
     return Shown((shown.head[0], heads), shown.rows)
 
 
@@ -108,22 +120,34 @@ def _reported(command: str) -> Shown:
     return Shown((labels, grid.columns), {line.labels: line.texts for line in lines})
 
 
-def _filed(file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str, str] | None = None) -> Shown:
+def _filed(
+    file: str, rows: str, columns: Mapping[str, str], labels: Mapping[str, str] | None = None
+) -> Shown:
     """Numbers of a JSON file of results/.
 
-    Args:
-        file: its name.
-        rows: the path of an object, whose keys are the rows, or of a list.
-        columns: by heading a path from a row, its keys joined by "|"; or "PATH / PATH", a ratio, "PATH ± PATH",
-            "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a quantity's has its unit.
-        labels: of a list's entries, by heading the paths of what they are named by.
+    Parameters
+    ----------
+    file
+        its name.
+    rows
+        the path of an object, whose keys are the rows, or of a list.
+    columns
+        by heading a path from a row, its keys joined by "|"; or "PATH / PATH", a ratio, "PATH ±
+        PATH", "PATH [PATH, PATH]"; the format of each number stands after ":". A key that is a
+        quantity's has its unit.
+    labels
+        of a list's entries, by heading the paths of what they are named by.
     """
     content = _at(json.loads((RESULTS / file).read_text(encoding="utf-8")), rows)
     labels = labels or {}
-    names = [tuple(_at(entry, path) for path in labels.values()) if labels else (entry,) for entry in content]
+    names = [
+        tuple(_at(entry, path) for path in labels.values()) if labels else (entry,)
+        for entry in content
+    ]
     entries = zip(names, content if labels else content.values(), strict=True)
     table_rows = {
-        tuple(map(str, name)): [_number(entry, column) for column in columns.values()] for name, entry in entries
+        tuple(map(str, name)): [_number(entry, column) for column in columns.values()]
+        for name, entry in entries
     }
     assert len(table_rows) == len(names), f"{file}: entries of one name"
     for heading, texts in zip(columns, zip(*table_rows.values(), strict=True), strict=True):
@@ -165,9 +189,18 @@ def _claimed(ids: Sequence[str]) -> Shown:
     for id in ids:
         stand_in = "stand-in: " if by_id[id].claim.original else ""
         for criterion, number, verdict in by_id[id].criteria:
-            measured = sentence(criterion, number).removeprefix(f"{criterion.description}: ").partition("; wanted ")[0]
+            measured = (
+                sentence(criterion, number)
+                .removeprefix(f"{criterion.description}: ")
+                .partition("; wanted ")[0]
+            )
             count = str(number.n) if isinstance(number, Finding) else "-"
-            rows[id, criterion.description] = [measured, criterion.bounds_text, count, stand_in + verdict.value]
+            rows[id, criterion.description] = [
+                measured,
+                criterion.bounds_text,
+                count,
+                stand_in + verdict.value,
+            ]
     return Shown((["claim", "what was measured"], ["found", "wanted", "n", "verdict"]), rows)
 
 
@@ -177,20 +210,29 @@ def _verdicts() -> Shown:
     papers = [*dict.fromkeys(judged.claim.id.partition("-")[0] for judged in _judged())]
     numbers = {paper: [counts[paper, verdict] for verdict in Verdict] for paper in papers}
     numbers["all"] = list(map(sum, zip(*numbers.values(), strict=True)))
-    rows = {(paper,): list(map(str, [sum(counted), *counted])) for paper, counted in numbers.items()}
+    rows = {
+        (paper,): list(map(str, [sum(counted), *counted])) for paper, counted in numbers.items()
+    }
     return Shown((["claims"], ["claims", *(verdict.value for verdict in Verdict)]), rows)
 
 
 def written(shown: Shown) -> str:
     """A table in Markdown."""
     (labels, columns), body = shown.head, shown.rows.items()
-    code = [index for index, name in enumerate(labels) if name in ("method", "kv", "claim", "claims")]
+    code = [
+        index for index, name in enumerate(labels) if name in ("method", "kv", "claim", "claims")
+    ]
     lines = [
-        [*(f"`{label}`" if place in code else label for place, label in enumerate(row_labels)), *texts]
+        [
+            *(f"`{label}`" if place in code else label for place, label in enumerate(row_labels)),
+            *texts,
+        ]
         for row_labels, texts in body
     ]
     rule = [*["---"] * len(labels), *["---:"] * len(columns)]
-    return "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in ([*labels, *columns], rule, *lines))
+    return "\n".join(
+        "| " + " | ".join(map(_plain, line)) + " |" for line in ([*labels, *columns], rule, *lines)
+    )
 
 
 def _plain(text: str) -> str:
@@ -211,17 +253,25 @@ def filled(page: str) -> str:
     return out
 
 
-# -- numbers in prose --------------------------------------------------------------------------------------------------
+# -- numbers in prose ------------------------------------------------------------------------------
 
 
 def unfounded(page: str) -> list[str]:
-    """The numbers of a page that neither a table of their section has nor are settings, each with its line."""
-    return [number for section in re.split(r"^(?=## )", page, flags=re.MULTILINE) for number in _unfounded(section)]
+    """The numbers of a page that neither a table of their section has nor are settings, each with
+    its line.
+    """
+    return [
+        number
+        for section in re.split(r"^(?=## )", page, flags=re.MULTILINE)
+        for number in _unfounded(section)
+    ]
 
 
 def _unfounded(section: str) -> Iterator[str]:
     names = [name for _, name in MARK.findall(section)]
-    table_numbers = sorted({number for name in names for number in _numbers_of(table(name))} | _set_in(section, names))
+    table_numbers = sorted(
+        {number for name in names for number in _numbers_of(table(name))} | _set_in(section, names)
+    )
     for line in _prose(section).splitlines():
         for number in NUMBER.finditer(SETTINGS.sub("", line)):
             digits = len(number[1].partition(".")[2])
@@ -234,7 +284,9 @@ def _prose(section: str) -> str:
     """A section without tables that are made, code, links and comments."""
     without = re.sub(r"^```.*?^```", "", section, flags=re.DOTALL | re.MULTILINE)
     without = re.sub(r"<!-- table: [\w-]+ -->\n(?:\|.*\n)*", "", without)
-    without = re.sub(rf"^{re.escape(METHOD_TABLE_HEAD)}.*\n(?:\|.*\n)*", "", without, flags=re.MULTILINE)
+    without = re.sub(
+        rf"^{re.escape(METHOD_TABLE_HEAD)}.*\n(?:\|.*\n)*", "", without, flags=re.MULTILINE
+    )
     return re.sub(r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|https?://\S+", " ", without, flags=re.DOTALL)
 
 
@@ -243,20 +295,28 @@ def _numbers_of(shown: Shown) -> Iterator[float]:
     yield float(len(shown.rows))
     for labels, texts in shown.rows.items():
         for text in (*labels, *texts):
-            yield from (float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text))
+            yield from (
+                float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)
+            )
 
 
 def _set_in(section: str, names: Sequence[str]) -> set[float]:
     """Numbers of the commands that a section shows, and of those that its tables are made by."""
     commands = re.findall(r"^```.*?^```|`[^`\n]*`", section, re.DOTALL | re.MULTILINE)
-    commands += [part["report"] for name in names for part in described()["tables"][name] if "report" in part]
-    return {float(number) for command in commands for number in re.findall(r"\d+(?:\.\d+)?", command)}
+    commands += [
+        part["report"] for name in names for part in described()["tables"][name] if "report" in part
+    ]
+    return {
+        float(number) for command in commands for number in re.findall(r"\d+(?:\.\d+)?", command)
+    }
 
 
 def main() -> None:
     """Write the tables into the pages, and draw the pictures if asked to."""
     parser = argparse.ArgumentParser(description="Tables and pictures of pages, from results/.")
-    parser.add_argument("--pictures", action="store_true", help="draw the pictures of results/, too")
+    parser.add_argument(
+        "--pictures", action="store_true", help="draw the pictures of results/, too"
+    )
     parser.add_argument("names", nargs="*", help="of pictures; default: all")
     options = parser.parse_args()
     for name in PAGES:
@@ -266,7 +326,10 @@ def main() -> None:
             print(f"{name}: no run here has {line}")
     for name, command in described()["pictures"].items() if options.pictures else ():
         if not options.names or name in options.names:
-            words = [str(RESULTS / word) if (RESULTS / word).is_file() else word for word in shlex.split(command)]
+            words = [
+                str(RESULTS / word) if (RESULTS / word).is_file() else word
+                for word in shlex.split(command)
+            ]
             report([*words, "--out", str(RESULTS / name)])
 
 

@@ -1,7 +1,7 @@
 """What a folder that gpu_check.sh filled shows: writes gpu_check.json and gpu_check.md there.
 
-Reads what there is of tests.xml, kernels.log and the runs of task=latency. Each claim stands beside the number that was
-measured for it; one for which nothing was measured yet says so.
+Reads what there is of tests.xml, kernels.log and the runs of task=latency. Each claim stands beside
+the number that was measured for it; one for which nothing was measured yet says so.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ Cell = dict[str, Any]  # what one arm measured at one length and batch
 class Claim(NamedTuple):
     """What must hold, and what was measured.
 
-    Attributes:
-        text: the claim.
-        bound: the most that may be measured; the least, where `at_least`.
-        measured: None: nothing yet.
+    Attributes
+    ----------
+    text
+        the claim.
+    bound
+        the most that may be measured; the least, where `at_least`.
+    measured
+        None: nothing yet.
     """
 
     text: str
@@ -47,7 +51,11 @@ class Claim(NamedTuple):
         """Whether it holds, as far as is known."""
         if self.measured is None:
             return "not measured"
-        return "holds" if (self.measured >= self.bound if self.at_least else self.measured <= self.bound) else "FAILS"
+        return (
+            "holds"
+            if (self.measured >= self.bound if self.at_least else self.measured <= self.bound)
+            else "FAILS"
+        )
 
 
 def machine() -> dict[str, Any]:
@@ -120,33 +128,60 @@ def claims(measured: list[Cell]) -> list[Claim]:
     ]
     whole = value("full", 131072, "breakdown_ms.attention")
     for method in ("quest", "snapkv"):
-        attention_ms = [value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")]
-        ratio = None if whole is None or None in attention_ms else sum(filter(None, attention_ms)) / whole
-        checks.append(Claim(f"128k: attention and selection of {method} over full attention", 0.5, ratio))
-    checks.append(Claim("36k: icecache, ms per token", 60.0, value("icecache", 36000, "tpot_ms_p50")))
+        attention_ms = [
+            value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")
+        ]
+        ratio = (
+            None
+            if whole is None or None in attention_ms
+            else sum(filter(None, attention_ms)) / whole
+        )
+        checks.append(
+            Claim(f"128k: attention and selection of {method} over full attention", 0.5, ratio)
+        )
+    checks.append(
+        Claim("36k: icecache, ms per token", 60.0, value("icecache", 36000, "tpot_ms_p50"))
+    )
     for cell in measured:
         if cell["length"] == 131072 and cell["host_bytes"] and cell["layers"]:
             layer = cell["whole_kv_bytes"] / cell["layers"]
             over = (cell["memory_bytes"] - cell["weight_bytes"] - layer) / GIB
-            checks.append(Claim(f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB", 2.0, over))
+            checks.append(
+                Claim(
+                    f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB",
+                    2.0,
+                    over,
+                )
+            )
     far = [cell for cell in measured if cell["length"] == 524288 and cell["host_bytes"]]
     most = max((cell["whole_kv_bytes"] / 1e9 for cell in far), default=None)
     over = max((cell["memory_bytes"] / cell["whole_kv_bytes"] for cell in far), default=None)
     return [
         *checks,
-        Claim("512k decodes with KV on the host: what full attention would hold, GB", 60.0, most, at_least=True),
+        Claim(
+            "512k decodes with KV on the host: what full attention would hold, GB",
+            60.0,
+            most,
+            at_least=True,
+        ),
         Claim("512k: device memory, weights included, over that", 1.0, over),
     ]
 
 
 def _share(cell: Cell) -> float:
-    parts = sum(value for name, value in cell.items() if name.startswith("breakdown_ms.") and value == value)
+    parts = sum(
+        value for name, value in cell.items() if name.startswith("breakdown_ms.") and value == value
+    )
     return float(parts / cell["tpot_ms_mean"])
 
 
 def written(report: dict[str, Any], promised: Iterable[Claim], table: str) -> str:
     """The same for people."""
-    lines = ["# GPU check", "", ", ".join(f"{name} {value}" for name, value in report["machine"].items() if value)]
+    lines = [
+        "# GPU check",
+        "",
+        ", ".join(f"{name} {value}" for name, value in report["machine"].items() if value),
+    ]
     if (ran := report["tests"]) is not None:
         wrong = ran["failures"] + ran["errors"]
         lines += ["", f"Tests: {ran['tests']} ran, {wrong} failed, {ran['skipped']} skipped."]
@@ -163,22 +198,36 @@ def written(report: dict[str, Any], promised: Iterable[Claim], table: str) -> st
 
 def kernel_table(report: dict[str, Any]) -> list[str]:
     """The kernels side by side, a line for each part of bench_attention.py."""
-    head = f"One layer at {report['context']} tokens, {report['budget']} selected, ms (scripts/bench_attention.py):"
+    head = (
+        f"One layer at {report['context']} tokens, {report['budget']} selected, ms"
+        " (scripts/bench_attention.py):"
+    )
     lines = [head, "", "| | torch | FlashInfer |", "|---|---|---|"]
     parts = {"everything, in place": report["full"], "what is selected": report["selected"]}
     parts |= {f"prefill, {name} chunk": part for name, part in report["prefill"].items()}
     for name, part in parts.items():
-        torch_ms, flashinfer_ms = part["ms"].get("torch", part["ms"].get("sdpa")), part["ms"].get("flashinfer", "-")
+        torch_ms, flashinfer_ms = (
+            part["ms"].get("torch", part["ms"].get("sdpa")),
+            part["ms"].get("flashinfer", "-"),
+        )
         lines.append(f"| {name} | {torch_ms} | {flashinfer_ms} |")
-    lines += ["", f"| from the host, {report['turnover']:.0%} new in a step | ms | GiB / s |", "|---|---|---|"]
+    lines += [
+        "",
+        f"| from the host, {report['turnover']:.0%} new in a step | ms | GiB / s |",
+        "|---|---|---|",
+    ]
     names = {"bulk": "chosen on the CPU", "uva": "chosen on the device"}
     side = {name: part for name, part in report["offload"].items() if isinstance(part, dict)}
-    return lines + [f"| {names[name]} | {part['ms']} | {part['moved_gib_s']} |" for name, part in side.items()]
+    return lines + [
+        f"| {names[name]} | {part['ms']} | {part['moved_gib_s']} |" for name, part in side.items()
+    ]
 
 
 def main() -> None:
     """Read, judge, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     if not folder.is_dir():
@@ -191,13 +240,25 @@ def main() -> None:
         "kernels": kernels(folder / "kernels.log"),
         "claims": [{**claim._asdict(), "verdict": claim.verdict} for claim in promised],
         "cells": [
-            {name: value for name, value in cell.items() if value == value and name not in PLACES} for cell in measured
+            {name: value for name, value in cell.items() if value == value and name not in PLACES}
+            for cell in measured
         ],
     }
     table = ""
     if measured:
-        words = ["-m", "kvbench", "report", str(folder / "runs"), "--where", "task=latency", "--format", "markdown"]
-        table = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+        words = [
+            "-m",
+            "kvbench",
+            "report",
+            str(folder / "runs"),
+            "--where",
+            "task=latency",
+            "--format",
+            "markdown",
+        ]
+        table = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, check=True
+        ).stdout
     (folder / "gpu_check.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
     (folder / "gpu_check.md").write_text(written(report, promised, table))
 

@@ -2,7 +2,8 @@
 
     python scripts/json_texts.py records
 
-Records with facts in some of them, those that `scripts/bench_lychee.py` asks about, in its two layouts by turns.
+Records with facts in some of them, those that `scripts/bench_lychee.py` asks about, in its two
+layouts by turns.
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, 
 
     def record(**fields: Any) -> str:
         fields = {"id": rng.randrange(1000), **fields}
-        return opens + between.join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()) + closes
+        return (
+            opens
+            + between.join(
+                f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()
+            )
+            + closes
+        )
 
-    records = [record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)]
+    records = [
+        record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)
+    ]
     remaining = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
     while True:
         more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
@@ -45,14 +54,20 @@ def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, 
     rng.shuffle(records)
     queried = rng.randrange(4)
     frame, question = FACTS.asking([keys[queried]])
-    return frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]", "\n" + question, values[queried]
+    return (
+        frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]",
+        "\n" + question,
+        values[queried],
+    )
 
 
 def main() -> None:
     """Make them, write them."""
     parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="where the .txt files go")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="of conf/model, whose tokens are counted")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="of conf/model, whose tokens are counted"
+    )
     parser.add_argument("--texts", type=int, default=24, help="documents")
     parser.add_argument("--tokens", type=int, default=4600, help="of each, about")
     arguments = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Writes conf/kernels.json: the kernels that each method calls in float32 and bfloat16, and how long each compiles.
+"""Writes conf/kernels.json: the kernels that each method calls in float32 and bfloat16, and how
+long each compiles.
 
     python scripts/list_kernels.py              all methods and kinds of keys and values, some minutes
     python scripts/list_kernels.py quest int8   these anew, the others as they are listed
 
-Each is run for a few tokens in a process of its own, and what that process has compiled is listed. Then all are
-compiled anew, one after the other, to see how long each takes and which others it calls.
+Each is run for a few tokens in a process of its own, and what that process has compiled is listed.
+Then all are compiled anew, one after the other, to see how long each takes and which others it
+calls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ PATH = Path(__file__).parents[1] / "conf" / "kernels.json"
 
 
 def called(dtype: str, name: str) -> list[str]:
-    """What a run of a method, or of full attention over a kind of keys and values, has compiled: JSON of each."""
+    """What a run of a method, or of full attention over a kind of keys and values, has compiled:
+    JSON of each.
+    """
     from kvbench.cli.main import main
     from kvbench.kernels import listed
     from kvbench.kernels.build import described
@@ -33,7 +37,15 @@ def called(dtype: str, name: str) -> list[str]:
     words = [name, "method=full"] if name.startswith("kv=") else [f"method={name}", "budget=256"]
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         out, sys.stdout = sys.stdout, nowhere
-        code = main([*words, f"dtype={dtype}", "task.lengths=[700]", "task.limit=1", f"results_dir={folder}"])
+        code = main(
+            [
+                *words,
+                f"dtype={dtype}",
+                "task.lengths=[700]",
+                "task.limit=1",
+                f"results_dir={folder}",
+            ]
+        )
         sys.stdout = out
     if code:
         raise SystemExit(f"{name} in {dtype}: exit code {code}")
@@ -48,10 +60,13 @@ def called(dtype: str, name: str) -> list[str]:
 
 
 def costs(kernels: list[str], folder: str) -> list[list[Any]]:
-    """Of each kernel its name, types, own seconds, and the numbers of those that it calls, which stand before it.
+    """Of each kernel its name, types, own seconds, and the numbers of those that it calls, which
+    stand before it.
 
-    Args:
-        folder: empty; what is compiled goes there.
+    Parameters
+    ----------
+    folder
+        empty; what is compiled goes there.
     """
     from numba.core import config
 
@@ -61,7 +76,8 @@ def costs(kernels: list[str], folder: str) -> list[list[Any]]:
     config.CACHE_DIR = folder
     numbers: dict[str, int] = {}
     listed: list[list[Any]] = []
-    inside: list[list[Any]] = [[0.0, set()]]  # of each compilation that goes on: the seconds of those in it, and which
+    # of each compilation that goes on: the seconds of those in it, and which
+    inside: list[list[Any]] = [[0.0, set()]]
 
     def traced(name: str, compile: Any) -> Any:
         def compile_traced(signature: Any) -> Any:
@@ -105,7 +121,10 @@ def main(names: list[str]) -> None:
     if names:
         before = json.loads(PATH.read_text())
         for dtype, of in before["used"].items():
-            listed = {name: [json.dumps(before["kernels"][number][:2]) for number in of[name]] for name in of}
+            listed = {
+                name: [json.dumps(before["kernels"][number][:2]) for number in of[name]]
+                for name in of
+            }
             used[dtype] = {name: kernels for name, kernels in listed.items() if name in every}
     # Each has what is imported here, and compiles for itself.
     import kvbench.runs.shared  # noqa: F401
@@ -116,17 +135,24 @@ def main(names: list[str]) -> None:
             with processes.Pool(1) as pool:
                 used[dtype][name] = pool.apply(called, (dtype, name))
             print(f"{dtype} {name}: {len(used[dtype][name])} kernels", file=sys.stderr)
-    all_kernels = sorted({kernel for of in used.values() for kernels in of.values() for kernel in kernels})
+    all_kernels = sorted(
+        {kernel for of in used.values() for kernels in of.values() for kernel in kernels}
+    )
     with tempfile.TemporaryDirectory() as folder, processes.Pool(1) as pool:
         kernels = pool.apply(costs, (all_kernels, folder))
     numbers = {json.dumps(kernel[:2]): number for number, kernel in enumerate(kernels)}
     lists = {
-        dtype: {name: sorted(numbers[kernel] for kernel in kernels) for name, kernels in sorted(of.items())}
+        dtype: {
+            name: sorted(numbers[kernel] for kernel in kernels)
+            for name, kernels in sorted(of.items())
+        }
         for dtype, of in used.items()
     }
     lines = ",\n".join(f"  {json.dumps(kernel)}" for kernel in kernels)
     sets = ",\n".join(
-        f' "{dtype}": {{\n' + ",\n".join(f'  "{name}": {json.dumps(of[name])}' for name in of) + "\n }"
+        f' "{dtype}": {{\n'
+        + ",\n".join(f'  "{name}": {json.dumps(of[name])}' for name in of)
+        + "\n }"
         for dtype, of in lists.items()
     )
     PATH.write_text(f'{{"kernels": [\n{lines}\n],\n"used": {{\n{sets}\n}}}}\n')

@@ -1,7 +1,10 @@
-"""What the papers say of keys and queries, measured on those of a real model: claims that need no generation.
+"""What the papers say of keys and queries, measured on those of a real model: claims that need no
+generation.
 
---model reads texts of --length and --further tokens with full attention; of every layer and KV head the keys of the
-first --length tokens are searched for, and the queries of later tokens ask. A measure is the mean over layers and
+--model reads texts of --length and --further tokens with full attention; of every layer and KV head
+  the keys of the
+first --length tokens are searched for, and the queries of later tokens ask. A measure is the mean
+over layers and
 heads, of each text.
 
 Prints one JSON object as its last line, `texts`, with an entry for each text
@@ -52,28 +55,36 @@ STEPS, SHARE = 100, 0.05  # of RACC's windows: steps, and prompt tokens that cou
 CHUNK = 12  # tokens of a chunk, the mean of those that end where text does
 
 
-# -- IceCache ----------------------------------------------------------------------------------------------------------
+# -- IceCache --------------------------------------------------------------------------------------
 
 
 def pages(keys: Floats, queries: Floats, page_count: int) -> dict[str, float]:
     """Mass in the best pages of either kind; keys [n + `INSERTED`, D], queries [m, G, D]."""
     work, data = Workspace(), Pages("captured", keys, queries)
     quality = page_quality(data, {"dci": tree_of(data, LAYOUTS["dci"], work)[0]}, page_count, work)
-    return {"similar": quality["dci_oracle"]["mass"], "consecutive": quality["quest_oracle"]["mass"]}
+    return {
+        "similar": quality["dci_oracle"]["mass"],
+        "consecutive": quality["quest_oracle"]["mass"],
+    }
 
 
-# -- ParisKV -----------------------------------------------------------------------------------------------------------
+# -- ParisKV ---------------------------------------------------------------------------------------
 
 
 def recall(keys: Floats, queries: Floats) -> dict[str, float]:
-    """Of the best of each mean query, what codes and learned centroids find; keys [n, D], queries [m, G, D]."""
+    """Of the best of each mean query, what codes and learned centroids find; keys [n, D], queries
+    [m, G, D].
+    """
     data, quota = Data("captured", keys, queries), quotas(len(keys), K)
     head, learned = Head(keys), Learned(keys)
     hits: dict[str, list[float]] = {"codes": [], "learned": []}
     for group, best in zip(queries, best_of_mean(data, K), strict=True):
         head.tables(group, quota)
         head.vote(quota)
-        for name, tokens in (("codes", head.rerank(quota)), ("learned", learned.search(group.mean(axis=0), quota)[0])):
+        for name, tokens in (
+            ("codes", head.rerank(quota)),
+            ("learned", learned.search(group.mean(axis=0), quota)[0]),
+        ):
             hits[name].append(float(np.isin(best, tokens).mean()))
     return {name: float(np.mean(shares)) for name, shares in hits.items()}
 
@@ -84,9 +95,11 @@ def most(votes: Any, count: int) -> Any:
 
 
 class Learned:
-    """ParisKV's two stages over keys as they are: their subspaces have centroids that k-means learned from them.
+    """ParisKV's two stages over keys as they are: their subspaces have centroids that k-means
+    learned from them.
 
-    The first counts votes by the products of query and centroids, the second adds these products up.
+    The first counts votes by the products of query and centroids, the second adds these products
+    up.
     """
 
     def __init__(self, keys: Floats) -> None:
@@ -102,7 +115,9 @@ class Learned:
         """The tokens retrieved, and the votes of all."""
         votes = np.zeros(len(self.ids[0]), int)
         estimates = np.zeros(len(self.ids[0]), np.float32)
-        for centroids, ids, part in zip(self.centroids, self.ids, query.reshape(-1, SUBSPACE), strict=True):
+        for centroids, ids, part in zip(
+            self.centroids, self.ids, query.reshape(-1, SUBSPACE), strict=True
+        ):
             product = centroids @ part
             order = np.argsort(-product, kind="stable")
             sizes = np.bincount(ids, minlength=CENTROIDS)[order]
@@ -111,14 +126,19 @@ class Learned:
             votes += (nearer[:, None] < np.array(quota.tiers)).sum(axis=1)[ids]
             estimates += product[ids]
         candidates = most(votes, quota.candidates)
-        return candidates[np.argsort(-estimates[candidates], kind="stable")[: quota.retrieved]], votes
+        return (
+            candidates[np.argsort(-estimates[candidates], kind="stable")[: quota.retrieved]],
+            votes,
+        )
 
 
-# -- RACC --------------------------------------------------------------------------------------------------------------
+# -- RACC ------------------------------------------------------------------------------------------
 
 
 def windows(keys: torch.Tensor, queries: torch.Tensor, prompt: int) -> dict[str, float]:
-    """Overlap of windows' best prompt tokens; keys [n, D], queries [G, n - prompt, D] of one KV head."""
+    """Overlap of windows' best prompt tokens; keys [n, D], queries [G, n - prompt, D] of one KV
+    head.
+    """
     steps, count = queries.shape[1], int(SHARE * prompt)
     logits = queries @ keys.T / keys.shape[1] ** 0.5
     later = torch.arange(len(keys)) > torch.arange(prompt, prompt + steps)[:, None]
@@ -129,18 +149,25 @@ def windows(keys: torch.Tensor, queries: torch.Tensor, prompt: int) -> dict[str,
     return {"adjacent": float(shared[1]), "distant": float(shared[-1])}
 
 
-# -- LycheeCluster -----------------------------------------------------------------------------------------------------
+# -- LycheeCluster ---------------------------------------------------------------------------------
 
 
 def bounds(keys: torch.Tensor, queries: torch.Tensor, budget: int) -> dict[str, float]:
-    """Chunks above their units' bounds, and recall by either ranking; keys [H, n, D], queries [H, m, D]."""
+    """Chunks above their units' bounds, and recall by either ranking; keys [H, n, D], queries [H,
+    m, D].
+    """
     ends = [*range(0, keys.shape[1], CHUNK), keys.shape[1]]
     chunks = Chunks(torch.tensor(ends))
     points, norms = pooled(keys, chunks.bounds, "mean"), queries.norm(dim=2)
     layout = ClusterLayout(radii="paper", move_units=True)
-    index = ClusterIndex(points, chunks.lengths, layout, keys.dtype, torch.Generator().manual_seed(0))
+    index = ClusterIndex(
+        points, chunks.lengths, layout, keys.dtype, torch.Generator().manual_seed(0)
+    )
     score = queries @ points.transpose(1, 2)
-    limit = queries @ index.unit_centroids.transpose(1, 2) + norms[:, :, None] * index.unit_radii[:, None]
+    limit = (
+        queries @ index.unit_centroids.transpose(1, 2)
+        + norms[:, :, None] * index.unit_radii[:, None]
+    )
     above = score > limit.gather(2, units(index)[:, None].expand_as(score))
     ranked = {
         name: token_recall(index, chunks, keys, queries, budget, ChunkSearch(ub_weight=weight))
@@ -152,37 +179,63 @@ def bounds(keys: torch.Tensor, queries: torch.Tensor, budget: int) -> dict[str, 
 def units(index: ClusterIndex) -> torch.Tensor:
     """[H, M], the coarse unit of every chunk."""
     of_chunk = torch.empty(index.members.shape, dtype=torch.int64)
-    for head, (members, starts, first) in enumerate(zip(index.members, index.starts, index.unit_starts, strict=True)):
-        cluster = torch.searchsorted(starts, torch.arange(len(members), dtype=starts.dtype), right=True) - 1
-        of_chunk[head, members.long()] = torch.searchsorted(first, cluster.to(first.dtype), right=True) - 1
+    for head, (members, starts, first) in enumerate(
+        zip(index.members, index.starts, index.unit_starts, strict=True)
+    ):
+        cluster = (
+            torch.searchsorted(starts, torch.arange(len(members), dtype=starts.dtype), right=True)
+            - 1
+        )
+        of_chunk[head, members.long()] = (
+            torch.searchsorted(first, cluster.to(first.dtype), right=True) - 1
+        )
     return of_chunk
 
 
-# -- a text ------------------------------------------------------------------------------------------------------------
+# -- a text ----------------------------------------------------------------------------------------
 
 
 def measured(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All measures on one text, means over layers and heads."""
     length, further = arguments.length, arguments.further
-    words = [f"model={arguments.model}", "task=fidelity", f"task.lengths=[{length + further}]", "task.steps=1"]
+    words = [
+        f"model={arguments.model}",
+        "task=fidelity",
+        f"task.lengths=[{length + further}]",
+        "task.steps=1",
+    ]
     words += [f"task.samples={arguments.texts}", "dtype=float32", *arguments.overrides]
     arrays = capture(words, None, further, 0, number)
-    results: dict[str, list[dict[str, float]]] = {"pages": [], "recall": [], "windows": [], "bounds": []}
+    results: dict[str, list[dict[str, float]]] = {
+        "pages": [],
+        "recall": [],
+        "windows": [],
+        "bounds": [],
+    }
     layers = sum(name.startswith("keys.") for name in arrays)
     for layer in range(layers):
         keys, queries = arrays[f"keys.{layer}"], arrays[f"queries.{layer}"]
         heads = queries.reshape(len(keys), -1, *queries.shape[1:])
         head_queries = heads[:, :, : 2 * arguments.queries : 2]
         results["bounds"].append(
-            bounds(torch.from_numpy(keys[:, :length]), torch.from_numpy(head_queries.mean(axis=1)), arguments.budget)
+            bounds(
+                torch.from_numpy(keys[:, :length]),
+                torch.from_numpy(head_queries.mean(axis=1)),
+                arguments.budget,
+            )
         )
         for rows, group, every in zip(keys, head_queries, heads, strict=True):
             groups = np.ascontiguousarray(group.swapaxes(0, 1))
             results["pages"].append(pages(rows[: length + INSERTED], groups, arguments.pages))
             results["recall"].append(recall(np.ascontiguousarray(rows[:length]), groups))
-            results["windows"].append(windows(torch.from_numpy(rows), torch.from_numpy(every), length))
+            results["windows"].append(
+                windows(torch.from_numpy(rows), torch.from_numpy(every), length)
+            )
         say(f"text {number + 1} of {arguments.texts}, layer {layer + 1} of {layers}")
-    return {"text": json.loads(str(arrays["about"]))["sample"], **{name: mean(rows) for name, rows in results.items()}}
+    return {
+        "text": json.loads(str(arrays["about"]))["sample"],
+        **{name: mean(rows) for name, rows in results.items()},
+    }
 
 
 def mean(records: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -193,17 +246,29 @@ def mean(records: Sequence[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     """Read the texts, measure, print."""
     parser = command_line(__doc__)
-    parser.add_argument("overrides", nargs="*", help="changes to the run, as `python -m kvbench` takes them")
+    parser.add_argument(
+        "overrides", nargs="*", help="changes to the run, as `python -m kvbench` takes them"
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a model of conf/model")
     parser.add_argument("--texts", type=int, default=12, help="texts")
     parser.add_argument("--length", type=int, default=4096, help="tokens that are searched for")
     parser.add_argument("--further", type=int, default=2000, help="tokens after them")
-    parser.add_argument("--queries", type=int, default=32, help="later tokens that ask, every other one from the first")
+    parser.add_argument(
+        "--queries",
+        type=int,
+        default=32,
+        help="later tokens that ask, every other one from the first",
+    )
     parser.add_argument("--pages", type=int, default=12, help="pages of a query")
     parser.add_argument("--budget", type=int, default=256, help="tokens of a query, for bounds")
     arguments = parser.parse_intermixed_args()
-    if arguments.further < max(INSERTED, 2 * STEPS, 2 * arguments.queries) or arguments.further % STEPS:
-        parser.error(f"--further {arguments.further}: expected a multiple of {STEPS}, {INSERTED} or more")
+    if (
+        arguments.further < max(INSERTED, 2 * STEPS, 2 * arguments.queries)
+        or arguments.further % STEPS
+    ):
+        parser.error(
+            f"--further {arguments.further}: expected a multiple of {STEPS}, {INSERTED} or more"
+        )
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:

@@ -1,9 +1,11 @@
-"""What retrieval gives a compressed cache in a long generation, on the small model that kvbench ships.
+"""What retrieval gives a compressed cache in a long generation, on the small model that kvbench
+ships.
 
-A prompt hides many needles in prose. After it come questions, one after another, each needle asked for again and again:
-the tokens of a question are given, those of its answer are generated, and all are decode steps that pass through the
-method. Every arm answers a question before the next one is asked, so that a noisy machine disturbs all alike. A
-compressor alone keeps a share of the tokens; RACC keeps the same share and brings back what its searches find.
+A prompt hides many needles in prose. After it come questions, one after another, each needle asked
+for again and again: the tokens of a question are given, those of its answer are generated, and all
+are decode steps that pass through the method. Every arm answers a question before the next one is
+asked, so that a noisy machine disturbs all alike. A compressor alone keeps a share of the tokens;
+RACC keeps the same share and brings back what its searches find.
 
   full        everything
   snapkv      the prompt compressed once (liso); snapkv_racc: with retrieval, joined one step after each request;
@@ -45,7 +47,9 @@ from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 
 LILO = {"scenario": "lilo", "vote_kernel": 5}
-LAGS: dict[str, tuple[str, dict[str, Any]]] = {f"lag_{lag}": ("racc_paper", LILO | {"lag": lag}) for lag in (0, 1, 200)}
+LAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"lag_{lag}": ("racc_paper", LILO | {"lag": lag}) for lag in (0, 1, 200)
+}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "snapkv": ("snapkv", {}),
@@ -62,7 +66,14 @@ PAIRS = {
     "lilo_racc": "lilo",
     "lilo_racc_free": "lilo",
 }
-OF_RACC = ("ratio_end", "ratio_mean", "ratio_peak", "searches_late", "searches_failed", "staleness_mean")
+OF_RACC = (
+    "ratio_end",
+    "ratio_mean",
+    "ratio_peak",
+    "searches_late",
+    "searches_failed",
+    "staleness_mean",
+)
 
 
 @dataclass
@@ -89,7 +100,9 @@ class Arm:
         return self.cache.engine
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
-        """Read a question through the method, and go on greedily for `count` tokens, which are read as well."""
+        """Read a question through the method, and go on greedily for `count` tokens, which are read
+        as well.
+        """
         token = torch.tensor([question[0]])
         output: list[int] = []
         for place in range(1, len(question) + count + 1):
@@ -104,7 +117,9 @@ class Arm:
 
 
 def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.Random) -> Text:
-    """Needles in prose, `length` tokens of it, and questions until they and their answers are `tokens` decode steps."""
+    """Needles in prose, `length` tokens of it, and questions until they and their answers are
+    `tokens` decode steps.
+    """
     writer = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
     keys, values = (draw(kind, needles, rng) for kind in ("words", "numbers"))
     texts = [writer.needle(key, value) for key, value in zip(keys, values, strict=True)]
@@ -122,10 +137,14 @@ def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.
     questions, answers, steps = [], [], 0
     while steps < tokens:
         place = rng.randrange(needles)
-        question_ids = tokenizer.encode("\n" + writer.asking([keys[place]])[1], add_special_tokens=False)
+        question_ids = tokenizer.encode(
+            "\n" + writer.asking([keys[place]])[1], add_special_tokens=False
+        )
         questions.append(question_ids)
         answers.append(values[place])
-        steps += len(question_ids) + len(tokenizer.encode(f" {values[place]}.", add_special_tokens=False))
+        steps += len(question_ids) + len(
+            tokenizer.encode(f" {values[place]}.", add_special_tokens=False)
+        )
     return Text(head + [token for sentence in filler for token in sentence], questions, answers)
 
 
@@ -133,7 +152,14 @@ def begun(loaded: Loaded, name: str, text: Text, ratio: float, steps: int) -> Ar
     """An arm that has read the prompt."""
     method, options = ARMS[name]
     budget = Budget(None if method == "full" else ratio)
-    engine = engine_for(loaded.model, [len(text.prompt)], method_named(method, **options), budget, (), new_tokens=steps)
+    engine = engine_for(
+        loaded.model,
+        [len(text.prompt)],
+        method_named(method, **options),
+        budget,
+        (),
+        new_tokens=steps,
+    )
     arm = Arm(EngineCache(engine), loaded.model)
     prefill(loaded.model, [text.prompt], arm.cache)
     return arm
@@ -147,26 +173,43 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ran: dict[str, list[Arm]] = {name: [] for name in arguments.arms}
     steps = 0
     for sample in range(arguments.samples):
-        text = text_of(tokenizer, arguments.length, arguments.needles, arguments.tokens, random.Random(sample))
-        counts = [len(tokenizer.encode(f" {answer}.", add_special_tokens=False)) for answer in text.answers]
+        text = text_of(
+            tokenizer, arguments.length, arguments.needles, arguments.tokens, random.Random(sample)
+        )
+        counts = [
+            len(tokenizer.encode(f" {answer}.", add_special_tokens=False))
+            for answer in text.answers
+        ]
         steps = sum(map(len, text.questions)) + sum(counts)
         for name in arguments.arms:
             ran[name].append(begun(loaded, name, text, arguments.ratio, steps))
-        for number, (question, answer, count) in enumerate(zip(text.questions, text.answers, counts, strict=True)):
+        for number, (question, answer, count) in enumerate(
+            zip(text.questions, text.answers, counts, strict=True)
+        ):
             for arms in ran.values():
                 reply = tokenizer.decode(arms[-1].ask(question, count))
                 arms[-1].right.append(reply.strip().startswith(answer))
             say(f"sample {sample}, question {number + 1} of {len(text.questions)}")
-    right = {name: [is_right for arm in arms for is_right in arm.right] for name, arms in ran.items()}
+    right = {
+        name: [is_right for arm in arms for is_right in arm.right] for name, arms in ran.items()
+    }
     summaries = {name: summary(arms) for name, arms in ran.items()}
-    result: dict[str, Any] = {"questions": len(next(iter(right.values()))), "tokens": steps, "arms": summaries}
+    result: dict[str, Any] = {
+        "questions": len(next(iter(right.values()))),
+        "tokens": steps,
+        "arms": summaries,
+    }
     for name, alone in PAIRS.items():
         if {name, alone} <= right.keys():
-            gain, error = mean([int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)])
+            gain, error = mean(
+                [int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)]
+            )
             result.setdefault("gain", {})[name] = gain
             result.setdefault("gain_stderr", {})[name] = error
             if name.endswith("free"):
-                result.setdefault("time_ratio", {})[name] = summaries[name]["ms"] / summaries[alone]["ms"]
+                result.setdefault("time_ratio", {})[name] = (
+                    summaries[name]["ms"] / summaries[alone]["ms"]
+                )
     return result
 
 
@@ -176,8 +219,15 @@ def summary(arms: Sequence[Arm]) -> dict[str, Any]:
     reports = [arm.engine.report() for arm in arms]
     audits = {"attended": "attended_mean"} | {key: key for key in OF_RACC if key in reports[0]}
     ms = statistics.median(time for arm in arms for time in arm.step_ms)
-    numbers = {"score": score, "stderr": error, "scores": [mean(arm.right)[0] for arm in arms], "ms": ms}
-    return numbers | {label: statistics.fmean(entry[key] for entry in reports) for label, key in audits.items()}
+    numbers = {
+        "score": score,
+        "stderr": error,
+        "scores": [mean(arm.right)[0] for arm in arms],
+        "ms": ms,
+    }
+    return numbers | {
+        label: statistics.fmean(entry[key] for entry in reports) for label, key in audits.items()
+    }
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
@@ -188,12 +238,18 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 def main() -> None:
     """Measure, and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in LAGS])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in LAGS]
+    )
     parser.add_argument("--samples", type=int, default=2, help="prompts")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--needles", type=int, default=30, help="in each prompt")
-    parser.add_argument("--tokens", type=int, default=2000, help="decode steps after each prompt, at least")
-    parser.add_argument("--ratio", type=float, default=0.15, help="share of the tokens that stays on the device")
+    parser.add_argument(
+        "--tokens", type=int, default=2000, help="decode steps after each prompt, at least"
+    )
+    parser.add_argument(
+        "--ratio", type=float, default=0.15, help="share of the tokens that stays on the device"
+    )
     arguments = parser.parse_args()
     print_result(measure(arguments))
 

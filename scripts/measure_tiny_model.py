@@ -1,13 +1,14 @@
 """Measures the small model that kvbench ships, and writes its model card.
 
-Exact answers at full KV by task and length; the same with a single layer windowed, which shows the layers that
-retrieve; the attention mass in the exact top 64 keys of each layer; and what methods lose at small budgets.
+Exact answers at full KV by task and length; the same with a single layer windowed, which shows the
+layers that retrieve; the attention mass in the exact top 64 keys of each layer; and what methods
+lose at small budgets.
 
     python scripts/measure_tiny_model.py DIR                     # measures the model in DIR, writes DIR/README.md
     python scripts/measure_tiny_model.py DIR --samples 20        # fewer samples: quicker, wider errors
 
-DIR holds the model and training.json as scripts/train_tiny_model.py leaves them. The numbers go into
-DIR/measured.json and the last line printed.
+DIR holds the model and training.json as scripts/train_tiny_model.py leaves them. The numbers go
+into DIR/measured.json and the last line printed.
 """
 
 from __future__ import annotations
@@ -51,8 +52,18 @@ def tasks(lengths: Sequence[int], samples: int) -> list[list[str]]:
     """Words that choose each task."""
     positions, keys = min(samples, 20), max(1, math.ceil(samples / 20))
     return [
-        ["task=passkey", f"task.lengths={list(lengths)}", f"task.positions={positions}", f"task.keys={keys}"],
-        ["task=niah", f"task.lengths={list(lengths)}", f"task.subsets={list(NIAH)}", f"task.samples={samples}"],
+        [
+            "task=passkey",
+            f"task.lengths={list(lengths)}",
+            f"task.positions={positions}",
+            f"task.keys={keys}",
+        ],
+        [
+            "task=niah",
+            f"task.lengths={list(lengths)}",
+            f"task.subsets={list(NIAH)}",
+            f"task.samples={samples}",
+        ],
     ]
 
 
@@ -83,25 +94,36 @@ def scores(
         built = {name: arm(folder, loaded, *words, *overrides) for name, overrides in arms.items()}
         for cell, name, record in side_by_side(built):
             by_arm[name].setdefault(cell, []).append(record["scores"][built[name].task.metric])
-    return {name: {cell: mean(values) for cell, values in cells.items()} for name, cells in by_arm.items()}
+    return {
+        name: {cell: mean(values) for cell, values in cells.items()}
+        for name, cells in by_arm.items()
+    }
 
 
 def mean(values: Sequence[float]) -> dict[str, float]:
     """Mean and standard error x 100."""
     average = sum(values) / len(values)
-    spread = math.sqrt(sum((value - average) ** 2 for value in values) / max(1, len(values) - 1) / len(values))
+    spread = math.sqrt(
+        sum((value - average) ** 2 for value in values) / max(1, len(values) - 1) / len(values)
+    )
     return {"score": round(100 * average, 1), "stderr": round(100 * spread, 1), "n": len(values)}
 
 
 def masses(folder: Path, loaded: Loaded, samples: int) -> dict[str, float]:
-    """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at 4096 tokens."""
+    """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at
+    4096 tokens.
+    """
     by_layer: dict[str, list[float]] = {}
     for words in tasks([ABLATED], samples):
-        probing = {"topk": arm(folder, loaded, *words, "method=topk", f"budget={TOP}", "probe.every=1")}
+        probing = {
+            "topk": arm(folder, loaded, *words, "method=topk", f"budget={TOP}", "probe.every=1")
+        }
         for _, _, record in side_by_side(probing):
             for layer, values in record["probe"]["layers"].items():
                 by_layer.setdefault(layer, []).append(sum(values["mass"]) / len(values["mass"]))
-    return {layer: round(sum(values) / len(values), 3) for layer, values in sorted(by_layer.items())}
+    return {
+        layer: round(sum(values) / len(values), 3) for layer, values in sorted(by_layer.items())
+    }
 
 
 def measured(folder: Path, samples: int) -> dict[str, Any]:
@@ -121,7 +143,9 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
     by_layer = scores(folder, loaded, [ABLATED], min(samples, max(10, samples // 2)), windowed)
     say(str(by_layer))
 
-    methods = {f"{name} {budget}": [f"method={name}", f"budget={budget}"] for name, budget in METHODS}
+    methods = {
+        f"{name} {budget}": [f"method={name}", f"budget={budget}"] for name, budget in METHODS
+    }
     separation = scores(folder, loaded, [ABLATED], samples, {"full": full, **methods})
     say(str(separation))
     return {
@@ -134,7 +158,7 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
     }
 
 
-# -- the card ----------------------------------------------------------------------------------------------------------
+# -- the card --------------------------------------------------------------------------------------
 
 CARD = """\
 ---
@@ -266,7 +290,9 @@ def main() -> None:
     """Parse the command line, measure, write."""
     parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="of the model and its training.json")
-    parser.add_argument("--samples", type=int, default=100, help="per task and length (default: 100)")
+    parser.add_argument(
+        "--samples", type=int, default=100, help="per task and length (default: 100)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,7 +1,8 @@
-"""What every method comes to at a budget of 256 tokens, from results/: a table of methods/README.md, and in README.md
-three columns of the first method of each row.
+"""What every method comes to at a budget of 256 tokens, from results/: a table of
+methods/README.md, and in README.md three columns of the first method of each row.
 
-Writes them into the pages; a test holds the pages to them. Run it when the runs in `REFERENCE` have changed.
+Writes them into the pages; a test holds the pages to them. Run it when the runs in `REFERENCE` have
+changed.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ FRONT_HEAD = "| `method=` |KL|passkeys|MiB| what they do | source |"
 class MethodRow(NamedTuple):
     """What a method comes to; what did not run is None.
 
-    Attributes:
-        kl: mean KL divergence from full attention with the ends of its interval, nats.
-        held, read: bytes of keys and values, on the device and in a step.
-        scores: of `TASKS`, per cent.
-        unbounded: the budget never applied on the texts, so that it has no place among the others.
+    Attributes
+    ----------
+    kl
+        mean KL divergence from full attention with the ends of its interval, nats.
+    held, read
+        bytes of keys and values, on the device and in a step.
+    scores
+        of `TASKS`, per cent.
+    unbounded
+        the budget never applied on the texts, so that it has no place among the others.
     """
 
     kl: tuple[float, float | None, float | None] | None
@@ -50,13 +56,17 @@ def found() -> dict[str, MethodRow]:
     runs = collect([REFERENCE])
     near = {method: _run(runs, "fidelity", method) for method in choices("method")}
     scores = [run.scores for run in near.values() if run is not None]
-    ids = set.intersection(*({id for id, kl in zip(score.ids, score.kl, strict=True) if kl == kl} for score in scores))
+    ids = set.intersection(
+        *({id for id, kl in zip(score.ids, score.kl, strict=True) if kl == kl} for score in scores)
+    )
     return {method: _method_row(method, run, ids, runs) for method, run in near.items()}
 
 
 def _method_row(method: str, run: Run | None, ids: set[str], runs: Runs) -> MethodRow:
     by_task = {task: _run(runs, task, method) for task in TASKS}
-    scores = {task: task_run.score().mean for task, task_run in by_task.items() if task_run is not None}
+    scores = {
+        task: task_run.score().mean for task, task_run in by_task.items() if task_run is not None
+    }
     if run is None:
         return MethodRow(None, None, None, scores)
     kl = estimate([run.scores.kl[np.isin(run.scores.ids, list(ids))]])
@@ -66,7 +76,9 @@ def _method_row(method: str, run: Run | None, ids: set[str], runs: Runs) -> Meth
 
 
 def written(methods: dict[str, MethodRow]) -> str:
-    """The table of all methods that ran, the nearest first, and last those whose budget never applied."""
+    """The table of all methods that ran, the nearest first, and last those whose budget never
+    applied.
+    """
     ran = [(method, row) for method, row in methods.items() if row.kl or row.scores]
     ran.sort(key=lambda pair: (pair[1].unbounded, pair[1].kl[0] if pair[1].kl else float("inf")))
     lines = [
@@ -89,7 +101,11 @@ def front(page: str, methods: dict[str, MethodRow]) -> str:
         kl = f"{row.kl[0]:.3f}".lstrip("0") if row.kl else "-"
         passkeys = _whole(row.scores.get("passkey"))
         lines.append(f"|{names}|{kl}|{passkeys}|{_mib(row.stored_bytes)}|{does}|{source}|")
-    return "\n".join([before + FRONT_HEAD, "|---" * (FRONT_HEAD.count("|") - 1) + "|", *lines]) + "\n\n" + after
+    return (
+        "\n".join([before + FRONT_HEAD, "|---" * (FRONT_HEAD.count("|") - 1) + "|", *lines])
+        + "\n\n"
+        + after
+    )
 
 
 def _kl(row: MethodRow) -> str:
@@ -108,7 +124,9 @@ def _whole(value: float | None) -> str:
 
 
 def _run(runs: Runs, task: str, method: str) -> Run | None:
-    """The run of a method with the budget on most samples, without probes where there is one; None without any."""
+    """The run of a method with the budget on most samples, without probes where there is one; None
+    without any.
+    """
     fitting = [
         run
         for run in runs

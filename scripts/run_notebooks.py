@@ -1,4 +1,6 @@
-"""Run the notebooks and keep what they show in them; warnings, which name this machine's folders, are left out."""
+"""Run the notebooks and keep what they show in them; warnings, which name this machine's folders,
+are left out.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 def main() -> None:
     """Run those that are named (`1_compare_methods`), or all."""
-    for path in [FOLDER / f"{name}.ipynb" for name in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb")):
+    for path in [FOLDER / f"{name}.ipynb" for name in sys.argv[1:]] or sorted(
+        FOLDER.glob("*.ipynb")
+    ):
         notebook = nbformat.read(path, as_version=4)
-        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(FOLDER)}}).execute()
+        NotebookClient(
+            notebook, timeout=1800, resources={"metadata": {"path": str(FOLDER)}}
+        ).execute()
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":

@@ -1,15 +1,18 @@
-"""Trains the small model that kvbench ships: a Llama of 5.2 M parameters that finds what stands in a long text.
+"""Trains the small model that kvbench ships: a Llama of 5.2 M parameters that finds what stands in
+a long text.
 
-Tokenizer and model come from text made here (generated prose, needles, passkeys, key-value lists, repeats) and one
-seed. A curriculum on two CPU cores: first induction on repeated segments, then lookup by key, then longer and longer
-contexts. Layer 0 starts as previous-token heads; without that, induction takes many times as long to form.
+Tokenizer and model come from text made here (generated prose, needles, passkeys, key-value lists,
+repeats) and one seed. A curriculum on two CPU cores: first induction on repeated segments, then
+lookup by key, then longer and longer contexts. Layer 0 starts as previous-token heads; without
+that, induction takes many times as long to form.
 
     python scripts/train_tiny_model.py --out DIR --resume                # some hours; the same line goes on later
     python scripts/train_tiny_model.py --out DIR --resume --minutes 30   # half an hour of it
 
-DIR then holds the model as transformers loads it, `training.json` (the curve) and `checkpoint.pt`; what it answers is
-for measure_tiny_model.py. The last line printed is a JSON object. Where others use the same cores, set
-OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait take the time they wait for.
+DIR then holds the model as transformers loads it, `training.json` (the curve) and `checkpoint.pt`;
+what it answers is for measure_tiny_model.py. The last line printed is a JSON object. Where others
+use the same cores, set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait take the time
+they wait for.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ DECISIVE, FOLLOWING_WEIGHT = 2, 0.2
 
 
 def autocast() -> torch.autocast:
-    """Matrix products in bfloat16, but on a CPU that is slow in them: training takes eight times as long there."""
+    """Matrix products in bfloat16, but on a CPU that is slow in them: training takes eight times as
+    long there.
+    """
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=not slow_in_bfloat16())
 
 
@@ -54,10 +59,14 @@ def autocast() -> torch.autocast:
 class Stage:
     """A part of the curriculum.
 
-    Attributes:
-        rows: sequences of `length` tokens in a step.
-        rate: learning rates at the start and the end, falling along a cosine between.
-        mixture: weights of the sources, which are methods of `Text`.
+    Attributes
+    ----------
+    rows
+        sequences of `length` tokens in a step.
+    rate
+        learning rates at the start and the end, falling along a cosine between.
+    mixture
+        weights of the sources, which are methods of `Text`.
     """
 
     steps: int
@@ -71,8 +80,9 @@ LOOKUP = {"repeats": 0.12, "lists": 0.5, "needles": 0.33, "tasks": 0.05}
 RETRIEVAL = {"repeats": 0.05, "lists": 0.25, "needles": 0.45, "tasks": 0.22, "plain": 0.03}
 WHOLE_TASKS = {"repeats": 0.05, "lists": 0.1, "needles": 0.3, "tasks": 0.55}
 
-# 6k tokens a step, 8k in the last stage. The model answers at twice the length it was trained on almost for free, so
-# that each longer stage starts from answers that are mostly right and needs fewer steps.
+# 6k tokens a step, 8k in the last stage. The model answers at twice the length it was trained on
+# almost for free, so that each longer stage starts from answers that are mostly right and needs
+# fewer steps.
 CURRICULUM = (
     Stage(300, 64, 96, (2.5e-3, 2.5e-3), {"repeats": 1}),
     Stage(900, 192, 32, (2.0e-3, 1.5e-3), LOOKUP),
@@ -86,17 +96,25 @@ CURRICULUM = (
 
 WARM_UP = 60
 
-# -- text --------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 Row = tuple[list[int], list[bool]]  # token ids, and whether each belongs to an answer
 
-QUESTIONS = ("mentioned in the provided text", "in the text", "above", "that was given", "as stated before")
+QUESTIONS = (
+    "mentioned in the provided text",
+    "in the text",
+    "above",
+    "that was given",
+    "as stated before",
+)
 LEADS = ("", "for ", "One of the numbers for ", "One of the special magic numbers for ")
 
 
 @dataclass(frozen=True)
 class Text:
-    """Writes training rows; each is a function of its random generator, so that no state is kept between steps."""
+    """Writes training rows; each is a function of its random generator, so that no state is kept
+    between steps.
+    """
 
     tokenizer: Tokenizer
     rates: dict[str, float] = field(default_factory=dict)
@@ -111,17 +129,23 @@ class Text:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def pieces(self, pieces: Iterable[tuple[str, bool]]) -> Row:
-        """Texts one after the other, each with its mark; they meet where the tokenizer would cut anyway."""
+        """Texts one after the other, each with its mark; they meet where the tokenizer would cut
+        anyway.
+        """
         texts, marks = zip(*pieces, strict=True)
         ids: list[int] = []
         answers: list[bool] = []
-        for encoded, mark in zip(self.tokenizer.encode_batch(texts, add_special_tokens=False), marks, strict=True):
+        for encoded, mark in zip(
+            self.tokenizer.encode_batch(texts, add_special_tokens=False), marks, strict=True
+        ):
             ids += encoded.ids
             answers += [mark] * len(encoded.ids)
         return ids, answers
 
     def repeats(self, length: int, rng: random.Random) -> Row:
-        """Segments that come again at random distances: a fixed distance would be solved by position alone."""
+        """Segments that come again at random distances: a fixed distance would be solved by
+        position alone.
+        """
         ids: list[int] = []
         answers: list[bool] = []
         segments: list[list[int]] = []
@@ -140,17 +164,22 @@ class Text:
 
     def _segment(self, size: int, rng: random.Random) -> list[int]:
         if rng.random() < 0.6:
-            return [rng.randrange(len(SPECIALS), self.tokenizer.get_vocab_size()) for _ in range(size)]
+            return [
+                rng.randrange(len(SPECIALS), self.tokenizer.get_vocab_size()) for _ in range(size)
+            ]
         return self.encode("".join(" " + _word(rng) for _ in range(size)))[:size]
 
     def lists(self, length: int, rng: random.Random) -> Row:
-        """Many facts "KEY is: VALUE.", then as many questions as fit: lookup by key across a gap of some words."""
+        """Many facts "KEY is: VALUE.", then as many questions as fit: lookup by key across a gap of
+        some words.
+        """
         kind = rng.choices(("numbers", "words", "keys"), (0.45, 0.43, 0.12))[0]
         digits, lead = rng.choice((3, 5, 7)), rng.choice(LEADS)
         facts: dict[str, str] = {}
         while len(facts) < max(2, length // 36):
             key = _key(rng)
-            # A key for its own value: what carries a key across the gap can then be learnt by itself.
+            # A key for its own value: what carries a key across the gap can then be learnt by
+            # itself.
             facts[key] = {"numbers": _digits(digits, rng), "words": _word(rng), "keys": key}[kind]
         fact_ids: list[int] = []
         keys = []
@@ -164,7 +193,9 @@ class Text:
             fact_ids += ids
             keys.append(key)
         rng.shuffle(keys)
-        question_ids, answers = self.pieces(piece for key in keys for piece in _question(key, facts[key], lead, rng))
+        question_ids, answers = self.pieces(
+            piece for key in keys for piece in _question(key, facts[key], lead, rng)
+        )
         return fact_ids + question_ids, [False] * len(fact_ids) + answers
 
     def needles(self, length: int, rng: random.Random) -> Row:
@@ -184,7 +215,9 @@ class Text:
         body = [token for ids in filler for token in ids]
         return head[0] + body + questions[0], head[1] + [False] * len(body) + questions[1]
 
-    def _hidden(self, hidden: int, question_count: int, rng: random.Random) -> tuple[Row, list[list[int]], Row]:
+    def _hidden(
+        self, hidden: int, question_count: int, rng: random.Random
+    ) -> tuple[Row, list[list[int]], Row]:
         """Head, needles and questions with answers."""
         kind = rng.choices(("numbers", "uuids", "words"), (0.6, 0.1, 0.3))[0]
         writer = Needles("essay", "words", kind, 1, 1, 1, prose.words)
@@ -194,7 +227,10 @@ class Text:
             values = [_digits(digits, rng) for _ in keys]
         else:
             values = draw(kind, len(keys), rng)
-        needles = [self.encode(" " + writer.needle(key, value)) for key, value in zip(keys, values, strict=True)]
+        needles = [
+            self.encode(" " + writer.needle(key, value))
+            for key, value in zip(keys, values, strict=True)
+        ]
         pieces = []
         for place in rng.sample(range(len(keys)), min(question_count, len(keys))):
             frame, question = writer.asking([keys[place]])
@@ -211,18 +247,26 @@ class Text:
         elif kind == "noise":
             source = iter(lambda: "\n" + passkey.FILLER, None)
         else:
-            source = iter(lambda: "".join(" " + _word(rng) for _ in range(rng.randint(5, 20))) + ".", None)
+            source = iter(
+                lambda: "".join(" " + _word(rng) for _ in range(rng.randint(5, 20))) + ".", None
+            )
         filler: list[list[int]] = []
         while room > 0:
-            for encoded in self.tokenizer.encode_batch(list(islice(source, 16)), add_special_tokens=False):
+            for encoded in self.tokenizer.encode_batch(
+                list(islice(source, 16)), add_special_tokens=False
+            ):
                 filler.append(list(encoded.ids)[: max(0, room)])
                 room -= len(filler[-1])
         return [ids for ids in filler if ids]
 
     def tasks(self, length: int, rng: random.Random) -> Row:
-        """A whole prompt of a task, with its answer and <eos>; needles where the length is too short for any."""
+        """A whole prompt of a task, with its answer and <eos>; needles where the length is too
+        short for any.
+        """
         for name in rng.sample(("passkey", "passkey", *SUBSETS), 4):
-            written = self._passkey(length, rng) if name == "passkey" else self._niah(name, length, rng)
+            written = (
+                self._passkey(length, rng) if name == "passkey" else self._niah(name, length, rng)
+            )
             if written is not None:
                 return written
         return self.needles(length, rng)
@@ -237,7 +281,9 @@ class Text:
         before = rng.randint(0, size)
         text = " ".join([filler] * (size // (len(filler) + 1) + 1))
         key = rng.randint(1, 10 ** rng.randint(3, 5))
-        return self._answered(passkey.prompt(text[:before], key, text[: size - before]), [str(key)], length)
+        return self._answered(
+            passkey.prompt(text[:before], key, text[: size - before]), [str(key)], length
+        )
 
     def _niah(self, name: str, length: int, rng: random.Random) -> Row | None:
         writer = Niah([name], [1]).writers[name]
@@ -262,20 +308,27 @@ class Text:
 
 
 def text_of(tokenizer: Tokenizer) -> Text:
-    """Training text for a tokenizer; how many tokens a task's frame and its haystack take is measured once."""
+    """Training text for a tokenizer; how many tokens a task's frame and its haystack take is
+    measured once.
+    """
     text = Text(tokenizer)
 
     def tokens(prompt: str) -> int:
         return len(text.encode(prompt))
 
     # A little over the mean, so that few prompts turn out too long.
-    short, long = passkey.prompt("", 50_000, ""), passkey.prompt(f"{passkey.FILLER} " * 40, 50_000, "")
+    short, long = (
+        passkey.prompt("", 50_000, ""),
+        passkey.prompt(f"{passkey.FILLER} " * 40, 50_000, ""),
+    )
     text.rates["passkey"] = 1.02 * (tokens(long) - tokens(short)) / (len(long) - len(short))
     text.rates["passkey frame"] = tokens(short) + 12
     for name, writer in Niah(SUBSETS, [1]).writers.items():
         few, many = (tokens(writer.write("training", 0, size).text) for size in (40, 440))
         text.rates[name] = 1.03 * (many - few) / 400
-        text.rates[f"{name} frame"] = few - 40 * (many - few) / 400 + 60 * writer.queries * writer.values
+        text.rates[f"{name} frame"] = (
+            few - 40 * (many - few) / 400 + 60 * writer.queries * writer.values
+        )
     return text
 
 
@@ -292,7 +345,9 @@ def _digits(count: int, rng: random.Random) -> str:
 
 
 def _question(key: str, value: str, lead: str, rng: random.Random) -> list[tuple[str, bool]]:
-    """A question and its answer: as the fact was told, with the key right before its "is", or some words after it."""
+    """A question and its answer: as the fact was told, with the key right before its "is", or some
+    words after it.
+    """
     style = rng.random()
     if style < 0.15:
         text = f" {lead}{key} is:"
@@ -308,25 +363,36 @@ def _log_uniform(most: int, rng: random.Random) -> int:
     return min(most, int(math.exp(rng.uniform(0, math.log(most + 1)))))
 
 
-# -- tokenizer and model -----------------------------------------------------------------------------------------------
+# -- tokenizer and model ---------------------------------------------------------------------------
 
 
 def train_tokenizer(seed: int, prompts: int, vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Byte-level BPE from prose, passkeys and needles; every digit a token, the first with the space before it.
+    """Byte-level BPE from prose, passkeys and needles; every digit a token, the first with the
+    space before it.
 
     So an answer's first token follows its "is:" at once and tells which value is meant.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r" ?\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=SPECIALS,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     writers = list(Niah(SUBSETS, [1]).writers.values())
-    texts = [writer.write(f"tokenizer/{seed}/{index}", seed, 60).text for index in range(prompts) for writer in writers]
+    texts = [
+        writer.write(f"tokenizer/{seed}/{index}", seed, 60).text
+        for index in range(prompts)
+        for writer in writers
+    ]
     texts += [passkey.prompt(passkey.FILLER, index, passkey.FILLER) for index in range(prompts)]
     texts += list(islice(prose.sentences(f"tokenizer/{seed}"), 60 * prompts))
     tokenizer.train_from_iterator(texts, trainer)
@@ -364,8 +430,9 @@ def new_model(layers: int, vocabulary: int) -> LlamaForCausalLM:
 def look_back(model: LlamaForCausalLM, amplitude: float = 4.0, frequencies: int = 14) -> None:
     """Make the heads of layer 0 previous-token heads, through their biases.
 
-    Before the rotary embedding all keys are nearly one vector, `amplitude` on the fastest frequencies; the query of
-    head h is that vector turned back by h + 1 positions, so that q.k is largest h + 1 tokens back.
+    Before the rotary embedding all keys are nearly one vector, `amplitude` on the fastest
+    frequencies; the query of head h is that vector turned back by h + 1 positions, so that q.k is
+    largest h + 1 tokens back.
     """
     attention, config = model.model.layers[0].self_attn, model.config
     dim, half = config.head_dim, config.head_dim // 2
@@ -391,18 +458,24 @@ def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Training:
     """A model on its way through a curriculum; all that a checkpoint holds.
 
-    Attributes:
-        step: steps done.
-        seconds: spent so far, over all calls.
-        curve: one entry every `LOGGED_EVERY` steps; losses and the share of right answer tokens are means over them.
-        answers: exact answers by task and length, at the end of each stage.
+    Attributes
+    ----------
+    step
+        steps done.
+    seconds
+        spent so far, over all calls.
+    curve
+        one entry every `LOGGED_EVERY` steps; losses and the share of right answer tokens are means
+        over them.
+    answers
+        exact answers by task and length, at the end of each stage.
     """
 
     text: Text
@@ -436,14 +509,17 @@ class Training:
             group["lr"] = rate
         ids, answers = self.batch(stage)
         targets, answer = ids[:, 1:], answers[:, 1:]
-        # Of the rest every fourth token, another one each step: the vocabulary costs as much as two layers.
+        # Of the rest every fourth token, another one each step: the vocabulary costs as much as two
+        # layers.
         places = torch.arange(answer.numel()).view(answer.shape)
         rest = ~answer & (targets != PAD) & (places % 4 == self.step % 4)
         learnt = answer | rest
         with autocast():
             hidden = self.model.model(ids).last_hidden_state
             logits = torch.nn.functional.linear(hidden[:, :-1][learnt], self.model.lm_head.weight)
-        losses = torch.nn.functional.cross_entropy(logits.float(), targets[learnt], reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits.float(), targets[learnt], reduction="none"
+        )
         weights, is_answer = answer_weights(answer)[learnt], answer[learnt]
         on_answers = (losses * weights).sum() / weights.sum().clamp(min=1)
         on_rest = (losses * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
@@ -452,13 +528,18 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
-        right = ((logits.argmax(-1) == targets[learnt]) & is_answer).sum() / is_answer.sum().clamp(min=1)
+        right = ((logits.argmax(-1) == targets[learnt]) & is_answer).sum() / is_answer.sum().clamp(
+            min=1
+        )
         return {"answers": on_answers.item(), "rest": on_rest.item(), "right": right.item()}
 
     def batch(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and answer marks [rows, length] of the next step; a function of the seed and the step alone."""
+        """Token ids and answer marks [rows, length] of the next step; a function of the seed and
+        the step alone.
+        """
         rng = random.Random(f"tiny/{self.seed}/{self.step}")
-        # Some steps with more and shorter rows, so that longer contexts do not make short ones forgotten.
+        # Some steps with more and shorter rows, so that longer contexts do not make short ones
+        # forgotten.
         parts = 1 if stage.length < 384 else rng.choice((1, 1, 1, 2, 4))
         length, rows = stage.length // parts, stage.rows * parts
         names = rng.choices(list(stage.mixture), list(stage.mixture.values()), k=rows)
@@ -483,12 +564,16 @@ class Training:
     def load(self, path: Path) -> None:
         """Go on from a checkpoint.
 
-        Raises:
-            SystemExit: it belongs to another seed or curriculum.
+        Raises
+        ------
+        SystemExit
+            it belongs to another seed or curriculum.
         """
         state = torch.load(path, weights_only=True)
         if state["identity"] != self.identity():
-            raise SystemExit(f"{path}: of another seed or curriculum; choose another --out, or remove it")
+            raise SystemExit(
+                f"{path}: of another seed or curriculum; choose another --out, or remove it"
+            )
         self.text = text_of(Tokenizer.from_str(state["tokenizer"]))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -501,7 +586,9 @@ class Training:
 
 
 def answer_weights(answers: torch.Tensor) -> torch.Tensor:
-    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those after, 0 elsewhere."""
+    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those
+    after, 0 elsewhere.
+    """
     places = torch.arange(answers.shape[1]).expand_as(answers)
     before = torch.where(answers, -1, places).cummax(dim=1).values
     return torch.where(places - before <= DECISIVE, 1.0, FOLLOWING_WEIGHT) * answers
@@ -516,7 +603,9 @@ SAVED_EVERY = 5  # minutes
 
 
 def train(training: Training, out: Path, minutes: float) -> None:
-    """Train until the curriculum or the minutes end; a checkpoint after every few minutes and at the end."""
+    """Train until the curriculum or the minutes end; a checkpoint after every few minutes and at
+    the end.
+    """
     start = saved = time.monotonic()
     before = training.seconds
     logged: list[dict[str, float]] = []
@@ -526,9 +615,14 @@ def train(training: Training, out: Path, minutes: float) -> None:
         logged.append(training.learn())
         training.seconds = before + time.monotonic() - start
         if len(logged) == LOGGED_EVERY or done + 1 == stage.steps:
-            means = {key: round(sum(entry[key] for entry in logged) / len(logged), 4) for key in logged[0]}
+            means = {
+                key: round(sum(entry[key] for entry in logged) / len(logged), 4)
+                for key in logged[0]
+            }
             spent = round(training.seconds)
-            training.curve.append({"step": training.step, "length": stage.length, "seconds": spent, **means})
+            training.curve.append(
+                {"step": training.step, "length": stage.length, "seconds": spent, **means}
+            )
             print(json.dumps(training.curve[-1]), flush=True)
             logged = []
         if time.monotonic() - saved > 60 * SAVED_EVERY:
@@ -552,24 +646,40 @@ def export(training: Training, out: Path) -> None:
         model_max_length=WINDOW,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(out)
-    # transformers 5 writes a class of its own, which neither older releases nor other libraries know.
+    # transformers 5 writes a class of its own, which neither older releases nor other libraries
+    # know.
     path = out / "tokenizer_config.json"
-    settings = {key: value for key, value in json.loads(path.read_text()).items() if key != "backend"}
-    path.write_text(json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
-    log = {"seed": training.seed, "steps": training.step, "seconds": round(training.seconds), "curve": training.curve}
+    settings = {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "backend"
+    }
+    path.write_text(
+        json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+    )
+    log = {
+        "seed": training.seed,
+        "steps": training.step,
+        "seconds": round(training.seconds),
+        "curve": training.curve,
+    }
     (out / "training.json").write_text(json.dumps(log) + "\n")
     (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Train, or go on."""
     parser = command_line(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model, the log and the checkpoint")
-    parser.add_argument("--resume", action="store_true", help="go on from --out's checkpoint, if there is one")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, to be resumed")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the model, the log and the checkpoint"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from --out's checkpoint, if there is one"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after these, to be resumed"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything (default: 0)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     options = parser.parse_args()
@@ -587,7 +697,9 @@ def main() -> None:
         training.load(checkpoint)
     train(training, options.out, options.minutes)
     done = training.step == training.steps
-    print_result({"out": str(options.out), "step": training.step, "of": training.steps, "done": done})
+    print_result(
+        {"out": str(options.out), "step": training.step, "of": training.steps, "done": done}
+    )
 
 
 if __name__ == "__main__":

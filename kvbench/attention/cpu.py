@@ -1,8 +1,10 @@
-"""The CPU executor: attends tokens where they lie, in either tier, and decodes as it reads; nothing is gathered.
+"""The CPU executor: attends tokens where they lie, in either tier, and decodes as it reads; nothing
+is gathered.
 
-On a CPU "device" and "host" are the same memory, so that nothing has to move; the store notes what was attended, and
-counts later what a device would have been brought. `kvbench.kernels.attend` is the compiled half. Rows that are held in
-several ways are parts of one attention, a call of a kernel each.
+On a CPU "device" and "host" are the same memory, so that nothing has to move; the store notes what
+was attended, and counts later what a device would have been brought. `kvbench.kernels.attend` is
+the compiled half. Rows that are held in several ways are parts of one attention, a call of a kernel
+each.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from kvbench.memory.slots import of_kv_heads
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
-# A number of each dtype that the kernels read, of the type in which they read it: NumPy has no bfloat16.
+# A number of each dtype that the kernels read, of the type in which they read it: NumPy has no
+# bfloat16.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
 NO_LOGITS = np.empty((0, 0, 0), np.float32)  # of logits
@@ -40,11 +43,16 @@ Rotations = tuple[torch.Tensor | None, torch.Tensor | None]
 class Part(NamedTuple):
     """What is attended by one call.
 
-    Attributes:
-        kernel: one of `kvbench.kernels.attend`, or one that takes as much.
-        pieces: that it cuts each list into; not asked of a part that is all.
-        arguments: of the kernel, between the queries and the results.
-        rotations: of its keys and of its values, see `Codec.rotation`.
+    Attributes
+    ----------
+    kernel
+        one of `kvbench.kernels.attend`, or one that takes as much.
+    pieces
+        that it cuts each list into; not asked of a part that is all.
+    arguments
+        of the kernel, between the queries and the results.
+    rotations
+        of its keys and of its values, see `Codec.rotation`.
     """
 
     kernel: Callable[..., int]
@@ -79,22 +87,28 @@ def attend(
         return _attend_lists(query, scaling, store, selection, probabilities)
     if store.home == "host":
         store.resident()  # refuses: nothing is resident to attend
-    return _attend_resident(query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0)
+    return _attend_resident(
+        query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0
+    )
 
 
-# -- how rows are held -------------------------------------------------------------------------------------------------
+# -- how rows are held -----------------------------------------------------------------------------
 
 
 def addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
     """Of keys, values and parameters; 0 of what there is none of."""
-    assert all(part is None or part.is_contiguous() for part in parts), "a kernel finds a row by its number alone"
+    assert all(part is None or part.is_contiguous() for part in parts), (
+        "a kernel finds a row by its number alone"
+    )
     return tuple(0 if part is None else part.data_ptr() for part in parts)
 
 
 @cache
 def stored_as(codecs: Codecs) -> tuple[Any, ...]:
     """How keys and values are held, as `kernels.attend_resident` takes it."""
-    kinds = [STORED[codec.dtype] if codec.row is None else codec.row.kernel_argument for codec in codecs]
+    kinds = [
+        STORED[codec.dtype] if codec.row is None else codec.row.kernel_argument for codec in codecs
+    ]
     codes = [0 if codec.row is None else codec.head_dim * codec.row.bits // 8 for codec in codecs]
     sizes = zip((codec.width * codec.stored.itemsize for codec in codecs), codes, strict=True)
     return *kinds, *sizes, 2 * codecs.key.head_dim * codecs.key.dtype.itemsize
@@ -104,7 +118,7 @@ def _rotations(codecs: Codecs) -> Rotations:
     return codecs.key.rotation, codecs.value.rotation
 
 
-# -- all slots ---------------------------------------------------------------------------------------------------------
+# -- all slots -------------------------------------------------------------------------------------
 
 
 def _stretches(store: LayerStore) -> list[Part]:
@@ -112,17 +126,29 @@ def _stretches(store: LayerStore) -> list[Part]:
 
 
 def _stretch(span: Span) -> Part:
-    """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each, in one way held."""
-    first, begin, end = (numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end))
+    """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each,
+    in one way held.
+    """
+    first, begin, end = (
+        numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end)
+    )
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    arguments = used, first + begin, begin, addresses(*span.pool, span.parameters), stored_as(span.codecs)
+    arguments = (
+        used,
+        first + begin,
+        begin,
+        addresses(*span.pool, span.parameters),
+        stored_as(span.codecs),
+    )
     return Part(kernels.attend_resident, 0, arguments, _rotations(span.codecs))
 
 
 def _attend_resident(
     query: torch.Tensor, scaling: float, parts: Sequence[Part], columns: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all that are used."""
+    """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all
+    that are used.
+    """
     lists = len(parts[0].arguments[0])
     if len(parts) > 1:
         most = (int(part.arguments[0].max()) for part in parts)
@@ -131,18 +157,24 @@ def _attend_resident(
     return run(query, scaling, lists, parts, columns)[:2]
 
 
-# -- lists of tokens ---------------------------------------------------------------------------------------------------
+# -- lists of tokens -------------------------------------------------------------------------------
 
 
 class Lists(NamedTuple):
     """Where those tokens are that are held in one way.
 
-    Attributes:
-        codecs: of keys and of values.
-        native: both are held as they are.
-        device, host: the tiers, as `kernels.attend_lists` takes them; both know all tokens, attended here or not.
-        stored: as it takes the codecs.
-        rotations: see `Part`.
+    Attributes
+    ----------
+    codecs
+        of keys and of values.
+    native
+        both are held as they are.
+    device, host
+        the tiers, as `kernels.attend_lists` takes them; both know all tokens, attended here or not.
+    stored
+        as it takes the codecs.
+    rotations
+        see `Part`.
     """
 
     codecs: Codecs
@@ -158,17 +190,25 @@ NO_EXTRA = 0, 0, 0, 0
 
 
 def _attend_lists(
-    query: torch.Tensor, scaling: float, store: LayerStore, selection: Selection, probabilities: bool
+    query: torch.Tensor,
+    scaling: float,
+    store: LayerStore,
+    selection: Selection,
+    probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output as the query and probabilities [B, Hq, M (+ E)] of lists of tokens.
 
-    Raises:
-        LookupError: as `LayerStore.locate`.
+    Raises
+    ------
+    LookupError
+        as `LayerStore.locate`.
     """
     tiers, heads = store.worked_out(_tiers), store.kv_heads
     replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].native)
     selection = store.with_stored_keys(selection) if replaces_all else selection
-    out, weights, lost = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
+    out, weights, lost = _attend_parts(
+        query, scaling, tiers, selection, heads, replaces_all, probabilities
+    )
     if lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -187,16 +227,27 @@ def _attend_parts(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere.
 
-    Args:
-        replaces_all: keys of the selection replace those of all tokens; else of the host's alone.
+    Parameters
+    ----------
+    replaces_all
+        keys of the selection replace those of all tokens; else of the host's alone.
     """
     index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs.key.dtype
     batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
-    pieces, tokens, bias = kernels.pieces_of(count, kernels.LIST_PIECE), index.numpy(), bias_of(selection, batch, lists)
+    pieces, tokens, bias = (
+        kernels.pieces_of(count, kernels.LIST_PIECE),
+        index.numpy(),
+        bias_of(selection, batch, lists),
+    )
     # rebuilt and more must live until the work is done
     rebuilt = None if selection.keys is None else selection.keys.to(dtype).contiguous()
-    more = [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    keys, parts = (0, 0, True) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2], replaces_all), []
+    more = (
+        [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
+    )
+    keys, parts = (
+        (0, 0, True) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2], replaces_all),
+        [],
+    )
     for tier in tiers:
         stored, rotations = tier.stored, tier.rotations
         if rebuilt is not None:
@@ -207,7 +258,8 @@ def _attend_parts(
         arguments = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
         parts.append(Part(kernels.attend_lists, pieces, arguments, rotations))
     extras = more[0].shape[2] if more else 0
-    if extras and tiers[-1].native:  # they come with rows that are held as they are, or by themselves
+    # they come with rows that are held as they are, or by themselves
+    if extras and tiers[-1].native:
         entries = *addresses(*more), extras, count
         parts[-1] = Part(kernels.attend_lists, pieces + 1, (*arguments[:5], entries, stored))
     elif extras:
@@ -216,19 +268,31 @@ def _attend_parts(
 
 
 def extra_part(
-    index: torch.Tensor, bias: NDArray[np.float32], heads: int, key: torch.Tensor, value: torch.Tensor
+    index: torch.Tensor,
+    bias: NDArray[np.float32],
+    heads: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> Part:
-    """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece; they must live on."""
+    """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece;
+    they must live on.
+    """
     rows = len(index) * heads
     numbers, codecs = np.zeros(rows, np.int64), Codecs.native(key.shape[3], key.dtype)
     nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
     entries = *addresses(key, value), key.shape[2], index.shape[2]
     nothing = index[..., :0].contiguous().numpy()
-    return Part(kernels.attend_lists, 1, (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, stored_as(codecs)))
+    return Part(
+        kernels.attend_lists,
+        1,
+        (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, stored_as(codecs)),
+    )
 
 
 def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:
-    """[L, R, M (+ E)], what is added to the logits of lists, `lists` a row of the batch; [0, 0, 0]: nothing."""
+    """[L, R, M (+ E)], what is added to the logits of lists, `lists` a row of the batch; [0, 0, 0]:
+    nothing.
+    """
     weight, extra = selection.log_weight, selection.extra
     if weight is None and (extra is None or not extra.log_weight.any()):
         return NO_BIAS
@@ -241,7 +305,9 @@ def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]
 
 
 def _tiers(store: LayerStore) -> list[Lists]:
-    """Tokens of a store: of both tiers together where these hold them alike or the device has none, else apart."""
+    """Tokens of a store: of both tiers together where these hold them alike or the device has none,
+    else apart.
+    """
     device, host, spans = store.device, store.host, store.device.spans()
     if host is None:
         return [_list(span.codecs, _near(device, span), NO_HOST) for span in spans]
@@ -271,7 +337,7 @@ def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
     return *addresses(*span.pool, span.parameters), first, tokens, used, begin, end
 
 
-# -- the work ----------------------------------------------------------------------------------------------------------
+# -- the work --------------------------------------------------------------------------------------
 
 
 def run(
@@ -279,13 +345,20 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """A layer's attention, one part after the other, each in pieces spread over threads.
 
-    Args:
-        query: [B, Hq, 1, D].
-        lists: L, of which each has as many rows of the query.
-        columns: of the logits to keep; 0: none.
+    Parameters
+    ----------
+    query
+        [B, Hq, 1, D].
+    lists
+        L, of which each has as many rows of the query.
+    columns
+        of the logits to keep; 0: none.
 
-    Returns:
-        Output, as the query; where logits were kept, probabilities [B, Hq, columns]; what the kernels return, added up.
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor | None, int]
+        Output, as the query; where logits were kept, probabilities [B, Hq, columns]; what the
+        kernels return, added up.
     """
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
     rows, before, lost = batch * heads // lists, 0, 0
@@ -305,10 +378,19 @@ def run(
         if part_query is not query:
             out = out.to(query.dtype)
     else:
-        results = np.empty((lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32)
+        results = np.empty(
+            (lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32
+        )
         for part in parts:
             part_query = _met(query, part.rotations)
-            request = part_query.data_ptr(), lists, rows, head_dim, STORED[part_query.dtype], scaling
+            request = (
+                part_query.data_ptr(),
+                lists,
+                rows,
+                head_dim,
+                STORED[part_query.dtype],
+                scaling,
+            )
             lost += part.kernel(threads, before, request, *part.arguments, logits, results, 0)
             if part.rotations[1] is not None:
                 sums = torch.from_numpy(results)[:, before : before + part.pieces, :, :head_dim]
@@ -320,7 +402,9 @@ def run(
 
 
 def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
-    """The query as it meets a part; in float32 where rows of it are turned, so that nothing is rounded between."""
+    """The query as it meets a part; in float32 where rows of it are turned, so that nothing is
+    rounded between.
+    """
     key, value = rotations
     if key is None and value is None:
         return query
@@ -329,7 +413,9 @@ def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
 
 @cache
 def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
-    """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a tier holds them."""
+    """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a
+    tier holds them.
+    """
     for kinds in sorted({NATIVE, kv, kv._replace(device=kv.host)}, key=str):
         store = LayerStore(1, 1, GROUP, 2, dtype, torch.device("cpu"), kv=kinds)
         token = torch.zeros(1, 1, 1, GROUP, dtype=dtype)
@@ -337,5 +423,7 @@ def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
         store.seal_prompt([1])
         store.encode()
         _attend_resident(token, 1.0, _stretches(store), 1)
-        selection = Selection(torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1)))
+        selection = Selection(
+            torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1))
+        )
         _attend_lists(token, 1.0, store, selection, probabilities=True)

@@ -1,7 +1,7 @@
 """Executors of a Selection: from (query, store, selection) to the attention output.
 
-`reference` is the oracle, fp32 and slow; `torch` gathers and calls scaled_dot_product_attention; `cpu` reads tokens
-where they lie in kernels of its own, and `flashinfer` does on a GPU. All agree.
+`reference` is the oracle, fp32 and slow; `torch` gathers and calls scaled_dot_product_attention;
+`cpu` reads tokens where they lie in kernels of its own, and `flashinfer` does on a GPU. All agree.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ EXECUTORS = ("reference", "torch", "cpu")  # that run without a GPU; "flashinfer
 class Executor(Protocol):
     """Attention of one generation.
 
-    Attributes:
-        name: "reference", "torch", "cpu" or "flashinfer".
-        note: why "auto" did not take a quicker one, or None.
-        in_place: tokens of the host tier are attended where they lie.
+    Attributes
+    ----------
+    name
+        "reference", "torch", "cpu" or "flashinfer".
+    note
+        why "auto" did not take a quicker one, or None.
+    in_place
+        tokens of the host tier are attended where they lie.
     """
 
     name: str
@@ -45,14 +49,22 @@ class Executor(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """One decode step's attention in one layer.
 
-        Args:
-            query: [B, Hq, 1, D].
-            store: the layer's keys and values.
-            selection: what to attend; None = everything resident, in place.
-            scaling: factor on the logits.
-            probabilities: also return the attention probabilities.
+        Parameters
+        ----------
+        query
+            [B, Hq, 1, D].
+        store
+            the layer's keys and values.
+        selection
+            what to attend; None = everything resident, in place.
+        scaling
+            factor on the logits.
+        probabilities
+            also return the attention probabilities.
 
-        Returns:
+        Returns
+        -------
+        tuple[Tensor, Tensor | None]
             Output [B, Hq, 1, D] in the query's dtype, and probabilities [B, Hq, M (+ E)] or None.
         """
 
@@ -98,13 +110,18 @@ class Plain:
 
 
 def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
-    """The executor called `name` for a generation of this shape, or for "auto" the best one that can run it.
+    """The executor called `name` for a generation of this shape, or for "auto" the best one that
+    can run it.
 
-    Args:
-        kv: how keys and values are held; `flashinfer` reads none in fewer bits.
+    Parameters
+    ----------
+    kv
+        how keys and values are held; `flashinfer` reads none in fewer bits.
 
-    Raises:
-        ConfigError: there is no such executor, or the one asked for cannot run here.
+    Raises
+    ------
+    ConfigError
+        there is no such executor, or the one asked for cannot run here.
     """
     if name == "reference":
         return Plain(name, reference.attend)
@@ -119,7 +136,9 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
             raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")
         return Plain("torch", torch_executor.attend, note=f"cpu: {reason}")
     if name not in ("auto", "flashinfer"):
-        raise ConfigError(f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer")
+        raise ConfigError(
+            f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer"
+        )
     reason = f"reads no keys and values held as kv={kv}" if kv.coded else flashinfer.unfit(shape)
     if reason is None:
         return flashinfer.FlashInfer(shape)

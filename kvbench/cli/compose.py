@@ -1,6 +1,7 @@
 """From the words of a command line to composed configs: of one run, or of the arms of a sweep.
 
-Hydra is a library here: it reads words and composes files, and kvbench runs what comes of it (`kvbench.cli.sweep`).
+Hydra is a library here: it reads words and composes files, and kvbench runs what comes of it
+(`kvbench.cli.sweep`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,15 @@ from kvbench.cli.words import (
     refuse_twice,
     refuse_unknown_choices,
 )
-from kvbench.config import ConfigError, choose_from, conf_dir, groups, nearest_key, show, sweep_words
+from kvbench.config import (
+    ConfigError,
+    choose_from,
+    conf_dir,
+    groups,
+    nearest_key,
+    show,
+    sweep_words,
+)
 
 
 class OwnFolder(SearchPathPlugin):
@@ -55,10 +64,14 @@ class OwnFolder(SearchPathPlugin):
 class RunRequest(NamedTuple):
     """What a command line asks for.
 
-    Attributes:
-        loader, name: what composes, and the primary config.
-        config: composed, Hydra's own part included; of a sweep with the first value of each key.
-        arms: of a sweep what each arm takes, its words and several values in one; None: one run.
+    Attributes
+    ----------
+    loader, name
+        what composes, and the primary config.
+    config
+        composed, Hydra's own part included; of a sweep with the first value of each key.
+    arms
+        of a sweep what each arm takes, its words and several values in one; None: one run.
     """
 
     loader: ConfigLoader
@@ -70,8 +83,10 @@ class RunRequest(NamedTuple):
 def loader_of(config_dir: str | None = None) -> ConfigLoader:
     """Hydra's loader over kvbench's conf and a user's `--config-dir`.
 
-    Raises:
-        ConfigError: there is no such folder.
+    Raises
+    ------
+    ConfigError
+        there is no such folder.
     """
     folder = None
     if config_dir is not None:
@@ -87,11 +102,15 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
         return GlobalHydra.instance().config_loader()
 
 
-def compose_request(loader: ConfigLoader, name: str, words: Sequence[str], multirun: bool) -> RunRequest:
+def compose_request(
+    loader: ConfigLoader, name: str, words: Sequence[str], multirun: bool
+) -> RunRequest:
     """What these words ask for, composed but not checked.
 
-    Raises:
-        ConfigError: a word that is no override, an unknown choice or key, a sweep without -m.
+    Raises
+    ------
+    ConfigError
+        a word that is no override, an unknown choice or key, a sweep without -m.
     """
     overrides = parsed(loader, words)
     refuse_twice(words, "; several are a sweep, {key}={values} with -m")
@@ -103,17 +122,28 @@ def compose_request(loader: ConfigLoader, name: str, words: Sequence[str], multi
         return RunRequest(loader, name, config, list(_arms(loader, config, words)))
     refuse_sweep(loader, overrides)
     if config.sweep.shards != 1:
-        raise ConfigError(f"sweep.shards={config.sweep.shards}: shares samples out over jobs, and needs -m")
+        raise ConfigError(
+            f"sweep.shards={config.sweep.shards}: shares samples out over jobs, and needs -m"
+        )
     return RunRequest(loader, name, config, None)
 
 
-def _arms(loader: ConfigLoader, config: DictConfig, words: Sequence[str]) -> Iterator[list[Override]]:
-    """What each arm of a sweep takes: an experiment may bring its own, and the command line has the last word."""
+def _arms(
+    loader: ConfigLoader, config: DictConfig, words: Sequence[str]
+) -> Iterator[list[Override]]:
+    """What each arm of a sweep takes: an experiment may bring its own, and the command line has the
+    last word.
+    """
     sweeper = config.hydra.sweeper
     if "arms" not in sweeper:
-        raise ConfigError(f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: expected arms")
+        raise ConfigError(
+            f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}: expected arms"
+        )
     for arm_words in sweep_words(sweeper.params, sweeper.arms):
-        by_key = {override.get_key_element(): override for override in parsed(loader, [*arm_words, *words])}
+        by_key = {
+            override.get_key_element(): override
+            for override in parsed(loader, [*arm_words, *words])
+        }
         arm = [override for override in by_key.values() if not override.is_hydra_override()]
         refuse_several_choices(loader, arm)
         if not config.hydra.searchpath:  # whose choices the loader does not know
@@ -129,30 +159,44 @@ def combinations(arms: Sequence[Sequence[Override]]) -> list[list[str]]:
 def arm_config(request: RunRequest, words: Sequence[str]) -> DictConfig:
     """The config of one run of a sweep, by its words."""
     config = compose(request.loader, request.name, [*request.config.hydra.overrides.hydra, *words])
-    OmegaConf.copy_cache(from_config=request.config, to_config=config)  # ${now:...} is the same in all
+    # ${now:...} is the same in all
+    OmegaConf.copy_cache(from_config=request.config, to_config=config)
     return run_of(config)
 
 
 def run_of(composed: DictConfig) -> DictConfig:
-    """The config that runs, of a composed one: without Hydra's own part, and small where it says `smoke=true`."""
+    """The config that runs, of a composed one: without Hydra's own part, and small where it says
+    `smoke=true`.
+    """
     run = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     OmegaConf.copy_cache(from_config=composed, to_config=run)
     return smoke.applied(run)
 
 
-def as_yaml(request: RunRequest, part: str, package: str | None = None, resolve: bool = False) -> str:
+def as_yaml(
+    request: RunRequest, part: str, package: str | None = None, resolve: bool = False
+) -> str:
     """A composed config as YAML; above a sweep's, as comments, what it sweeps over.
 
-    Args:
-        request: what the command line asks for.
-        part: "job", what runs; "hydra", with the keys of the launcher; "all", both.
-        package: the key below which it is shown; None: all of it.
-        resolve: show the values of interpolations.
+    Parameters
+    ----------
+    request
+        what the command line asks for.
+    part
+        "job", what runs; "hydra", with the keys of the launcher; "all", both.
+    package
+        the key below which it is shown; None: all of it.
+    resolve
+        show the values of interpolations.
 
-    Raises:
-        ConfigError: there is no such key.
+    Raises
+    ------
+    ConfigError
+        there is no such key.
     """
-    keys = [str(key) for key in request.config if part == "all" or (part == "hydra") == (key == "hydra")]
+    keys = [
+        str(key) for key in request.config if part == "all" or (part == "hydra") == (key == "hydra")
+    ]
     shown = OmegaConf.masked_copy(request.config, keys)
     if resolve:
         try:
@@ -162,20 +206,38 @@ def as_yaml(request: RunRequest, part: str, package: str | None = None, resolve:
     section = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
     if section is None:
         raise ConfigError(f"--package={package}: no such key of the config")
-    lines = ["# A sweep of this config, each line with all its combinations:"] if request.arms else []
+    lines = (
+        ["# A sweep of this config, each line with all its combinations:"] if request.arms else []
+    )
     for arm in request.arms or []:
         lines.append(
-            " ".join(["#  ", *(str(override.input_line) for override in arm if override.key_or_group != ON_TOP)])
+            " ".join(
+                [
+                    "#  ",
+                    *(
+                        str(override.input_line)
+                        for override in arm
+                        if override.key_or_group != ON_TOP
+                    ),
+                ]
+            )
         )
     lines += [f"# @package {package}"] if package else []
-    return "\n".join([*lines, (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else str(section)).rstrip()])
+    return "\n".join(
+        [
+            *lines,
+            (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else str(section)).rstrip(),
+        ]
+    )
 
 
 def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig:
     """One config, Hydra's own part included.
 
-    Raises:
-        ConfigError: names the choice or key that does not exist, and the nearest that do.
+    Raises
+    ------
+    ConfigError
+        names the choice or key that does not exist, and the nearest that do.
     """
     try:
         return loader.load_configuration(name, list(words), run_mode=RunMode.RUN)
@@ -186,7 +248,9 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
         raise no_such_choice(group, choice, loader.get_group_options(group)) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{mark.name if mark else name}: no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"{mark.name if mark else name}: no YAML: {' '.join(str(error).split())}"
+        ) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         _refuse_no_name(loader, words)
         unknown = _unknown_key(loader, name, words)
@@ -194,7 +258,9 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
 
 
 def _split_choice(path: str) -> tuple[str, str, str]:
-    """The group, "/" and the choice, which may have a / itself where somebody took it for a path."""
+    """The group, "/" and the choice, which may have a / itself where somebody took it for
+    a path.
+    """
     for group in (*groups(), ON_TOP):
         if path.startswith(f"{group}/"):
             return path.partition("/")
@@ -202,18 +268,28 @@ def _split_choice(path: str) -> tuple[str, str, str]:
 
 
 def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:
-    """Refuse a choice that is no name, such as method=null, or an experiment that is not put on top."""
+    """Refuse a choice that is no name, such as method=null, or an experiment that is not put on
+    top.
+    """
     for override in parsed(loader, words):
         if override.key_or_group == ON_TOP and not override.is_add():
-            raise ConfigError(f"{override.input_line}: is put on top of the others; write +{override.input_line}")
+            raise ConfigError(
+                f"{override.input_line}: is put on top of the others; write +{override.input_line}"
+            )
         named = override.is_sweep_override() or isinstance(override.value(), str | list)
         if not named and (valid := loader.get_group_options(override.key_or_group)):
             raise no_such_choice(override.key_or_group, show(override.value()), valid)
 
 
 def _unknown_key(loader: ConfigLoader, name: str, words: Sequence[str]) -> str | None:
-    """What to say where an override names a key that is not there; None where the trouble is another."""
-    settings = [override for override in parsed(loader, words) if not loader.get_group_options(override.key_or_group)]
+    """What to say where an override names a key that is not there; None where the trouble is
+    another.
+    """
+    settings = [
+        override
+        for override in parsed(loader, words)
+        if not loader.get_group_options(override.key_or_group)
+    ]
     chosen = [word for word in words if word not in {override.input_line for override in settings}]
     try:
         config = loader.load_configuration(name, chosen, run_mode=RunMode.RUN)
@@ -222,23 +298,36 @@ def _unknown_key(loader: ConfigLoader, name: str, words: Sequence[str]) -> str |
     run = OmegaConf.to_container(run_of(config))
     assert isinstance(run, dict)
     valid_keys = {key for key, _ in leaves(run)} | set(run)
-    valid_keys |= {f"hydra.{part}.{key}" for part in ("launcher", "sweeper") for key in config.hydra[part]}
+    valid_keys |= {
+        f"hydra.{part}.{key}" for part in ("launcher", "sweeper") for key in config.hydra[part]
+    }
     missing = object()
     for override in settings:
-        if not override.is_add() and OmegaConf.select(config, override.key_or_group, default=missing) is missing:
-            return f"{override.input_line}: no such key; {nearest_key(override.key_or_group, valid_keys)}"
+        if (
+            not override.is_add()
+            and OmegaConf.select(config, override.key_or_group, default=missing) is missing
+        ):
+            return (
+                f"{override.input_line}: no such key;"
+                f" {nearest_key(override.key_or_group, valid_keys)}"
+            )
     return None
 
 
 def composed(*words: str, here: bool = True) -> DictConfig:
     """The checked config that these words make on the command line, for scripts and notebooks.
 
-    Args:
-        words: as on the command line.
-        here: as for `check`.
+    Parameters
+    ----------
+    words
+        as on the command line.
+    here
+        as for `check`.
 
-    Raises:
-        ConfigError: as the command line would say it.
+    Raises
+    ------
+    ConfigError
+        as the command line would say it.
     """
     loader = loader_of()
     refuse_several_choices(loader, parsed(loader, words))

@@ -1,11 +1,12 @@
-"""The demo: how near to full attention methods stay on a real model, and what they find, in minutes and without a GPU.
+"""The demo: how near to full attention methods stay on a real model, and what they find, in minutes
+and without a GPU.
 
     kvbench demo                             results in results/, table.json and tradeoff.png in results/demo/
     kvbench demo model=tiny results_dir=out  settings for every arm, as `python -m kvbench` takes them
 
-Its model is SmolLM2-135M, which is fetched at the first start; where that cannot be had, the small model of the package
-takes its place, and a line says so. Its runs are runs as any other: a second start goes on where the first was stopped,
-and reports read them.
+Its model is SmolLM2-135M, which is fetched at the first start; where that cannot be had, the small
+model of the package takes its place, and a line says so. Its runs are runs as any other: a second
+start goes on where the first was stopped, and reports read them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ BUDGET = 256
 LENGTH = 2048
 SMALL_MODEL = "tiny"
 SET_BY_DEMO = ("method", "budget", "task", "task.lengths", "probe.every")
-# A stretch of each of four addresses; two of RULER's eight needle tasks, whose answers take 10 tokens: an arm that has
-# not answered by 32 would often go on to 128.
+# A stretch of each of four addresses; two of RULER's eight needle tasks, whose answers take 10
+# tokens: an arm that has not answered by 32 would often go on to 128.
 FIDELITY, NEEDLES = "fidelity", "niah"
 TASKS = {
     FIDELITY: ["task.samples=4", "task.steps=16"],
-    NEEDLES: ["task.subsets=[niah_single_2,niah_multikey_1]", "task.samples=2", "task.max_new_tokens=32"],
+    NEEDLES: [
+        "task.subsets=[niah_single_2,niah_multikey_1]",
+        "task.samples=2",
+        "task.max_new_tokens=32",
+    ],
 }
 # What an arm costs on running text, under headings that leave room for the rest.
 COSTS = {
@@ -59,19 +64,32 @@ KL = QUANTITIES["kl_mean"]
 class DemoRow(NamedTuple):
     """What the demo found for a method.
 
-    Attributes:
-        method: its name.
-        budget: tokens; None for full attention.
-        kl_mean, kl_stderr: KL divergence of next-token distributions from full attention's in nats, and its standard
-            error over the stretches of text.
-        agreement: 0-100: steps with full attention's top token, with its standard error over texts.
-        needles: 0-100: needles found, with the ends of Wilson's interval.
-        attended_share: attended entries of a KV head over the budget; None for full attention.
-        device_kv_bytes: on the device.
-        moved_bytes_per_step: from host to device.
-        own_ms: of a decode step attention, search and transfers; the model's layers are computed for all arms at once.
-        disturbed: other processes took cores meanwhile.
-        texts, prompts: of how many the first numbers are, and the needles.
+    Attributes
+    ----------
+    method
+        its name.
+    budget
+        tokens; None for full attention.
+    kl_mean, kl_stderr
+        KL divergence of next-token distributions from full attention's in nats, and its standard
+        error over the stretches of text.
+    agreement
+        0-100: steps with full attention's top token, with its standard error over texts.
+    needles
+        0-100: needles found, with the ends of Wilson's interval.
+    attended_share
+        attended entries of a KV head over the budget; None for full attention.
+    device_kv_bytes
+        on the device.
+    moved_bytes_per_step
+        from host to device.
+    own_ms
+        of a decode step attention, search and transfers; the model's layers are computed for all
+        arms at once.
+    disturbed
+        other processes took cores meanwhile.
+    texts, prompts
+        of how many the first numbers are, and the needles.
     """
 
     method: str
@@ -94,14 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "kvbench demo", description="Eight methods on a real model, a table and a picture."
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings for every arm, as for a run")
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="settings for every arm, as for a run"
+    )
     words = parser.parse_args(arguments).words
     console = wide_console()
     wait_briefly()
     try:
         refuse_set(words)
         for task in TASKS:
-            config(words, task, METHODS[0])  # what is wrong with the words shows before anything is fetched
+            # what is wrong with the words shows before anything is fetched
+            config(words, task, METHODS[0])
         words = [*model_words(words), *words]
         configs = {task: [config(words, task, method) for method in METHODS] for task in TASKS}
         rows = demo(configs, console)
@@ -109,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture = folder / "tradeoff.png"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "table.json").write_text(json.dumps([arm._asdict() for arm in rows], indent=1) + "\n")
+            (folder / "table.json").write_text(
+                json.dumps([arm._asdict() for arm in rows], indent=1) + "\n"
+            )
             draw(rows, model_name(configs), picture)
     except (ConfigError, ResultsError) as error:
         print(f"kvbench: {error}", file=sys.stderr)
@@ -125,17 +148,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def refuse_set(words: Sequence[str]) -> None:
     """Refuse a setting that would make the table's own columns wrong, and one that is given twice.
 
-    Raises:
-        ConfigError: names it.
+    Raises
+    ------
+    ConfigError
+        names it.
     """
     refuse_twice(words)
     for word in words:
         if word.partition("=")[0] in SET_BY_DEMO:
-            raise ConfigError(f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes them")
+            raise ConfigError(
+                f"{word}: the demo sets {', '.join(SET_BY_DEMO)} itself; python -m kvbench takes"
+                " them"
+            )
 
 
 def model_words(words: Sequence[str]) -> list[str]:
-    """The words that choose the model where no word of the user's does: the real one, fetched, or the small one."""
+    """The words that choose the model where no word of the user's does: the real one, fetched, or
+    the small one.
+    """
     if any(word.partition("=")[0] in ("model", "model.path") for word in words):
         return []
     try:
@@ -171,7 +201,8 @@ def model_name(configs: dict[str, list[DictConfig]]) -> str:
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> DemoRow:
     """The line of a method, from the summaries of its two runs."""
-    numbers, macro = recorded(fidelity), needles.get("macro") or needles  # a single group has no mean of groups
+    # a single group has no mean of groups
+    numbers, macro = recorded(fidelity), needles.get("macro") or needles
     budget = None if method == "full" else BUDGET
     return DemoRow(
         method,
@@ -191,7 +222,9 @@ def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> DemoR
 
 
 def needle_share(score: float, n: int) -> tuple[float, float, float]:
-    """The share of n needles that was found, 0-100, with Wilson's interval: 4 of 4 are no certainty."""
+    """The share of n needles that was found, 0-100, with Wilson's interval: 4 of 4 are no
+    certainty.
+    """
     hits = round(score * n / 100)
     mean, low, high, *_ = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
     return mean, low, high  # type: ignore[return-value]  # Wilson's interval is always there
@@ -199,31 +232,49 @@ def needle_share(score: float, n: int) -> tuple[float, float, float]:
 
 def table(rows: Sequence[DemoRow]) -> Table:
     """All arms, a line each."""
-    drawn = Table(title="how near to full attention's next-token distribution, and what it cost", title_justify="left")
+    drawn = Table(
+        title="how near to full attention's next-token distribution, and what it cost",
+        title_justify="left",
+    )
     full, disturbed = rows[0], any(arm.disturbed for arm in rows)
     drawn.caption, drawn.caption_justify = (
-        f"±: standard error over {full.texts} texts, full attention's own 0 and 100 by construction; "
-        f"[]: {COVERAGE} % interval over {full.prompts} needles, Wilson's\n"
-        f"moved: from host to device, on a CPU counted alone\n"
-        f"{METHOD_TIME}, which serves all arms at once{'; taken beside other work' * disturbed}",
+        (
+            f"±: standard error over {full.texts} texts, full attention's own 0 and 100 by"
+            f" construction; []: {COVERAGE} % interval over {full.prompts} needles,"
+            f" Wilson's\nmoved: from host to device, on a CPU counted alone\n{METHOD_TIME}, which"
+            f" serves all arms at once{'; taken beside other work' * disturbed}"
+        ),
         "left",
     )
     drawn.add_column("method")
     add_numbers(
-        drawn, ["C", "KL, nats ±", "same token % ±", "needles % []", *(cost.heading for cost in COSTS.values())]
+        drawn,
+        [
+            "C",
+            "KL, nats ±",
+            "same token % ±",
+            "needles % []",
+            *(cost.heading for cost in COSTS.values()),
+        ],
     )
     for arm in rows:
         is_full = arm.budget is None
-        near = KL.number(arm.kl_mean) + ("" if is_full or arm.kl_stderr is None else f" ± {KL.number(arm.kl_stderr)}")
+        near = KL.number(arm.kl_mean) + (
+            "" if is_full or arm.kl_stderr is None else f" ± {KL.number(arm.kl_stderr)}"
+        )
         agreement = with_error(arm.agreement[0], None if is_full else arm.agreement[1], digits=0)
         scores = [agreement, "{:.0f} [{:.0f}, {:.0f}]".format(*arm.needles)]
         costs = [cost.number(getattr(arm, name)) for name, cost in COSTS.items()]
-        drawn.add_row(arm.method, "-" if arm.budget is None else str(arm.budget), near, *scores, *costs)
+        drawn.add_row(
+            arm.method, "-" if arm.budget is None else str(arm.budget), near, *scores, *costs
+        )
     return drawn
 
 
 def draw(rows: Sequence[DemoRow], model: str, path: Path) -> None:
-    """The trade-off as a picture: KL against device memory, and against a method's own time of a token."""
+    """The trade-off as a picture: KL against device memory, and against a method's own time of a
+    token.
+    """
     import pandas
 
     from kvbench.report.data.style import styles_of
@@ -231,7 +282,9 @@ def draw(rows: Sequence[DemoRow], model: str, path: Path) -> None:
     from kvbench.report.figures.tradeoff import draw_tradeoff
 
     # All have the budget that the title says: no mark needs its own.
-    points = pandas.DataFrame(rows, dtype=object).assign(label=[arm.method for arm in rows], budget=None)
+    points = pandas.DataFrame(rows, dtype=object).assign(
+        label=[arm.method for arm in rows], budget=None
+    )
     title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
     with printed("page"):
         figure, axes = grid(1, 2, title, 2.6)

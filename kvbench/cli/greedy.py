@@ -1,7 +1,8 @@
-"""Which settings of a generation leave it greedy: those of lm-eval's tasks, and those that a model's folder ships.
+"""Which settings of a generation leave it greedy: those of lm-eval's tasks, and those that a
+model's folder ships.
 
-lm-eval's `hf` model heeds them all, and kvbench generates from the model's own logits: what would make another text is
-refused by its name.
+lm-eval's `hf` model heeds them all, and kvbench generates from the model's own logits: what would
+make another text is refused by its name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from kvbench.config import ConfigError, first_line
 
 # What a greedy text does not depend on, and what lm-eval itself sees to.
 UNREAD = {
-    *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+    ),
     *("early_stopping", "length_penalty", "renormalize_logits", "use_cache"),
     *("until", "max_gen_toks"),
 }
@@ -31,17 +41,22 @@ GREEDY = {
     "min_new_tokens": 0,
     "remove_invalid_values": False,
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config")),
+    **dict.fromkeys(
+        ("forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config")
+    ),
     **dict.fromkeys(("stop_strings", "max_time", "token_healing", "penalty_alpha", "dola_layers")),
 }
 WHY = "kvbench generates greedily from the model's own logits, by no such setting"
 
 
 def refuse_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of a text of lm-eval's with which it would be another than the greedy one, and unknown ones.
+    """Refuse settings of a text of lm-eval's with which it would be another than the greedy one,
+    and unknown ones.
 
-    Raises:
-        ConfigError: names the first.
+    Raises
+    ------
+    ConfigError
+        names the first.
     """
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -60,14 +75,21 @@ def refuse_settings(settings: Mapping[str, Any]) -> None:
 
 
 def refuse_shipped(shipped: Any, model: str, settings: Mapping[str, Any] | None = None) -> None:
-    """Refuse what a model's generation config asks for where the settings of a text, greedy ones, say nothing else.
+    """Refuse what a model's generation config asks for where the settings of a text, greedy ones,
+    say nothing else.
 
-    Raises:
-        ConfigError: names the first.
+    Raises
+    ------
+    ConfigError
+        names the first.
     """
     overridden = {"do_sample", *(settings or ())}
     for key, greedy in GREEDY.items():
         value = getattr(shipped, key, None)
         if key not in overridden and value not in (None, greedy):
-            right = "take it out" if greedy is None else f"--gen_kwargs {key}={greedy} turns it off, for hf too"
+            right = (
+                "take it out"
+                if greedy is None
+                else f"--gen_kwargs {key}={greedy} turns it off, for hf too"
+            )
             raise ConfigError(f"generation_config.json of {model}: {key}={value!r}: {WHY}; {right}")

@@ -1,7 +1,9 @@
-"""What runs the jobs of a sweep: this process in turn, processes of this machine side by side, or a SLURM job array.
+"""What runs the jobs of a sweep: this process in turn, processes of this machine side by side, or a
+SLURM job array.
 
-`hydra/launcher` chooses one, and each is built from its file in `conf/hydra/launcher`; `kvbench.cli.sweep` makes the
-jobs. A job that fails, or is killed, stops no other. Imports no Hydra: a job's process gets its configs composed.
+`hydra/launcher` chooses one, and each is built from its file in `conf/hydra/launcher`;
+`kvbench.cli.sweep` makes the jobs. A job that fails, or is killed, stops no other. Imports no
+Hydra: a job's process gets its configs composed.
 """
 
 from __future__ import annotations
@@ -40,18 +42,28 @@ def ended_by(error: BaseException) -> Ended:
 
 
 class SweepJob:
-    """The arms of a job, composed; called, it runs them and says how each ended. One that nothing is shared with
-    runs as it would by itself.
+    """The arms of a job, composed; called, it runs them and says how each ended.
 
-    Attributes:
-        configs: of the arms.
-        shard: which of their samples it runs.
-        title: its name among the sweep's jobs.
-        checked: false: the machine that it runs on has yet to check the configs.
+    One that nothing is shared with runs as it would by itself.
+
+    Attributes
+    ----------
+    configs
+        of the arms.
+    shard
+        which of their samples it runs.
+    title
+        its name among the sweep's jobs.
+    checked
+        false: the machine that it runs on has yet to check the configs.
     """
 
     def __init__(
-        self, configs: Sequence[DictConfig], shard: Shard = WHOLE, title: str = "", checked: bool = False
+        self,
+        configs: Sequence[DictConfig],
+        shard: Shard = WHOLE,
+        title: str = "",
+        checked: bool = False,
     ) -> None:
         self.configs, self.shard, self.title, self.checked = configs, shard, title, checked
 
@@ -79,10 +91,14 @@ class SweepJob:
 class JobProcess:
     """A job in a process of its own.
 
-    Args:
-        job: what runs.
-        linger: seconds to wait, when SIGTERM has stopped the job, for whoever sent it. SLURM ends a cancelled job and
-            queues a preempted one again, but counts one that leaves by itself as done.
+    Parameters
+    ----------
+    job
+        what runs.
+    linger
+        seconds to wait, when SIGTERM has stopped the job, for whoever sent it. SLURM ends a
+        cancelled job and queues a preempted one again, but counts one that leaves by itself as
+        done.
     """
 
     def __init__(self, job: SweepJob, linger: float = 0.0) -> None:
@@ -98,7 +114,9 @@ class JobProcess:
             raise
 
     def checkpoint(self) -> Any:
-        """What submitit queues again when the job's time is over or the job is preempted: the same; it resumes."""
+        """What submitit queues again when the job's time is over or the job is preempted: the same;
+        it resumes.
+        """
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -107,8 +125,10 @@ class JobProcess:
 class InTurn:
     """One job after the other, in this process.
 
-    Attributes:
-        here: jobs run on this machine, whose device and network they need.
+    Attributes
+    ----------
+    here
+        jobs run on this machine, whose device and network they need.
     """
 
     here = True
@@ -118,7 +138,9 @@ class InTurn:
         return 1
 
     def run(self, jobs: Sequence[SweepJob], folder: Path) -> Iterator[tuple[int, list[Ended]]]:
-        """Run jobs, whose logs may lie in the folder; gives the number of each that ended, and how its arms did."""
+        """Run jobs, whose logs may lie in the folder; gives the number of each that ended, and how
+        its arms did.
+        """
         for number, job in enumerate(jobs):
             yield number, job()
 
@@ -126,8 +148,10 @@ class InTurn:
 class SubmititLauncher(InTurn):
     """Jobs in processes of their own, through submitit, whose logs lie in `hydra.sweep.dir`/jobs.
 
-    Attributes:
-        linger: see `JobProcess`.
+    Attributes
+    ----------
+    linger
+        see `JobProcess`.
     """
 
     linger = 0.0
@@ -137,28 +161,51 @@ class SubmititLauncher(InTurn):
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError("hydra/launcher: this one needs submitit; pip install 'kvbench[slurm]'") from error
+            raise ConfigError(
+                "hydra/launcher: this one needs submitit; pip install 'kvbench[slurm]'"
+            ) from error
         logs = (folder / "jobs").absolute()
         executor = self.executor(submitit, logs)
         console = Console(stderr=True)
-        console.print(f"{counted(len(jobs), 'job')}; logs in {logs}", soft_wrap=True, highlight=False)
+        console.print(
+            f"{counted(len(jobs), 'job')}; logs in {logs}", soft_wrap=True, highlight=False
+        )
         waiting, running = list(enumerate(jobs)), dict[int, Any]()
         try:
             while waiting or running:
-                for number, handle in [(number, handle) for number, handle in running.items() if handle.done()]:
+                for number, handle in [
+                    (number, handle) for number, handle in running.items() if handle.done()
+                ]:
                     del running[number]
-                    name = f"{handle.job_id} ({jobs[number].title})" if jobs[number].title else handle.job_id
-                    console.print(f"job {name} ended, {len(running) + len(waiting)} to go", highlight=False)
+                    name = (
+                        f"{handle.job_id} ({jobs[number].title})"
+                        if jobs[number].title
+                        else handle.job_id
+                    )
+                    console.print(
+                        f"job {name} ended, {len(running) + len(waiting)} to go", highlight=False
+                    )
                     yield number, _collected(handle, len(jobs[number].configs))
-                now = [waiting.pop(0) for _ in range(min(len(waiting), self.room(executor, set(running))))]
+                now = [
+                    waiting.pop(0)
+                    for _ in range(min(len(waiting), self.room(executor, set(running))))
+                ]
                 if now:
-                    # A shell's background jobs ignore Ctrl-C; what they start would, too, and could not be stopped.
+                    # A shell's background jobs ignore Ctrl-C; what they start would, too, and could
+                    # not be stopped.
                     with stopped_by(signal.SIGINT), writing(logs), executor.batch():
-                        submitted = [executor.submit(JobProcess(job, self.linger)) for _, job in now]
-                    running |= {number: handle for (number, _), handle in zip(now, submitted, strict=True)}
+                        submitted = [
+                            executor.submit(JobProcess(job, self.linger)) for _, job in now
+                        ]
+                    running |= {
+                        number: handle for (number, _), handle in zip(now, submitted, strict=True)
+                    }
                 time.sleep(POLL_SECONDS if running else 0)
-        except submitit.core.utils.FailedJobError as error:  # sbatch refuses what hydra.launcher asks for
-            raise ConfigError(f"hydra.launcher: {first_line(error)}{self.remedy(str(error))}") from error
+        except submitit.core.utils.FailedJobError as error:
+            # sbatch refuses what hydra.launcher asks for
+            raise ConfigError(
+                f"hydra.launcher: {first_line(error)}{self.remedy(str(error))}"
+            ) from error
         except BaseException:  # Ctrl-C, or nobody reads on, or there is no room for the jobs' files
             self.stop(list(running.values()), console)
             raise
@@ -168,7 +215,9 @@ class SubmititLauncher(InTurn):
         raise NotImplementedError
 
     def remedy(self, refused: str) -> str:
-        """What to do where a job is refused with these words, as the end of a message; "" where that is not known."""
+        """What to do where a job is refused with these words, as the end of a message; "" where
+        that is not known.
+        """
         return ""
 
     def room(self, executor: Any, running: set[int]) -> int:
@@ -183,9 +232,11 @@ class SubmititLauncher(InTurn):
 class Local(SubmititLauncher):
     """As many jobs at once as fit, in processes of this machine.
 
-    Args:
-        jobs: at once, and groups of arms are split to make so many; None: one for each GPU or, where there is none, for
-            every two cores.
+    Parameters
+    ----------
+    jobs
+        at once, and groups of arms are split to make so many; None: one for each GPU or, where
+        there is none, for every two cores.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -210,7 +261,9 @@ class Local(SubmititLauncher):
         return executor
 
     def room(self, executor: Any, running: set[int]) -> int:
-        """One at a time, in the order of their numbers, each to a GPU that the fewest jobs run on."""
+        """One at a time, in the order of their numbers, each to a GPU that the fewest
+        jobs run on.
+        """
         assert self.jobs is not None
         if len(running) >= self.jobs:
             return 0
@@ -231,10 +284,14 @@ class Local(SubmititLauncher):
 class Slurm(SubmititLauncher):
     """A SLURM job array.
 
-    Args:
-        requeues: times that a job whose time is over, or that was preempted, is queued again; it resumes.
-        jobs: groups of arms are split to make so many; None: a group is a job.
-        parameters: of `submitit.SlurmExecutor`: job_name, partition, time (minutes), array_parallelism, ...
+    Parameters
+    ----------
+    requeues
+        times that a job whose time is over, or that was preempted, is queued again; it resumes.
+    jobs
+        groups of arms are split to make so many; None: a group is a job.
+    parameters
+        of `submitit.SlurmExecutor`: job_name, partition, time (minutes), array_parallelism, ...
     """
 
     here = False
@@ -251,10 +308,13 @@ class Slurm(SubmititLauncher):
         """The array's executor."""
         if missing := [program for program in ("sbatch", "srun") if shutil.which(program) is None]:
             raise ConfigError(
-                f"hydra/launcher=slurm: there is no {missing[0]} here; start it where jobs can be submitted"
+                f"hydra/launcher=slurm: there is no {missing[0]} here; start it where jobs can be"
+                " submitted"
             )
         executor = submitit.SlurmExecutor(folder, max_num_timeout=self.requeues)
-        options = {key: value for key, value in self.parameters.items() if value not in (None, {}, [])}
+        options = {
+            key: value for key, value in self.parameters.items() if value not in (None, {}, [])
+        }
         if options.get("gpus_per_node") == 0:  # not to be named where there are no GPUs
             del options["gpus_per_node"]
         try:
@@ -267,7 +327,10 @@ class Slurm(SubmititLauncher):
         """A cluster without GPUs has none to give."""
         gpus = self.parameters.get("gpus_per_node")
         if gpus and re.search(r"generic resource|\bgres\b|gpus?-per-node", refused, re.IGNORECASE):
-            return f"; hydra.launcher.gpus_per_node={gpus} asks for GPUs: where there are none, expected 0"
+            return (
+                f"; hydra.launcher.gpus_per_node={gpus} asks for GPUs: where there are none,"
+                " expected 0"
+            )
         return ""
 
     def room(self, executor: Any, running: set[int]) -> int:
@@ -287,14 +350,18 @@ def _gpus(count: int) -> list[int]:
         return list(range(count))
     names = visible.split(",")[:count]
     if not all(name.strip().isdecimal() for name in names):
-        raise ConfigError(f"CUDA_VISIBLE_DEVICES={visible}: hydra/launcher=local takes numbers, as in 0,1")
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible}: hydra/launcher=local takes numbers, as in 0,1"
+        )
     return list(map(int, names))
 
 
 def _jobs(jobs: int | None) -> int | None:
     """`hydra.launcher.jobs`, checked."""
     if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise ConfigError(f"hydra.launcher.jobs={show(jobs)}: expected a whole number, 1 or more, or null")
+        raise ConfigError(
+            f"hydra.launcher.jobs={show(jobs)}: expected a whole number, 1 or more, or null"
+        )
     return jobs
 
 
@@ -304,4 +371,6 @@ def _collected(job: Any, arms: int) -> list[Ended]:
         return cast(list[Ended], job.result())
     except Exception as error:
         reason = first_line(error).rstrip(":")
-        return [Ended({}, f"job {job.job_id} was lost ({reason}); its log: {job.paths.stderr}")] * arms
+        return [
+            Ended({}, f"job {job.job_id} was lost ({reason}); its log: {job.paths.stderr}")
+        ] * arms

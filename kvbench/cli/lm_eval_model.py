@@ -1,13 +1,15 @@
-"""The model `kvbench` of lm-eval: its `hf` model, but every token that is scored or generated comes through a method.
+"""The model `kvbench` of lm-eval: its `hf` model, but every token that is scored or generated comes
+through a method.
 
-Texts become tokens, and tokens texts, as in lm-eval's `hf` model, which this one inherits from: with full attention
-both give the same scores. What is asked of the model goes through the measured loop (`kvbench.backends.hf.generate`).
+Texts become tokens, and tokens texts, as in lm-eval's `hf` model, which this one inherits from:
+with full attention both give the same scores. What is asked of the model goes through the measured
+loop (`kvbench.backends.hf.generate`).
 
-A continuation is scored as it would have been generated. All of its context but the last token is prefilled, once for
-all continuations of that context; the last token and then the continuation's own are read one by one as decode steps,
-side by side with other continuations, so that the method decides what each scored token's predecessor attends. A
-context of one token, as an empty one is (BOS alone), has nothing to choose from: the model's answer to it is every
-method's.
+A continuation is scored as it would have been generated. All of its context but the last token is
+prefilled, once for all continuations of that context; the last token and then the continuation's
+own are read one by one as decode steps, side by side with other continuations, so that the method
+decides what each scored token's predecessor attends. A context of one token, as an empty one is
+(BOS alone), has nothing to choose from: the model's answer to it is every method's.
 """
 
 from __future__ import annotations
@@ -56,18 +58,25 @@ HF_OPTIONS = (
 
 log = logging.getLogger(__name__)
 
-Continuations = Sequence[Mapping[int, list[int]]]  # of each context, its continuations by their index
-Answer = Callable[[int, float, bool], None]  # of a continuation: its index, its log-probability, whether it is greedy
+# of each context, its continuations by their index
+Continuations = Sequence[Mapping[int, list[int]]]
+# of a continuation: its index, its log-probability, whether it is greedy
+Answer = Callable[[int, float, bool], None]
 
 
 class Continued(NamedTuple):
     """A generation: a continuation of each of some contexts.
 
-    Attributes:
-        rows: what is prefilled of the contexts.
-        indices: of the continuations; None: a row has none left.
-        forced: the tokens of each row.
-        longest: tokens that any generation of these contexts has.
+    Attributes
+    ----------
+    rows
+        what is prefilled of the contexts.
+    indices
+        of the continuations; None: a row has none left.
+    forced
+        the tokens of each row.
+    longest
+        tokens that any generation of these contexts has.
     """
 
     rows: list[list[int]]
@@ -80,18 +89,28 @@ class Continued(NamedTuple):
 class KVBenchLM(HFLM):  # type: ignore[misc]
     """lm-eval's model `kvbench`.
 
-    Args:
-        batch_size: contexts that are read together, a whole number.
-        device: as a run's, "auto" where lm-eval names none.
-        max_batch_size: lm-eval's own, for batch sizes that are found out; unused.
-        settings: keys of a run that say what generates (`pretrained` or `model.path`, `method`, `budget`, `dtype`,
-            `protocol.accounting`, `method.page_size`, ...), and options of lm-eval's `hf` model (`HF_OPTIONS`).
+    Parameters
+    ----------
+    batch_size
+        contexts that are read together, a whole number.
+    device
+        as a run's, "auto" where lm-eval names none.
+    max_batch_size
+        lm-eval's own, for batch sizes that are found out; unused.
+    settings
+        keys of a run that say what generates (`pretrained` or `model.path`, `method`, `budget`,
+        `dtype`, `protocol.accounting`, `method.page_size`, ...), and options of lm-eval's `hf`
+        model (`HF_OPTIONS`).
 
-    Attributes:
-        setup: what generates.
+    Attributes
+    ----------
+    setup
+        what generates.
 
-    Raises:
-        ConfigError: bad settings, before a model is loaded.
+    Raises
+    ------
+    ConfigError
+        bad settings, before a model is loaded.
     """
 
     def __init__(
@@ -114,22 +133,26 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         logger = logging.getLogger(HFLM.__module__)
         logger.disabled = True  # it warns at length of a model which it did not load itself
         try:
-            super().__init__(loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options)
+            super().__init__(
+                loaded.model, "causal", tokenizer=loaded.tokenizer, batch_size=batch_size, **options
+            )
         finally:
             logger.disabled = False
         try:
             refuse_shipped(loaded.model.generation_config, loaded.name)
-        except ConfigError as error:  # no matter where continuations are scored; hours may pass before a text is due
+        except ConfigError as error:
+            # no matter where continuations are scored; hours may pass before a text is due
             log.warning("no text will be generated: %s", error)
         self._parameters = loaded.model.num_parameters()
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
         self._broken = False
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval's results say of the model: under "kvbench" what generated, and what was attended and moved.
+        """What lm-eval's results say of the model: under "kvbench" what generated, and what was
+        attended and moved.
 
-        The audit is one for texts generated and one for continuations scored, each as of a run's summary, with
-        `attended_share`, the entries attended over C.
+        The audit is one for texts generated and one for continuations scored, each as of a run's
+        summary, with `attended_share`, the entries attended over C.
         """
         setup, config = self.setup, self.setup.config
         options = {key: value for key, value in config["method"].items() if key not in HARNESS_KEYS}
@@ -144,7 +167,9 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                 "method": {"name": config["method"]["name"], **options},
                 "budget": setup.budget.size,
                 "kv": str(kv_in(config)),
-                "protocol": {key: value for key, value in protocol if f"protocol.{key}" not in LM_EVAL_KEYS},
+                "protocol": {
+                    key: value for key, value in protocol if f"protocol.{key}" not in LM_EVAL_KEYS
+                },
                 "dense_layers": list(setup.dense_layers),
                 "seed": config["seed"],
                 "audit": {kind: _combined(audits) for kind, audits in self._audits.items()},
@@ -152,20 +177,24 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         }
 
     def _note(self, kind: str, audit: Mapping[str, Any], steps: int, broken: str | None) -> None:
-        """Keep a generation's audit, if it had a step to audit; the first that broke the method's rule is named."""
+        """Keep a generation's audit, if it had a step to audit; the first that broke the method's
+        rule is named.
+        """
         if steps:
             self._audits.setdefault(kind, []).append(audit)
         if broken is not None and not self._broken:
             self._broken = True
             log.warning("over_rule: %s", broken)
 
-    # -- generating ------------------------------------------------------------------------------------------------
+    # -- generating --------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's, of requests whose settings are checked before the first text.
 
-        Raises:
-            ConfigError: see `refuse_settings` and `refuse_shipped`.
+        Raises
+        ------
+        ConfigError
+            see `refuse_settings` and `refuse_shipped`.
         """
         loaded = self.setup.loaded
         for settings in (request.args[1] for request in requests):
@@ -176,7 +205,9 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: Sequence[str], **options: Any
     ) -> torch.Tensor:
-        """Greedy tokens after contexts [B, N], left-padded as `attention_mask` says, as [B, N + new]."""
+        """Greedy tokens after contexts [B, N], left-padded as `attention_mask` says, as [B, N +
+        new].
+        """
         mask = options["attention_mask"].bool()
         setup, tokenizer = self.setup, self.tokenizer
         rows = [ids[there].tolist() for ids, there in zip(context.cpu(), mask.cpu(), strict=True)]
@@ -187,17 +218,26 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             rows,
             engine,
             max_new_tokens=new_tokens,
-            stops=Stops(set(setup.loaded.stop_ids), ends_at(tokenizer, stop, skip_special_tokens=False)),
+            stops=Stops(
+                set(setup.loaded.stop_ids), ends_at(tokenizer, stop, skip_special_tokens=False)
+            ),
             prefill_chunk=setup.protocol.prefill_chunk,
         )
-        self._note("generate_until", generation.audit, len(generation.step_ms), engine.audit.broken())
+        self._note(
+            "generate_until", generation.audit, len(generation.step_ms), engine.audit.broken()
+        )
         longest = max(map(len, generation.tokens))
-        padded = [tokens + [tokenizer.pad_token_id] * (longest - len(tokens)) for tokens in generation.tokens]
+        padded = [
+            tokens + [tokenizer.pad_token_id] * (longest - len(tokens))
+            for tokens in generation.tokens
+        ]
         return torch.cat([context, torch.tensor(padded, device=context.device)], dim=1)
 
-    # -- scoring ---------------------------------------------------------------------------------------------------
+    # -- scoring -----------------------------------------------------------------------------------
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """lm-eval's, which knows no token of nothing after nothing."""
         for request in requests:
             if request.args == ("", ""):
@@ -212,10 +252,14 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Log-probability of each continuation after its context, and whether it is the greedy one.
 
-        Args:
-            requests: what lm-eval caches the answer under, token ids of the context, and of the continuation.
-            disable_tqdm: no progress bar.
-            override_bs: contexts that are read together, in place of `batch_size`.
+        Parameters
+        ----------
+        requests
+            what lm-eval caches the answer under, token ids of the context, and of the continuation.
+        disable_tqdm
+            no progress bar.
+        override_bs
+            contexts that are read together, in place of `batch_size`.
         """
         contexts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
@@ -225,81 +269,133 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         longest_first = sorted(contexts, key=len, reverse=True)
         answers: dict[int, tuple[float, bool]] = {}
         size = override_bs or self.batch_size
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests"
+        ) as bar:
 
             def answer(index: int, likelihood: float, greedy: bool) -> None:
                 answers[index] = likelihood, greedy
-                if requests[index][0] is not None:  # else a window of a longer text, which has a key of its own
+                # else a window of a longer text, which has a key of its own
+                if requests[index][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
                 bar.update()
 
             lane = Lane(self.setup.loaded)
             for start in range(0, len(longest_first), size):
                 batch = longest_first[start : start + size]
-                continuations = [{index: requests[index][2] for index in contexts[context]} for context in batch]
+                continuations = [
+                    {index: requests[index][2] for index in contexts[context]} for context in batch
+                ]
                 self._score(lane, batch, continuations, answer)
             lane.finish()
         return [answers[index] for index in range(len(requests))]
 
     def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
-        """What of a context has room in the window before a continuation, whose last token is never read.
+        """What of a context has room in the window before a continuation, whose last token is never
+        read.
 
-        Raises:
-            ConfigError: there is no room for the continuation itself.
+        Raises
+        ------
+        ConfigError
+            there is no room for the continuation itself.
         """
         room = self.max_length + 1 - len(continuation)
         if room < 1:
             raise ConfigError(
-                f"max_length={self.max_length}: expected {len(continuation)} or more, the tokens of a continuation"
+                f"max_length={self.max_length}: expected {len(continuation)} or more, the tokens of"
+                " a continuation"
             )
         return tuple(context[-room:])
 
     def _score(
-        self, lane: Lane, contexts: Sequence[Sequence[int]], continuations: Continuations, answer: Answer
+        self,
+        lane: Lane,
+        contexts: Sequence[Sequence[int]],
+        continuations: Continuations,
+        answer: Answer,
     ) -> None:
-        """Have a batch of contexts scored, of each of which some continuations are asked for, by their index.
+        """Have a batch of contexts scored, of each of which some continuations are asked for, by
+        their index.
 
-        The first ones of all contexts are a generation, the second ones another, and so on; they go on side by side,
-        with those of other batches.
+        The first ones of all contexts are a generation, the second ones another, and so on; they go
+        on side by side, with those of other batches.
         """
         setup = self.setup
         rows = [list(context[:-1] or context) for context in contexts]
         forced = [
-            {index: [*context[len(row) :], *continuation] for index, continuation in by_index.items()}
+            {
+                index: [*context[len(row) :], *continuation]
+                for index, continuation in by_index.items()
+            }
             for context, row, by_index in zip(contexts, rows, continuations, strict=True)
         ]
         longest = max(len(tokens) for by_index in forced for tokens in by_index.values())
-        chunk, needs, lengths = setup.protocol.prefill_chunk, [setup.method.needs], list(map(len, rows))
-        lane.clear(2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows))
+        chunk, needs, lengths = (
+            setup.protocol.prefill_chunk,
+            [setup.method.needs],
+            list(map(len, rows)),
+        )
+        lane.clear(
+            2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows)
+        )
         more = {"max_new_tokens": longest, "chunk": chunk, "tokenizer": setup.loaded.tokenizer}
         prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
         prefilled.divide()
         for turn in zip_longest(*(by_index.items() for by_index in forced), fillvalue=(None, [0])):
-            # A row whose continuations are all scored rests: it has nothing to read but its context.
+            # A row whose continuations are all scored rests: it has nothing to read but its
+            # context.
             indices, now = zip(*turn, strict=True)
-            self._join(lane, contexts, Continued(rows, list(indices), list(now), longest), prefilled, answer)
+            self._join(
+                lane,
+                contexts,
+                Continued(rows, list(indices), list(now), longest),
+                prefilled,
+                answer,
+            )
 
     def _join(
-        self, lane: Lane, contexts: Sequence[Sequence[int]], now: Continued, prefilled: Prefilled, answer: Answer
+        self,
+        lane: Lane,
+        contexts: Sequence[Sequence[int]],
+        now: Continued,
+        prefilled: Prefilled,
+        answer: Answer,
     ) -> None:
-        setup, likelihoods = replace(self.setup, method=build(self.setup.config["method"])), Likelihoods(now.forced)
+        setup, likelihoods = (
+            replace(self.setup, method=build(self.setup.config["method"])),
+            Likelihoods(now.forced),
+        )
         lengths = list(map(len, now.rows))
 
         def begin() -> Decoding:
-            ends: dict[str, Any] = {"max_new_tokens": max(map(len, now.forced)), "watch": likelihoods}
+            ends: dict[str, Any] = {
+                "max_new_tokens": max(map(len, now.forced)),
+                "watch": likelihoods,
+            }
             engine = setup.engine(now.rows, now.longest)
             return generate.begin(
-                setup.loaded.model, engine, prefilled, choice=Choice(forced_tokens=now.forced), **ends
+                setup.loaded.model,
+                engine,
+                prefilled,
+                choice=Choice(forced_tokens=now.forced),
+                **ends,
             )
 
         def ended(decoding: Decoding | None, error: Exception | None) -> None:
             if decoding is None:
                 raise error or AssertionError("a generation ends with an error, or is over")
-            self._note("loglikelihood", concluded(decoding).audit, decoding.steps, decoding.engine.audit.broken())
+            self._note(
+                "loglikelihood",
+                concluded(decoding).audit,
+                decoding.steps,
+                decoding.engine.audit.broken(),
+            )
             for row, index in enumerate(now.indices):
                 if index is not None:
                     if len(contexts[row]) == 1:
-                        likelihoods.add(row, self._logits_after(contexts[row][0]), now.forced[row][0])
+                        likelihoods.add(
+                            row, self._logits_after(contexts[row][0]), now.forced[row][0]
+                        )
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
         size = row_bytes(setup, lengths, now.longest)
@@ -316,12 +412,17 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 class Likelihoods:
     """Adds up the log-probabilities of given tokens, row by row; `watch` of `generate`.
 
-    Args:
-        forced: the tokens of each row; all but the first are predicted by a step.
+    Parameters
+    ----------
+    forced
+        the tokens of each row; all but the first are predicted by a step.
 
-    Attributes:
-        sums: natural logarithms of what was predicted so far, of each row.
-        greedy: whether each of these tokens was the likeliest one.
+    Attributes
+    ----------
+    sums
+        natural logarithms of what was predicted so far, of each row.
+    greedy
+        whether each of these tokens was the likeliest one.
     """
 
     def __init__(self, forced: Sequence[Sequence[int]]) -> None:
@@ -338,8 +439,10 @@ class Likelihoods:
     def add(self, row: int, logits: torch.Tensor, token: int) -> None:
         """Take the logits [vocabulary] that predict the next token of a row.
 
-        Raises:
-            FloatingPointError: they are no numbers.
+        Raises
+        ------
+        FloatingPointError
+            they are no numbers.
         """
         logits = logits.float()
         likelihood = float(logits[token] - logits.logsumexp(dim=-1))
@@ -352,14 +455,22 @@ class Likelihoods:
 def refuse_empty(context: str) -> NoReturn:
     """Refuse to score a continuation without a token, as lm-eval's `hf` model does by an assertion.
 
-    Raises:
-        ConfigError: says what it stands after.
+    Raises
+    ------
+    ConfigError
+        says what it stands after.
     """
-    raise ConfigError(f"loglikelihood: an empty continuation after {context[-40:]!r}; expected one token or more")
+    raise ConfigError(
+        f"loglikelihood: an empty continuation after {context[-40:]!r}; expected one token or more"
+    )
 
 
 def _combined(audits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One audit of many generations, and how much of the budget was attended."""
     audit: dict[str, Any] = summarise([{"audit": audit} for audit in audits], "")["audit"]
     budget = audit.get("budget")
-    return {**audit, "generations": len(audits), "attended_share": audit["attended_mean"] / budget if budget else None}
+    return {
+        **audit,
+        "generations": len(audits),
+        "attended_share": audit["attended_mean"] / budget if budget else None,
+    }

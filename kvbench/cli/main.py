@@ -1,8 +1,9 @@
 """The command line: flags and words of a run or a sweep, and what it exits with.
 
-A typo shall answer at once, in one line and without torch, so every arm of a sweep is composed and checked before the
-first starts. Exit codes: 0 done, 1 a failure (with its traceback, or a line for each arm that failed), 2 bad input, 130
-stopped with Ctrl-C, 141 where nobody reads on, 143 with SIGTERM. A run that was stopped goes on with the same command.
+A typo shall answer at once, in one line and without torch, so every arm of a sweep is composed and
+checked before the first starts. Exit codes: 0 done, 1 a failure (with its traceback, or a line for
+each arm that failed), 2 bad input, 130 stopped with Ctrl-C, 141 where nobody reads on, 143 with
+SIGTERM. A run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from kvbench.runs.folder import ResultsError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-NO_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)  # what a system says of a path that cannot even be looked up
+# what a system says of a path that cannot even be looked up
+NO_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 TITLES = {"kv": "keys and values"}  # of groups whose plural is no word
 USAGE = """\
 kvbench: KV-cache methods compared on the same model, prompt, attention kernel and budget.
@@ -52,7 +54,10 @@ flags:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Failures other than bad input and Ctrl-C are raised."""
+    """Run the command line; returns the exit code.
+
+    Failures other than bad input and Ctrl-C are raised.
+    """
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     return printing(lambda: _main(command_line))
 
@@ -61,7 +66,10 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("kvbench: the working directory was removed; go to one that is there, as with cd ~", file=sys.stderr)
+        print(
+            "kvbench: the working directory was removed; go to one that is there, as with cd ~",
+            file=sys.stderr,
+        )
         return 2
     try:
         if (code := other_command(arguments)) is not None:
@@ -87,7 +95,10 @@ def _main(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is None or error.errno not in NO_PATH:
             raise
-        print(f"kvbench: {error.filename}: {error.strerror}; expected a path that can be read", file=sys.stderr)
+        print(
+            f"kvbench: {error.filename}: {error.strerror}; expected a path that can be read",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt as stop:
         print("kvbench: stopped; the same command goes on from here", file=sys.stderr)
@@ -96,15 +107,31 @@ def _main(arguments: Sequence[str]) -> int:
 
 def help_text() -> str:
     """Usage, then every choice of every group and every common key, each with one line."""
-    parts = [USAGE, _table("commands", [(name, description) for name, (_, description) in COMMANDS.items()])]
-    for group in ["method", "task", "model", *(name for name in groups() if name not in ("method", "task", "model"))]:
+    parts = [
+        USAGE,
+        _table("commands", [(name, description) for name, (_, description) in COMMANDS.items()]),
+    ]
+    for group in [
+        "method",
+        "task",
+        "model",
+        *(name for name in groups() if name not in ("method", "task", "model")),
+    ]:
         rows = [(f"{group}={name}", description) for name, description in choices(group).items()]
         parts.append(_table(TITLES.get(group, f"{group}s"), rows))
-    rows = [(f"+experiment={name}", description) for name, description in choices("experiment").items()]
+    rows = [
+        (f"+experiment={name}", description) for name, description in choices("experiment").items()
+    ]
     parts.append(_table("experiments", rows))
-    parts.append(_table("keys", [(f"{key}={default}", description) for key, default, description in documented_keys()]))
     parts.append(
-        "Any task takes task.limit=N, its first N samples. --cfg job prints the options of a method or a task."
+        _table(
+            "keys",
+            [(f"{key}={default}", description) for key, default, description in documented_keys()],
+        )
+    )
+    parts.append(
+        "Any task takes task.limit=N, its first N samples. --cfg job prints the options of a method"
+        " or a task."
     )
     return "\n".join(parts).rstrip()
 
@@ -123,8 +150,10 @@ class _RunParser(ArgumentParser):
 def flags_in(words: Sequence[str]) -> Namespace:
     """The flags of a run or a sweep, and as `words` its key=value words.
 
-    Raises:
-        ConfigError: an unknown flag.
+    Raises
+    ------
+    ConfigError
+        an unknown flag.
     """
     refuse_flag(words)
     parser = _RunParser(add_help=False)
@@ -138,11 +167,16 @@ def flags_in(words: Sequence[str]) -> Namespace:
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     flags, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        raise ConfigError(f"{unknown[0]}: no such flag; settings are written key=value, as in budget=64 (see --help)")
+        raise ConfigError(
+            f"{unknown[0]}: no such flag; settings are written key=value, as in budget=64 (see"
+            " --help)"
+        )
     if flags.cfg and flags.multirun:
         raise ConfigError("--cfg: shows one run; leave out -m and choose one value of each key")
     # Launchers launch sweeps: one run is a sweep of one arm.
-    flags.multirun = flags.multirun or any(word.startswith("hydra/launcher=") for word in flags.words)
+    flags.multirun = flags.multirun or any(
+        word.startswith("hydra/launcher=") for word in flags.words
+    )
     return flags
 
 
@@ -155,7 +189,9 @@ def _run(flags: Namespace) -> int:
 
         complete(loader, flags.config_name, flags.words)
         return 0
-    request = compose_request(loader, flags.config_name, flags.words, flags.multirun and not flags.cfg)
+    request = compose_request(
+        loader, flags.config_name, flags.words, flags.multirun and not flags.cfg
+    )
     if flags.cfg:
         print(as_yaml(request, flags.cfg, flags.package, flags.resolve))
         return 0

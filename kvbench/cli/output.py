@@ -1,5 +1,5 @@
-"""What commands print on: a reader who has enough (`| head`), a full device, a stream that was closed (`>&-`), a
-terminal with few characters (`kvbench.runs.terminal`).
+"""What commands print on: a reader who has enough (`| head`), a full device, a stream that was
+closed (`>&-`), a terminal with few characters (`kvbench.runs.terminal`).
 
 Every command of kvbench goes through `printing`, so that none of them meets these by itself.
 """
@@ -16,18 +16,26 @@ from kvbench.runs.terminal import fit_streams
 
 
 class OutputLost(BaseException):
-    """Standard output takes no more. No Exception: no sample has failed by it, and a run is stopped as by Ctrl-C."""
+    """Standard output takes no more.
+
+    No Exception: no sample has failed by it, and a run is stopped as by Ctrl-C.
+    """
 
 
 class Stream:
     """A standard stream that ends once: what it cannot take is dropped, and so is all that follows.
 
-    Args:
-        file: the stream.
-        stops: its end is the command's, by `OutputLost`.
+    Parameters
+    ----------
+    file
+        the stream.
+    stops
+        its end is the command's, by `OutputLost`.
 
-    Attributes:
-        lost: why it takes no more; None while it does.
+    Attributes
+    ----------
+    lost
+        why it takes no more; None while it does.
     """
 
     def __init__(self, file: TextIO, stops: bool) -> None:
@@ -62,8 +70,9 @@ class Stream:
 def printing(main: Callable[[], int]) -> int:
     """Run a command; returns its exit code, or one of its output's end.
 
-    These are 141 where nobody reads on, as SIGPIPE would have it, and 2, with a line, where the output cannot be
-    written. What cannot be written to standard error is dropped, and what goes to a closed stream, too.
+    These are 141 where nobody reads on, as SIGPIPE would have it, and 2, with a line, where the
+    output cannot be written. What cannot be written to standard error is dropped, and what goes to
+    a closed stream, too.
     """
     _open_closed()
     fit_streams()
@@ -83,13 +92,18 @@ def printing(main: Callable[[], int]) -> int:
     if isinstance(out.lost, BrokenPipeError):
         return 128 + signal.SIGPIPE
     if out.lost is not None:
-        print(f"kvbench: standard output: {out.lost.strerror}; expected one with room", file=cast(TextIO, errors))
+        print(
+            f"kvbench: standard output: {out.lost.strerror}; expected one with room",
+            file=cast(TextIO, errors),
+        )
         return 2
     return code
 
 
 def _open_closed() -> None:
-    """Open to nowhere the standard streams that were closed: the next file would get their number, and their output."""
+    """Open to nowhere the standard streams that were closed: the next file would get their number,
+    and their output.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

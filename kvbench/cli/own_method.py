@@ -1,5 +1,6 @@
-"""A method of one's own: `kvbench new-method` writes its two files, `kvbench check-method` puts a method through what
-every method must satisfy. The claims are the tests that kvbench's own methods pass; a wheel carries them along.
+"""A method of one's own: `kvbench new-method` writes its two files, `kvbench check-method` puts a
+method through what every method must satisfy. The claims are the tests that kvbench's own methods
+pass; a wheel carries them along.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import ASSETS, PACKAGE, ConfigError, bind_methods, choices, choose_from, nearest, searched
+from kvbench.config import (
+    ASSETS,
+    PACKAGE,
+    ConfigError,
+    bind_methods,
+    choices,
+    choose_from,
+    nearest,
+    searched,
+)
 from kvbench.kernels.often import LINE_SECONDS
 
 TEMPLATES = ASSETS / "method"
@@ -24,14 +34,24 @@ REQUIRED_PACKAGES = ("pytest", "hypothesis")  # to check, not to run
 
 
 def new_method(arguments: Sequence[str]) -> int:
-    """Write FOLDER/NAME.py and FOLDER/method/NAME.yaml, a method that runs as it is; returns the exit code."""
-    parser = argparse.ArgumentParser("kvbench new-method", description="Write the two files of a method of your own.")
+    """Write FOLDER/NAME.py and FOLDER/method/NAME.yaml, a method that runs as it is; returns the
+    exit code.
+    """
+    parser = argparse.ArgumentParser(
+        "kvbench new-method", description="Write the two files of a method of your own."
+    )
     parser.add_argument("name", metavar="NAME", help="its name, as in method=NAME")
     parser.add_argument("--folder", type=Path, default=Path(), help="where they go; default: here")
     flags = parser.parse_args(arguments)
-    files = {flags.folder / f"{flags.name}.py": "py", flags.folder / "method" / f"{flags.name}.yaml": "yaml"}
+    files = {
+        flags.folder / f"{flags.name}.py": "py",
+        flags.folder / "method" / f"{flags.name}.yaml": "yaml",
+    }
     _refuse_name(flags.name, files)
-    words = {"@NAME@": flags.name, "@CLASS@": "".join(part.capitalize() for part in flags.name.split("_"))}
+    words = {
+        "@NAME@": flags.name,
+        "@CLASS@": "".join(part.capitalize() for part in flags.name.split("_")),
+    }
     try:
         for file, kind in files.items():
             text = (TEMPLATES / f"method.{kind}.txt").read_text(encoding="utf-8")
@@ -40,12 +60,16 @@ def new_method(arguments: Sequence[str]) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--folder={flags.folder}: cannot write there ({error.strerror})") from error
+        raise ConfigError(
+            f"--folder={flags.folder}: cannot write there ({error.strerror})"
+        ) from error
     print(*files, sep="\n")
     option = f"--config-dir {shlex.quote(str(flags.folder))}"
     commands = {
         f"kvbench {option} method={flags.name} budget=256": "runs it",
-        f"kvbench check-method {flags.name} {option}": "says which of the claims about every method hold",
+        f"kvbench check-method {flags.name} {option}": (
+            "says which of the claims about every method hold"
+        ),
         f"kvbench {option} -m method=full,snapkv,{flags.name} budget=256": "compares it",
     }
     width = max(map(len, commands))
@@ -55,31 +79,45 @@ def new_method(arguments: Sequence[str]) -> int:
 
 def _refuse_name(name: str, files: Iterable[Path]) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ConfigError(f"new-method {name}: expected small letters, digits and _, such as key_norm")
+        raise ConfigError(
+            f"new-method {name}: expected small letters, digits and _, such as key_norm"
+        )
     if name in choices("method"):
         raise ConfigError(f"new-method {name}: kvbench has a method of that name; choose another")
     for file in files:
         if file.exists():
-            raise ConfigError(f"new-method {name}: {file} is there already; choose another name or --folder")
+            raise ConfigError(
+                f"new-method {name}: {file} is there already; choose another name or --folder"
+            )
     if find_spec(name) is not None:
-        raise ConfigError(f"new-method {name}: Python has a module of that name already; choose another")
+        raise ConfigError(
+            f"new-method {name}: Python has a module of that name already; choose another"
+        )
 
 
 def check_method(arguments: Sequence[str]) -> int:
-    """Run the claims about every method for one; returns the exit code, 1 where one does not hold."""
+    """Run the claims about every method for one; returns the exit code, 1 where one does
+    not hold.
+    """
     parser = argparse.ArgumentParser(
         "kvbench check-method", description="Put a method through what every method must satisfy."
     )
     parser.add_argument("name", metavar="NAME", help="of conf/method, or of FOLDER/method")
-    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml")
+    parser.add_argument(
+        "--config-dir", type=Path, metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml"
+    )
     flags, more = parser.parse_known_args(arguments)
     missing = [package for package in REQUIRED_PACKAGES if find_spec(package) is None]
     if missing:
-        raise ConfigError(f"check-method: needs {' and '.join(missing)}; pip install {' '.join(missing)}")
+        raise ConfigError(
+            f"check-method: needs {' and '.join(missing)}; pip install {' '.join(missing)}"
+        )
     if flags.config_dir is not None and not flags.config_dir.is_dir():
         raise ConfigError(f"--config-dir={flags.config_dir}: no such folder")
     choose_from(flags.config_dir)
-    user_methods = {file.stem for file in (flags.config_dir or Path(os.devnull)).glob("method/*.yaml")}
+    user_methods = {
+        file.stem for file in (flags.config_dir or Path(os.devnull)).glob("method/*.yaml")
+    }
     if flags.name not in user_methods | choices("method").keys():
         near = nearest(flags.name, [*user_methods, *choices("method")])
         raise ConfigError(f"check-method {flags.name}: no such method; {near}{searched('method')}")
@@ -87,27 +125,43 @@ def check_method(arguments: Sequence[str]) -> int:
     import pytest
 
     print("collecting the claims", flush=True)
-    # Neither the settings nor the cache of a project that the command is given in, and of pytest's words none.
-    settings = ["-c", os.devnull, "--rootdir", str(claims()), "-p", "no:cacheprovider", "-W", "ignore"]
+    # Neither the settings nor the cache of a project that the command is given in, and of pytest's
+    # words none.
+    settings = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(claims()),
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+    ]
     quiet = ["-qq", "--tb=no", "-rN", "-o", "console_output_style=classic"]
     plugin = Claims(flags.name)
-    code = pytest.main([str(claims() / "test_conformance.py"), *settings, *quiet, *more], plugins=[plugin])
+    code = pytest.main(
+        [str(claims() / "test_conformance.py"), *settings, *quiet, *more], plugins=[plugin]
+    )
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-        raise ConfigError(f"check-method {shlex.join(arguments)}: chooses no claim; -k takes words of their names")
+        raise ConfigError(
+            f"check-method {shlex.join(arguments)}: chooses no claim; -k takes words of their names"
+        )
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(plugin.outcome())
     return 1 if code == pytest.ExitCode.TESTS_FAILED else int(code != pytest.ExitCode.OK) * 2
 
 
 def claims() -> Path:
-    """The folder of the claims: `kvbench/conformance` in a wheel, the checkout's `tests/` otherwise."""
+    """The folder of the claims: `kvbench/conformance` in a wheel, the checkout's `tests/`
+    otherwise.
+    """
     packaged = PACKAGE / "conformance"
     return packaged if packaged.is_dir() else PACKAGE.parent / "tests"
 
 
 class Claims:
-    """A plugin of pytest's: of the claims those about one method, a line for each that holds or does not, and now and
-    then how far it is.
+    """A plugin of pytest's: of the claims those about one method, a line for each that holds or
+    does not, and now and then how far it is.
     """
 
     def __init__(self, method: str) -> None:
@@ -119,8 +173,13 @@ class Claims:
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Leave out what is about other methods, or about none."""
-        cases = {item: getattr(item, "callspec", None) and item.callspec.params.get("case") for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not self._concerns(cases[item])])
+        cases = {
+            item: getattr(item, "callspec", None) and item.callspec.params.get("case")
+            for item in items
+        }
+        config.hook.pytest_deselected(
+            items=[item for item in items if not self._concerns(cases[item])]
+        )
         items[:] = [item for item in items if self._concerns(cases[item])]
 
     def _concerns(self, case: Any) -> bool:
@@ -131,7 +190,11 @@ class Claims:
         self._cases.update(_claim(item.nodeid) for item in session.items)
         self._all, self._began = len(session.items), time.monotonic()
         if self._all:
-            print(f"{self._all} cases of {len(self._cases)} claims; kernels are compiled as they are met", flush=True)
+            print(
+                f"{self._all} cases of {len(self._cases)} claims; kernels are compiled as they"
+                " are met",
+                flush=True,
+            )
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str]:
         """No dot for a case that has run."""
@@ -141,7 +204,9 @@ class Claims:
         """Say at once what does not hold, in which case, and why."""
         if report.failed:
             claim, case = _claim(report.nodeid), report.nodeid.partition("[")[2].rstrip("]")
-            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext)
+            why = getattr(
+                getattr(report.longrepr, "reprcrash", None), "message", report.longreprtext
+            )
             self._failed[claim] = None
             print(f"fails  {_words(claim)} ({case}): {' '.join(why.split())[:200]}", flush=True)
 
@@ -161,8 +226,14 @@ class Claims:
         """How many claims hold, and how to look at one that does not."""
         if not self._failed:
             return f"all {len(self._cases)} claims hold for {self.method}"
-        count, first = f"{len(self._failed)} of {len(self._cases)}", next(iter(self._failed)).removeprefix("test_")
-        return f"{count} claims do not hold for {self.method}; -k {first} --tb=short shows where the first fails"
+        count, first = (
+            f"{len(self._failed)} of {len(self._cases)}",
+            next(iter(self._failed)).removeprefix("test_"),
+        )
+        return (
+            f"{count} claims do not hold for {self.method}; -k {first} --tb=short shows where the"
+            " first fails"
+        )
 
 
 def _claim(nodeid: str) -> str:

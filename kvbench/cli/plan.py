@@ -1,9 +1,11 @@
-"""How the arms of a sweep fall into jobs, and why. No torch, and no launcher: those run what is planned here.
+"""How the arms of a sweep fall into jobs, and why.
 
-Arms that differ in method, budget, kv and probe alone share each prefill, or an engine of vLLM, so they become one job;
-an arm for which vLLM frees memory starts one of its own. Where more jobs are asked for, such a group is split: by its
-samples (`sweep.shards`), which computes nothing twice, or by its arms (`hydra.launcher.jobs`), each of whose jobs
-prefills for itself.
+No torch, and no launcher: those run what is planned here.
+
+Arms that differ in method, budget, kv and probe alone share each prefill, or an engine of vLLM, so
+they become one job; an arm for which vLLM frees memory starts one of its own. Where more jobs are
+asked for, such a group is split: by its samples (`sweep.shards`), which computes nothing twice, or
+by its arms (`hydra.launcher.jobs`), each of whose jobs prefills for itself.
 """
 
 from __future__ import annotations
@@ -25,12 +27,18 @@ MOST_SHOWN = 20  # groups that get a line of their own
 class Group(NamedTuple):
     """Arms that one prefill can serve.
 
-    Attributes:
-        arms: their indices.
-        name: the words that only they have, "" where there is no other group.
-        why: what makes the group what it is.
-        shards: jobs that share out the samples.
-        pieces: jobs that share out the arms.
+    Attributes
+    ----------
+    arms
+        their indices.
+    name
+        the words that only they have, "" where there is no other group.
+    why
+        what makes the group what it is.
+    shards
+        jobs that share out the samples.
+    pieces
+        jobs that share out the arms.
     """
 
     arms: list[int]
@@ -56,16 +64,24 @@ class PlannedJob(NamedTuple):
 def planned(arms: Sequence[DictConfig], words: Sequence[str], most: int) -> list[Group]:
     """The groups of a sweep, split into at least `most` jobs as far as there are arms to split.
 
-    Args:
-        arms: distinct composed configs.
-        words: of each of them, those that not all have.
-        most: jobs that there is room for.
+    Parameters
+    ----------
+    arms
+        distinct composed configs.
+    words
+        of each of them, those that not all have.
+    most
+        jobs that there is room for.
     """
     common = grouped(arms)
     groups = []
     for numbers in common:
         first = arms[numbers[0]]
-        unique = [word for word in words[numbers[0]].split() if all(word in words[other].split() for other in numbers)]
+        unique = [
+            word
+            for word in words[numbers[0]].split()
+            if all(word in words[other].split() for other in numbers)
+        ]
         name = " ".join(unique) if len(common) > 1 else ""
         groups.append(Group(numbers, name, _why(first, len(numbers)), first.sweep.shards))
     return _split(groups, most)
@@ -94,7 +110,9 @@ def _split(groups: list[Group], most: int) -> list[Group]:
     """The groups with the most arms in a job are split until there are `most` jobs."""
     groups = list(groups)
     while groups and sum(group.jobs for group in groups) < most:
-        widest = max(range(len(groups)), key=lambda number: len(groups[number].arms) / groups[number].pieces)
+        widest = max(
+            range(len(groups)), key=lambda number: len(groups[number].arms) / groups[number].pieces
+        )
         group = groups[widest]
         if group.pieces == len(group.arms):
             break
@@ -103,7 +121,10 @@ def _split(groups: list[Group], most: int) -> list[Group]:
 
 
 def parts(groups: Sequence[Group]) -> list[PlannedJob]:
-    """The jobs of all groups. A slow method's budgets stand side by side, so pieces take every n-th arm."""
+    """The jobs of all groups.
+
+    A slow method's budgets stand side by side, so pieces take every n-th arm.
+    """
     jobs = []
     for group in groups:
         for piece in range(group.pieces):
@@ -124,7 +145,9 @@ def described(groups: Sequence[Group]) -> Iterator[str]:
     for group in groups[:MOST_SHOWN]:
         reasons = [group.why]
         if group.pieces > 1:
-            reasons.append(f"in {group.pieces} pieces, each with prefills of its own (hydra.launcher.jobs)")
+            reasons.append(
+                f"in {group.pieces} pieces, each with prefills of its own (hydra.launcher.jobs)"
+            )
         if group.shards > 1:
             reasons.append(f"samples in {group.shards} shards (sweep.shards)")
         name = f"{group.name}: " if group.name else ""
@@ -134,21 +157,26 @@ def described(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
-    """Jobs by their index, without those that repeat an earlier one: full attention under another budget, say, and a
-    sweep's models are one model under `smoke`.
+    """Jobs by their index, without those that repeat an earlier one: full attention under another
+    budget, say, and a sweep's models are one model under `smoke`.
     """
     same = _group_by_key(jobs, lambda config, _: {**config, "budget": budget_of(config)})
     return {first: jobs[first] for first, *_ in same}
 
 
 def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
-    """Refuse distinct jobs that are one run all the same, of which the first would do what the others ask for.
+    """Refuse distinct jobs that are one run all the same, of which the first would do what the
+    others ask for.
 
-    Args:
-        words: of each, those that not all have.
+    Parameters
+    ----------
+    words
+        of each, those that not all have.
 
-    Raises:
-        ConfigError: names them.
+    Raises
+    ------
+    ConfigError
+        names them.
     """
 
     def run_settings(config: dict[str, Any], _: int) -> dict[str, Any]:
@@ -158,25 +186,34 @@ def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> No
     for first, *others in _group_by_key(jobs, run_settings):
         if others:
             raise ConfigError(
-                f"{words[first]} | {words[others[0]]}: both are one run, which keeps the times that it measured first; "
-                "expected commands of their own, each with another results_dir"
+                f"{words[first]} | {words[others[0]]}: both are one run, which keeps the times that"
+                " it measured first; expected commands of their own, each with another results_dir"
             )
 
 
 def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
-    """Indices of the jobs that one prefill can serve, in the order of their first; a task may want each arm its own."""
+    """Indices of the jobs that one prefill can serve, in the order of their first; a task may want
+    each arm its own.
+    """
 
     def common(config: dict[str, Any], index: int) -> list[Any]:
         shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
         if backend_name(config) != "hf":  # which share the engine, and prefill for themselves
             shared = not starts_alone(config)
-        return [{key: config[key] for key in config if not shared or key not in MAY_DIFFER}, None if shared else index]
+        return [
+            {key: config[key] for key in config if not shared or key not in MAY_DIFFER},
+            None if shared else index,
+        ]
 
     return _group_by_key(jobs, common)
 
 
-def _group_by_key(jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]) -> list[list[int]]:
-    """Indices of the jobs whose key, of the resolved config and its index, is the same; in the order of their first."""
+def _group_by_key(
+    jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]
+) -> list[list[int]]:
+    """Indices of the jobs whose key, of the resolved config and its index, is the same; in the
+    order of their first.
+    """
     groups: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))

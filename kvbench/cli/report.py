@@ -1,4 +1,5 @@
-"""`kvbench report [FOLDER ...]`: tables and figures of run folders, alone or beside the papers' own.
+"""`kvbench report [FOLDER ...]`: tables and figures of run folders, alone or beside the papers'
+own.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -42,7 +43,14 @@ SWEEPS = (
     "reference_tiny",
 )
 SHIPPED = [RESULTS / f"{name}.tar.xz" for name in SWEEPS]
-FORMATS = {"console": ".txt", "markdown": ".md", "latex": ".tex", "csv": ".csv", "html": ".html", "site": ""}
+FORMATS = {
+    "console": ".txt",
+    "markdown": ".md",
+    "latex": ".tex",
+    "csv": ".csv",
+    "html": ".html",
+    "site": "",
+}
 
 EXAMPLES = """\
   kvbench report                                         your runs below results/
@@ -81,15 +89,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tables_of(arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]) -> list[ReportTable]:
+def tables_of(
+    arguments: Sequence[str], read: Callable[[Sequence[Path]], Runs]
+) -> list[ReportTable]:
     """The tables that a command line makes.
 
-    Args:
-        arguments: as after `kvbench report`, with folders or archives.
-        read: gives the runs of these.
+    Parameters
+    ----------
+    arguments
+        as after `kvbench report`, with folders or archives.
+    read
+        gives the runs of these.
 
-    Raises:
-        ConfigError, ResultsError: as the command reports them.
+    Raises
+    ------
+    ConfigError, ResultsError
+        as the command reports them.
     """
     flags = _parser().parse_args(arguments)
     _check(flags)
@@ -104,20 +119,71 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="FOLDER", help="of runs, or an archive; default: yours below results")
-    add("--list", action="store_true", help="name the published tables, the figures, the keys and the values")
-    add("--paper", action="append", metavar="ID", help="a published table with ours beside it; may be repeated")
-    add("--claims", action="store_true", help="the papers' claims: what was measured of each, and the verdict")
+    add(
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="of runs, or an archive; default: yours below results",
+    )
+    add(
+        "--list",
+        action="store_true",
+        help="name the published tables, the figures, the keys and the values",
+    )
+    add(
+        "--paper",
+        action="append",
+        metavar="ID",
+        help="a published table with ours beside it; may be repeated",
+    )
+    add(
+        "--claims",
+        action="store_true",
+        help="the papers' claims: what was measured of each, and the verdict",
+    )
     add("--rows", type=_words, metavar="KEY,...", help="settings that make rows; default: method")
-    add("--columns", type=_words, default=[], metavar="KEY,...", help="settings that make columns; none: the values")
-    add("--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score")
-    add("--sort", action="store_true", help="rows by the first value, the best first; default: by their labels")
-    add("--where", action="append", default=[], metavar="KEY=VALUE", help="only runs with this value, or one of V,V")
+    add(
+        "--columns",
+        type=_words,
+        default=[],
+        metavar="KEY,...",
+        help="settings that make columns; none: the values",
+    )
+    add(
+        "--values", type=_words, metavar="NAME,...", help="what stands in the cells; default: score"
+    )
+    add(
+        "--sort",
+        action="store_true",
+        help="rows by the first value, the best first; default: by their labels",
+    )
+    add(
+        "--where",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only runs with this value, or one of V,V",
+    )
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
-    add("--size", choices=("page", "column"), default="page", help="of a figure: a page of 7 inches, a column of 3.4")
+    add(
+        "--size",
+        choices=("page", "column"),
+        default="page",
+        help="of a figure: a page of 7 inches, a column of 3.4",
+    )
     add("--format", choices=FORMATS, help="default: as --out ends, else console")
-    add("--out", type=Path, metavar="FILE", help="write there instead of printing; a folder: a static site")
-    add("--allow-mixed", action="store_true", help="let runs of several protocols into one table, marked")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write there instead of printing; a folder: a static site",
+    )
+    add(
+        "--allow-mixed",
+        action="store_true",
+        help="let runs of several protocols into one table, marked",
+    )
     add("--unfinished", action="store_true", help="take runs that have not finished, marked")
     return parser
 
@@ -127,23 +193,37 @@ def _words(text: str) -> list[str]:
 
 
 def _check(flags: Namespace) -> None:
-    """Refuse flags that do not go together, and a published table that is not there, before any run is read.
+    """Refuse flags that do not go together, and a published table that is not there, before any run
+    is read.
 
-    Raises:
-        ConfigError: names them.
+    Raises
+    ------
+    ConfigError
+        names them.
     """
     if flags.figure and not flags.out:
-        raise ConfigError(f"--figure {flags.figure}: give a file with --out, such as {flags.figure}.png")
+        raise ConfigError(
+            f"--figure {flags.figure}: give a file with --out, such as {flags.figure}.png"
+        )
     if flags.figure and (flags.paper or flags.rows):
-        raise ConfigError(f"--figure {flags.figure}: one figure or tables; leave out --paper and --rows")
+        raise ConfigError(
+            f"--figure {flags.figure}: one figure or tables; leave out --paper and --rows"
+        )
     if flags.paper and (flags.rows or flags.columns or flags.values or flags.sort):
-        raise ConfigError(f"--paper {flags.paper[0]}: has its own rows, columns and values; leave out yours")
+        raise ConfigError(
+            f"--paper {flags.paper[0]}: has its own rows, columns and values; leave out yours"
+        )
     if flags.columns or flags.values or flags.sort:
         flags.rows = flags.rows or ["method"]
     if flags.claims and (flags.paper or flags.rows or flags.figure):
-        raise ConfigError("--claims: has its own runs and values; leave out --paper, --rows, --columns and --figure")
+        raise ConfigError(
+            "--claims: has its own runs and values; leave out --paper, --rows, --columns and"
+            " --figure"
+        )
     if flags.out and not flags.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: no such folder, {flags.out.parent}; make it, or name another")
+        raise ConfigError(
+            f"--out {flags.out}: no such folder, {flags.out.parent}; make it, or name another"
+        )
     if flags.out and not flags.figure and not flags.format:
         endings = {ending: name for name, ending in FORMATS.items()}
         if flags.out.suffix not in endings:
@@ -152,7 +232,9 @@ def _check(flags: Namespace) -> None:
         flags.format = endings[flags.out.suffix]
     flags.format = flags.format or "console"
     if flags.claims and flags.format in ("latex", "site"):
-        raise ConfigError(f"--format {flags.format}: not of --claims; expected console, markdown, csv or html")
+        raise ConfigError(
+            f"--format {flags.format}: not of --claims; expected console, markdown, csv or html"
+        )
     if flags.format == "site":
         _check_site(flags)
     if flags.paper:
@@ -164,8 +246,10 @@ def _check(flags: Namespace) -> None:
 def _check_site(flags: Namespace) -> None:
     """Refuse what does not go with a site, and a folder that is not one.
 
-    Raises:
-        ConfigError: names it.
+    Raises
+    ------
+    ConfigError
+        names it.
     """
     from kvbench.report.site import check
 
@@ -173,7 +257,8 @@ def _check_site(flags: Namespace) -> None:
         raise ConfigError("--format site: give a folder with --out, such as site/")
     if flags.paper or flags.rows:
         raise ConfigError(
-            f"--out {flags.out}: a site shows all runs, and every published table; leave out --paper and --rows"
+            f"--out {flags.out}: a site shows all runs, and every published table; leave out"
+            " --paper and --rows"
         )
     check(flags.out)
 
@@ -189,7 +274,10 @@ def _list() -> str:
         "published tables (--paper)": ids(),
         "figures (--figure)": FIGURES | OF_FILES,
         "values (--values)": {
-            **{name: quantity.heading + _better(quantity) for name, quantity in (NUMBERS | PARTS).items()},
+            **{
+                name: quantity.heading + _better(quantity)
+                for name, quantity in (NUMBERS | PARTS).items()
+            },
             "fidelity": "all of task=fidelity, with their errors",
             "breakdown_ms.PART": "a part of a decode step, such as breakdown_ms.select",
             "audit.NAME": "a number of the method's own, such as audit.candidates of pariskv",
@@ -205,7 +293,11 @@ def _list() -> str:
     lines = []
     for heading, entries in lists.items():
         width = max(map(len, entries))
-        lines += [f"{heading}:", *(f"  {name:<{width}}  {description}" for name, description in entries.items()), ""]
+        lines += [
+            f"{heading}:",
+            *(f"  {name:<{width}}  {description}" for name, description in entries.items()),
+            "",
+        ]
     return "\n".join(lines).rstrip()
 
 
@@ -214,10 +306,13 @@ def _better(quantity: Quantity) -> str:
 
 
 def _runs(flags: Namespace) -> Runs | None:
-    """The runs of the folders; None where there are none and published tables are asked for, which need none.
+    """The runs of the folders; None where there are none and published tables are asked for, which
+    need none.
 
-    Raises:
-        ResultsError: there are none.
+    Raises
+    ------
+    ResultsError
+        there are none.
     """
     from kvbench.report.data.frame import collect
 
@@ -228,7 +323,10 @@ def _runs(flags: Namespace) -> Runs | None:
     except ResultsError as error:
         if not flags.paper or named:
             raise
-        print(f"kvbench report: {printable(str(error))}; the published numbers stand alone", file=sys.stderr)
+        print(
+            f"kvbench report: {printable(str(error))}; the published numbers stand alone",
+            file=sys.stderr,
+        )
         return None
     if not len(runs.arms) and not flags.paper:
         folders = " and ".join(map(str, flags.folders))
@@ -244,15 +342,20 @@ def _chosen(flags: Namespace, runs: Runs) -> Runs:
 
 
 def user_folders(folder: Path, command: str) -> tuple[list[Path], int]:
-    """The folders of a user's own runs in a folder, and how many archives there kvbench ships; that folder itself where
-    none is shipped.
+    """The folders of a user's own runs in a folder, and how many archives there kvbench ships; that
+    folder itself where none is shipped.
 
-    Args:
-        folder: of runs.
-        command: of kvbench, for the message.
+    Parameters
+    ----------
+    folder
+        of runs.
+    command
+        of kvbench, for the message.
 
-    Raises:
-        ResultsError: there are only runs that kvbench ships.
+    Raises
+    ------
+    ResultsError
+        there are only runs that kvbench ships.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -263,7 +366,8 @@ def user_folders(folder: Path, command: str) -> tuple[list[Path], int]:
     if shipped and not unshipped:
         names = " ".join(map(str, shipped))
         raise ResultsError(
-            f"{folder}: no run of yours yet; those that kvbench ships are taken by name: kvbench {command} {names}"
+            f"{folder}: no run of yours yet; those that kvbench ships are taken by name: kvbench"
+            f" {command} {names}"
         )
     return (unshipped if shipped else [folder]), len(shipped)
 
@@ -289,18 +393,33 @@ def _tables(flags: Namespace, runs: Runs | None) -> list[ReportTable]:
     from kvbench.report.tables.published import merge_published, ran
 
     if flags.paper:
-        comparisons = [merge_published(runs, paper, flags.where, flags.allow_mixed) for paper in flags.paper]
+        comparisons = [
+            merge_published(runs, paper, flags.where, flags.allow_mixed) for paper in flags.paper
+        ]
         return comparisons if flags.format in ("csv", "html") else list(map(ran, comparisons))
     assert runs is not None
     if flags.rows:
         values = flags.values or ["score"]
         score = BRIEFEST_SCORE if flags.format == "latex" else WHOLE_SCORE
         return [
-            tables.pivot(runs, flags.rows, flags.columns, values, flags.where, flags.allow_mixed, score, flags.sort)
+            tables.pivot(
+                runs,
+                flags.rows,
+                flags.columns,
+                values,
+                flags.where,
+                flags.allow_mixed,
+                score,
+                flags.sort,
+            )
         ]
     if flags.format == "html":
         return [*tables.summary(runs, flags.where), *tables.by_group(runs, flags.where)]
-    return tables.summary(runs, flags.where) if flags.format == "csv" else tables.overview(runs, flags.where)
+    return (
+        tables.summary(runs, flags.where)
+        if flags.format == "csv"
+        else tables.overview(runs, flags.where)
+    )
 
 
 def _print(flags: Namespace, runs: Runs | None) -> list[str]:
@@ -323,7 +442,9 @@ def _print(flags: Namespace, runs: Runs | None) -> list[str]:
     elif flags.format == "html":
         text = _page(flags, runs, tables)
     else:
-        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[flags.format](tables)
+        text = {"markdown": formats.markdown, "latex": latex, "csv": formats.csv_text}[
+            flags.format
+        ](tables)
     _give(flags, text)
     return narrow
 
@@ -331,8 +452,10 @@ def _print(flags: Namespace, runs: Runs | None) -> list[str]:
 def _give(flags: Namespace, text: str) -> None:
     """Print a text, or write it to --out.
 
-    Raises:
-        ConfigError: it cannot be written there.
+    Raises
+    ------
+    ConfigError
+        it cannot be written there.
     """
     if not flags.out:
         print(text, end="")
@@ -345,7 +468,9 @@ def _give(flags: Namespace, text: str) -> None:
 
 
 def _print_claims(flags: Namespace) -> None:
-    """Print or write the claims with their verdicts; some need no runs, and are decided without any."""
+    """Print or write the claims with their verdicts; some need no runs, and are decided without
+    any.
+    """
     from kvbench.report.claims import page
     from kvbench.report.data.frame import collect
 
@@ -361,7 +486,9 @@ def _print_claims(flags: Namespace) -> None:
 
 
 def _page(flags: Namespace, runs: Runs | None, tables: Sequence[ReportTable]) -> str:
-    """The HTML page: the tables, and where no rows are chosen every figure that can be drawn from these runs."""
+    """The HTML page: the tables, and where no rows are chosen every figure that can be drawn from
+    these runs.
+    """
     from kvbench.report import html
 
     if flags.paper or flags.rows or runs is None:

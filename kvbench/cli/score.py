@@ -1,9 +1,10 @@
-"""`kvbench score RUN [RUN ...]`: scores anew from stored outputs, without a model and without torch.
+"""`kvbench score RUN [RUN ...]`: scores anew from stored outputs, without a model and without
+torch.
 
-A RUN is a run folder or any folder above some. Each one's task is built from its own run.yaml, and every record without
-an error is scored by the code that is there now; failed ones stay at 0. Nothing is changed without `--write`. With
-`--predictions` folders of other projects' predictions are scored instead. Exit codes: 0 done, 2 something could not be
-scored.
+A RUN is a run folder or any folder above some. Each one's task is built from its own run.yaml, and
+every record without an error is scored by the code that is there now; failed ones stay at 0.
+Nothing is changed without `--write`. With `--predictions` folders of other projects' predictions
+are scored instead. Exit codes: 0 done, 2 something could not be scored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from kvbench.config import (
     show,
 )
 from kvbench.runs.archive import rounded
-from kvbench.runs.folder import append_records, check_format, lost_samples, run_lock, stored_state, write_whole, writing
+from kvbench.runs.folder import (
+    append_records,
+    check_format,
+    lost_samples,
+    run_lock,
+    stored_state,
+    write_whole,
+    writing,
+)
 from kvbench.runs.plausible import refuse_impossible
 from kvbench.runs.quantities import PASSED
 from kvbench.runs.stored import (
@@ -62,7 +71,18 @@ USAGE = """kvbench score RUN [RUN ...] [task.key=value ...] [--write] [--config-
        kvbench score --predictions longbench|ruler DIR [DIR ...] [--json]"""
 
 # Of a summary, what follows from scores.
-SCORES = ("score", "stderr", "score_ok", "scores", "n", "failed", "groups", "macro", "prompts", *PASSED)
+SCORES = (
+    "score",
+    "stderr",
+    "score_ok",
+    "scores",
+    "n",
+    "failed",
+    "groups",
+    "macro",
+    "prompts",
+    *PASSED,
+)
 
 
 class NoAnswers(ResultsError):
@@ -73,13 +93,20 @@ class NoAnswers(ResultsError):
 class Rescored:
     """A run's records, scored anew.
 
-    Attributes:
-        folder: the run's.
-        metric: the main score's name.
-        before: summary of the records as stored; empty where none holds the main score.
-        after: summary of the records with their new scores.
-        changed: the new records that differ from the stored ones.
-        end: size in bytes of the stored samples up to the last whole line.
+    Attributes
+    ----------
+    folder
+        the run's.
+    metric
+        the main score's name.
+    before
+        summary of the records as stored; empty where none holds the main score.
+    after
+        summary of the records with their new scores.
+    changed
+        the new records that differ from the stored ones.
+    end
+        size in bytes of the stored samples up to the last whole line.
     """
 
     folder: Path
@@ -95,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _main(arguments)
     except KeyboardInterrupt:
-        print("kvbench score: stopped; what was written is whole, and the same command does the rest", file=sys.stderr)
+        print(
+            "kvbench score: stopped; what was written is whole, and the same command does the rest",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -133,36 +163,50 @@ def _main(arguments: Sequence[str] | None) -> int:
             unchanged.append(rescored)
     if unchanged:
         line = (
-            f"no score of {len(unchanged)} runs changed" if len(unchanged) > 1 else outcome(unchanged[0], flags.write)
+            f"no score of {len(unchanged)} runs changed"
+            if len(unchanged) > 1
+            else outcome(unchanged[0], flags.write)
         )
         console.print(printable(line), soft_wrap=True)
     if flags.json:
         print(json.dumps(entries, indent=2, allow_nan=False))
     if compact:
         more = f", and so are {len(compact) - 1} others" if len(compact) > 1 else ""
-        return _refused(ResultsError(f"{compact[0]} is stored without answers, as compact_runs.py leaves it{more}"))
+        return _refused(
+            ResultsError(
+                f"{compact[0]} is stored without answers, as compact_runs.py leaves it{more}"
+            )
+        )
     return code
 
 
 def _named(paths: Sequence[Path]) -> list[Path]:
-    """The folders to look for runs in; what kvbench ships is scored where it is named itself, and else left out.
+    """The folders to look for runs in; what kvbench ships is scored where it is named itself, and
+    else left out.
 
-    Raises:
-        ResultsError: there is nothing else.
+    Raises
+    ------
+    ResultsError
+        there is nothing else.
     """
     named: list[Path] = []
     for path in paths:
         folders, shipped = user_folders(path, "score")
         named += folders
         if shipped:
-            print(f"kvbench score: {path}: without {shipped} archives that kvbench ships; name one", file=sys.stderr)
+            print(
+                f"kvbench score: {path}: without {shipped} archives that kvbench ships; name one",
+                file=sys.stderr,
+            )
     return named
 
 
 def _predicted(flags: argparse.Namespace) -> int:
     """Score folders of other projects' predictions; returns the exit code."""
     if flags.write:
-        return _refused(ConfigError("--write: not with --predictions, whose folders are left as they are"))
+        return _refused(
+            ConfigError("--write: not with --predictions, whose folders are left as they are")
+        )
     # Names may hold brackets; a file takes the whole width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     entries, code = [], 0
@@ -184,14 +228,26 @@ def _predicted(flags: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "Scores anew from stored outputs, without a model. Nothing is changed without --write."
+    description = (
+        "Scores anew from stored outputs, without a model. Nothing is changed without --write."
+    )
     parser = argparse.ArgumentParser("kvbench score", USAGE, description)
-    parser.add_argument("words", nargs="+", metavar="RUN", help="a run folder, or a folder above some")
+    parser.add_argument(
+        "words", nargs="+", metavar="RUN", help="a run folder, or a folder above some"
+    )
     formats = list(predictions.BENCHMARKS)
-    parser.add_argument("--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl")
+    parser.add_argument(
+        "--predictions", choices=formats, help="each RUN is a folder of its scripts' <subset>.jsonl"
+    )
     add_config_dir(parser)
-    parser.add_argument("--write", action="store_true", help="keep the new scores, in samples.jsonl and summary.json")
-    parser.add_argument("--json", action="store_true", help="print JSON, scores before and after, and no tables")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="keep the new scores, in samples.jsonl and summary.json",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, scores before and after, and no tables"
+    )
     return parser
 
 
@@ -205,8 +261,10 @@ def _refused(error: Exception, run: Path | None = None) -> int:
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """The task options that `task.key=value` words name.
 
-    Raises:
-        ConfigError: a word that is no such thing.
+    Raises
+    ------
+    ConfigError
+        a word that is no such thing.
     """
     try:
         node: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
@@ -216,17 +274,26 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def rescore(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
+def rescore(
+    folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None
+) -> Rescored:
     """Score the stored outputs of a run, which may go on meanwhile, and change nothing.
 
-    Args:
-        folder: the run's.
-        options: of its task, where they shall differ from the run's own, and what scoring is allowed to do.
-        config_dir: a folder with the user's own tasks.
+    Parameters
+    ----------
+    folder
+        the run's.
+    options
+        of its task, where they shall differ from the run's own, and what scoring is allowed to do.
+    config_dir
+        a folder with the user's own tasks.
 
-    Raises:
-        ConfigError: the task is not known, cannot be built, has no such options, or lacks a permission.
-        ResultsError: what is stored is damaged, of another format, or without answers.
+    Raises
+    ------
+    ConfigError
+        the task is not known, cannot be built, has no such options, or lacks a permission.
+    ResultsError
+        what is stored is damaged, of another format, or without answers.
     """
     with using(folder):
         check_format(folder)
@@ -244,7 +311,9 @@ def _rescored(folder: Path, task: Task, version: int | str) -> Rescored:
     mark = {"task": version, "notes": dict(task.notes)}
     scored = [_scored(folder, record, task, mark) for record in stored]
     before = summarise(stored, task.metric)
-    has_metric = any(task.metric in (record.get("scores") or {}) for record in stored if not record.get("error"))
+    has_metric = any(
+        task.metric in (record.get("scores") or {}) for record in stored if not record.get("error")
+    )
     after = summarise(scored, task.metric)
     if again := sum("rescored" in record for record in scored):
         after["rescored"] = again
@@ -252,28 +321,41 @@ def _rescored(folder: Path, task: Task, version: int | str) -> Rescored:
     return Rescored(folder, task.metric, before if has_metric else {}, after, changed, end)
 
 
-def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None) -> Rescored:
+def rewrite(
+    folder: Path, options: Mapping[str, Any] | None = None, config_dir: Path | None = None
+) -> Rescored:
     """Score the stored outputs of a run and keep the new scores.
 
-    Changed records are appended to samples.jsonl, where the newest line of an id wins, so the old ones stay there too.
-    summary.json is made anew if the run was finished; of an unfinished one the run itself makes it.
+    Changed records are appended to samples.jsonl, where the newest line of an id wins, so the old
+    ones stay there too. summary.json is made anew if the run was finished; of an unfinished one the
+    run itself makes it.
 
-    Args:
-        folder: the run's.
-        options: as `rescore`, of those that the run was made with.
-        config_dir: as `rescore`.
+    Parameters
+    ----------
+    folder
+        the run's.
+    options
+        as `rescore`, of those that the run was made with.
+    config_dir
+        as `rescore`.
 
-    Raises:
-        ConfigError, ResultsError: as `rescore`; other options than the run's; another process holds the folder; it
-            cannot be written.
+    Raises
+    ------
+    ConfigError, ResultsError
+        as `rescore`; other options than the run's; another process holds the folder; it cannot be
+        written.
     """
     with run_lock(folder):
         with using(folder):
             check_format(folder)
             stored, _ = stored_task(folder)
-        if other := next((key for key, value in (options or {}).items() if stored.get(key) != value), ""):
+        if other := next(
+            (key for key, value in (options or {}).items() if stored.get(key) != value), ""
+        ):
             option = f"task.{other}={show((options or {})[other])}"
-            raise ConfigError(f"--write: not with {option}, {folder} was made with other options; leave one out")
+            raise ConfigError(
+                f"--write: not with {option}, {folder} was made with other options; leave one out"
+            )
         rescored = rescore(folder, options, config_dir)
         finished = (folder / "summary.json").exists() or stored_state(folder) == "finished"
         with writing(folder):
@@ -290,42 +372,52 @@ def rewrite(folder: Path, options: Mapping[str, Any] | None = None, config_dir: 
 def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Task:
     """The task of a stored run, with these options in place of its own.
 
-    Raises:
-        ConfigError: as `rescore`.
+    Raises
+    ------
+    ConfigError
+        as `rescore`.
     """
     valid = config.keys() - HARNESS_KEYS
     for key, value in options.items():
         if key not in valid:
             name = config.get("name", config["_target_"])
-            raise ConfigError(f"{folder}: task.{key}={show(value)}: no such option of {name}; {nearest(key, valid)}")
+            raise ConfigError(
+                f"{folder}: task.{key}={show(value)}: no such option of {name};"
+                f" {nearest(key, valid)}"
+            )
     check_types("task", options, config)
     check_rules("task", config)
     check_valid("task", options, config.get("valid") or {})
     for key in getattr(locate(config["_target_"]), "permissions", ()):
         if config.get(key) and key not in options:
             raise ConfigError(
-                f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where nothing is secret, "
-                f"give task.{key}={show(config[key])} on the command line"
+                f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where"
+                f" nothing is secret, give task.{key}={show(config[key])} on the command line"
             )
     return task_of({**config, **options})
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
-    """The record with its scores of now; itself where they are the same to the digits that it has, or it failed."""
+    """The record with its scores of now; itself where they are the same to the digits that it has,
+    or it failed.
+    """
     if record.get("error"):
         return record
     key, answers, output = record["id"], record.get("answers"), record.get("output")
     if answers is None:
         raise NoAnswers(f"{folder}: {key} is stored without its answers")
     if output is None:
-        raise ResultsError(f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output")
+        raise ResultsError(
+            f"{folder / 'samples.jsonl'}: the newest line of {key} is damaged: no output"
+        )
     sample_id, group = record.get("sample") or key, record.get("group") or ""
     sample = Sample(sample_id, "", tuple(answers), 0, group=group, meta=record.get("meta") or {})
     try:
         scores = task.score(sample, output)
     except DAMAGED as error:
         raise ResultsError(
-            f"{folder}: {printable(key)} cannot be scored as {task.name} ({what_of(error)}); was it another one?"
+            f"{folder}: {printable(key)} cannot be scored as {task.name} ({what_of(error)}); was it"
+            " another one?"
         ) from error
     same = record.get("scores") in (scores, rounded(scores))
     return record if same else {**record, "scores": scores, "rescored": mark}
@@ -353,8 +445,12 @@ def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(rescored: Rescored) -> Table:
-    """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the other scores."""
-    drawn = Table(title=printable(" / ".join(rescored.folder.resolve().parts[-4:])), title_justify="left")
+    """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the
+    other scores.
+    """
+    drawn = Table(
+        title=printable(" / ".join(rescored.folder.resolve().parts[-4:])), title_justify="left"
+    )
     for heading in (rescored.metric, "samples", "failed", "before", "now"):
         drawn.add_column(heading, justify="left" if heading == rescored.metric else "right")
     before, after = rescored.before, rescored.after
@@ -362,7 +458,12 @@ def table(rescored: Rescored) -> Table:
         row = _pair(before.get("groups", {}).get(name), group)
         drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
     if "macro" in after:
-        drawn.add_row(f"mean of {len(after['groups'])} groups", "", "", *_pair(before.get("macro"), after["macro"]))
+        drawn.add_row(
+            f"mean of {len(after['groups'])} groups",
+            "",
+            "",
+            *_pair(before.get("macro"), after["macro"]),
+        )
     drawn.add_section()
     drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
     for name, score in after["scores"].items():
@@ -376,17 +477,27 @@ def outcome(rescored: Rescored, written: bool) -> str:
     """What became of a run, in a line."""
     count = len(rescored.changed)
     if not count:
-        return f"{rescored.folder}: no score changed, {rescored.metric} {_with_error(rescored.after)}"
+        return (
+            f"{rescored.folder}: no score changed, {rescored.metric} {_with_error(rescored.after)}"
+        )
     changed = f"{count} of {rescored.after['n']} scores changed"
     if not written:
         return f"{rescored.folder}: {changed}; nothing is written"
-    finished = "" if (rescored.folder / "summary.json").exists() else "; unfinished, so without a summary"
+    finished = (
+        "" if (rescored.folder / "summary.json").exists() else "; unfinished, so without a summary"
+    )
     return f"{rescored.folder}: {changed} and written{finished}"
 
 
 def predictions_table(predicted: predictions.Predictions) -> Table:
-    """Scores of predictions, each 0-100: every subset by every metric it has, and the plain mean over subsets."""
-    bins = [name for name in predictions.BINS if any(name in subset.by_length for subset in predicted.subsets)]
+    """Scores of predictions, each 0-100: every subset by every metric it has, and the plain mean
+    over subsets.
+    """
+    bins = [
+        name
+        for name in predictions.BINS
+        if any(name in subset.by_length for subset in predicted.subsets)
+    ]
     drawn = Table(title=str(predicted.folder), title_justify="left")
     for heading in ("subset", "metric"):
         drawn.add_column(heading, overflow="fold")
@@ -396,7 +507,9 @@ def predictions_table(predicted: predictions.Predictions) -> Table:
         summary = _summary(subset)
         lengths = [_with_error({"score": subset.by_length.get(name)}) for name in bins]
         main, *others = subset.metrics
-        drawn.add_row(subset.name, main, str(summary["n"]), str(subset.empty), _with_error(summary), *lengths)
+        drawn.add_row(
+            subset.name, main, str(summary["n"]), str(subset.empty), _with_error(summary), *lengths
+        )
         for name in others:
             drawn.add_row("", name, "", "", _with_error({"score": summary["scores"][name]}))
     for name in predicted.others:
@@ -404,18 +517,31 @@ def predictions_table(predicted: predictions.Predictions) -> Table:
     drawn.add_section()
     for name, mean in predicted.means().items():
         metric = "" if name == "score" else f"with {name}"
-        drawn.add_row(f"mean of {len(predicted.subsets)} subsets", metric, "", "", _with_error({"score": mean}))
+        drawn.add_row(
+            f"mean of {len(predicted.subsets)} subsets",
+            metric,
+            "",
+            "",
+            _with_error({"score": mean}),
+        )
     return drawn
 
 
 def remarks(predicted: predictions.Predictions) -> list[str]:
-    """What a reader of the table must know: files that are no subset, and subsets that are missing from the mean."""
+    """What a reader of the table must know: files that are no subset, and subsets that are missing
+    from the mean.
+    """
     lines = []
     if predicted.others:
         files = ", ".join(f"{name}.jsonl" for name in predicted.others)
-        lines.append(f"{predicted.folder}: not scored: {files}; none of {predicted.benchmark.title}")
+        lines.append(
+            f"{predicted.folder}: not scored: {files}; none of {predicted.benchmark.title}"
+        )
     if predicted.missing:
-        lines.append(f"{predicted.folder}: of {predicted.benchmark.title} without {', '.join(predicted.missing)}")
+        lines.append(
+            f"{predicted.folder}: of {predicted.benchmark.title} without"
+            f" {', '.join(predicted.missing)}"
+        )
     return lines
 
 
@@ -424,7 +550,11 @@ def predictions_as_json(predicted: predictions.Predictions) -> dict[str, Any]:
     return {
         "predictions": str(predicted.folder),
         "subsets": {
-            subset.name: {**_only_scores(_summary(subset)), "empty": subset.empty, "by_length": subset.by_length}
+            subset.name: {
+                **_only_scores(_summary(subset)),
+                "empty": subset.empty,
+                "by_length": subset.by_length,
+            }
             for subset in predicted.subsets
         },
         "means": predicted.means(),

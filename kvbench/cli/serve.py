@@ -1,9 +1,11 @@
-"""`kvbench serve`: vLLM's OpenAI-compatible server, whose decode steps attend what a method selects.
+"""`kvbench serve`: vLLM's OpenAI-compatible server, whose decode steps attend what a method
+selects.
 
     kvbench serve model=smollm2-135m-instruct method=snapkv budget=256
     kvbench serve model.path=FOLDER method=quest --port 8001 -- --max-model-len 4096     vLLM's own arguments after --
 
-vLLM has an environment of its own (`make setup-vllm`): that of `$KVBENCH_VLLM`, or `.venv-vllm` beside kvbench.
+vLLM has an environment of its own (`make setup-vllm`): that of `$KVBENCH_VLLM`, or `.venv-vllm`
+beside kvbench.
 """
 
 from __future__ import annotations
@@ -48,15 +50,24 @@ class _ServeParser(argparse.ArgumentParser):
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code.
 
-    Raises:
-        ConfigError: what cannot be served, before an engine starts.
+    Raises
+    ------
+    ConfigError
+        what cannot be served, before an engine starts.
     """
     ours, more = _parted(arguments)
     parser = _ServeParser(
-        "kvbench serve", USAGE, "vLLM's OpenAI-compatible server with a KV-cache method.", allow_abbrev=False
+        "kvbench serve",
+        USAGE,
+        "vLLM's OpenAI-compatible server with a KV-cache method.",
+        allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="key=value", help=f"as for a run: {', '.join(KEYS)}")
-    parser.add_argument("--host", default=HOST, help=f"where it listens (default: {HOST}, this machine alone)")
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help=f"as for a run: {', '.join(KEYS)}"
+    )
+    parser.add_argument(
+        "--host", default=HOST, help=f"where it listens (default: {HOST}, this machine alone)"
+    )
     parser.add_argument("--port", type=int, default=PORT, help=f"(default: {PORT})")
     refuse_flag(ours)
     flags = parser.parse_intermixed_args(ours)
@@ -82,10 +93,13 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def interpreter() -> Path | None:
-    """The Python with vLLM that shall run the command, before torch is imported; None: this one has it.
+    """The Python with vLLM that shall run the command, before torch is imported; None: this one has
+    it.
 
-    Raises:
-        ConfigError: there is none, and how to get it.
+    Raises
+    ------
+    ConfigError
+        there is none, and how to get it.
     """
     if find_spec("vllm") is not None:
         return None
@@ -94,9 +108,13 @@ def interpreter() -> Path | None:
     python = folder / "bin" / "python"
     if not python.is_file():
         raise ConfigError(
-            f"{ENVIRONMENT}={named}: no bin/python in it; expected the folder of an environment with {VLLM}"
+            f"{ENVIRONMENT}={named}: no bin/python in it; expected the folder of an environment"
+            f" with {VLLM}"
             if named
-            else f"serve: {VLLM} is not installed here, and there is no {folder}; {how_to_have_vllm()}"
+            else (
+                f"serve: {VLLM} is not installed here, and there is no {folder};"
+                f" {how_to_have_vllm()}"
+            )
         )
     if folder.resolve() == Path(sys.prefix).resolve():
         raise ConfigError(f"serve: {VLLM} is not in {folder}; {how_to_have_vllm()}")
@@ -104,10 +122,13 @@ def interpreter() -> Path | None:
 
 
 def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
-    """The config that these words make, and where its model is from; see `kvbench.cli.checks.check_setup`.
+    """The config that these words make, and where its model is from; see
+    `kvbench.cli.checks.check_setup`.
 
-    Raises:
-        ConfigError: a key that a server has not, or as of a run with backend=vllm.
+    Raises
+    ------
+    ConfigError
+        a key that a server has not, or as of a run with backend=vllm.
     """
     bind_methods()
     words = ["backend=vllm", *words]
@@ -116,15 +137,19 @@ def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
     for word in words:
         key = word.partition("=")[0]
         if not any(key == valid or key.startswith(f"{valid}.") for valid in KEYS):
-            raise ConfigError(f"{word}: a server has no such key; expected one of {', '.join(KEYS)}")
+            raise ConfigError(
+                f"{word}: a server has no such key; expected one of {', '.join(KEYS)}"
+            )
     return check_setup(run_of(request.config))[:2]
 
 
 def refuse_port(host: str, port: int) -> None:
     """Refuse an address that cannot be listened on.
 
-    Raises:
-        ConfigError: names it, and why.
+    Raises
+    ------
+    ConfigError
+        names it, and why.
     """
     if not 0 < port < 2**16:
         raise ConfigError(f"--port {port}: expected 1 to {2**16 - 1}")
@@ -136,10 +161,14 @@ def refuse_port(host: str, port: int) -> None:
             tried.listen()
     except (OSError, UnicodeError) as error:  # the second of a name that is none
         why = getattr(error, "strerror", "no name of a host")
-        raise ConfigError(f"--host {host} --port {port}: {why}; expected an address that is free") from error
+        raise ConfigError(
+            f"--host {host} --port {port}: {why}; expected an address that is free"
+        ) from error
 
 
-def _serve(run: Mapping[str, Any], source: ModelSource, address: Sequence[str], more: Sequence[str]) -> None:
+def _serve(
+    run: Mapping[str, Any], source: ModelSource, address: Sequence[str], more: Sequence[str]
+) -> None:
     import torch
 
     from kvbench.backends.hf import loading as models
@@ -150,7 +179,9 @@ def _serve(run: Mapping[str, Any], source: ModelSource, address: Sequence[str], 
     assert source.path is not None, "check has let a model through that vLLM cannot run"
     described = models.describe(source, source.path)
     if windows(described.config.to_dict()):
-        raise ConfigError(f"model={source.name}: some layers have a window, which kvbench does not run in vLLM")
+        raise ConfigError(
+            f"model={source.name}: some layers have a window, which kvbench does not run in vLLM"
+        )
     try:
         published = run["method"].get("published_dense_layers") or []
         layers = described.config.get_text_config().num_hidden_layers
@@ -159,7 +190,15 @@ def _serve(run: Mapping[str, Any], source: ModelSource, address: Sequence[str], 
         raise ConfigError(first_line(error)) from error
     plan = replace(plan_of_run(run, dense), audit_every=Plan.audit_every)
     dtype = str(models.dtype_of(run["dtype"], torch.device("cpu"))).removeprefix("torch.")
-    ours = ["--model", described.where_from, "--served-model-name", source.name, "--dtype", dtype, *address]
+    ours = [
+        "--model",
+        described.where_from,
+        "--served-model-name",
+        source.name,
+        "--dtype",
+        dtype,
+        *address,
+    ]
     if revision := described.settings.get("revision"):
         ours += ["--revision", revision]
     serve(plan, [*ours, "--tensor-parallel-size", str(run["backend"]["tensor_parallel"])], more)

@@ -1,4 +1,6 @@
-"""Completion of keys and choices as one types: `eval "$(kvbench -sc install=bash)"`, by Hydra's plugins for shells."""
+"""Completion of keys and choices as one types: `eval "$(kvbench -sc install=bash)"`, by Hydra's
+plugins for shells.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,29 @@ from kvbench.config import ConfigError
 
 
 def complete(loader: ConfigLoader, name: str, words: Sequence[str]) -> None:
-    """Print what a shell shall run to have completion, or to lose it; or the completions of `$COMP_LINE`.
+    """Print what a shell shall run to have completion, or to lose it; or the completions of
+    `$COMP_LINE`.
 
-    Args:
-        loader, name: as for `kvbench.cli.compose.compose`.
-        words: install=SHELL, uninstall=SHELL or query=SHELL.
+    Parameters
+    ----------
+    loader, name
+        as for `kvbench.cli.compose.compose`.
+    words
+        install=SHELL, uninstall=SHELL or query=SHELL.
 
-    Raises:
-        ConfigError: another word, or no such shell.
+    Raises
+    ------
+    ConfigError
+        another word, or no such shell.
     """
     kinds = cast(list[type[CompletionPlugin]], Plugins.instance().discover(CompletionPlugin))
     shells = {kind.provides(): kind(loader) for kind in kinds}
     act, _, shell = " ".join(words).partition("=")
     if act not in ("install", "uninstall", "query") or shell not in shells:
-        raise ConfigError(f"-sc {' '.join(words)}: expected install=SHELL or uninstall=SHELL, of {' | '.join(shells)}")
+        raise ConfigError(
+            f"-sc {' '.join(words)}: expected install=SHELL or uninstall=SHELL, of"
+            f" {' | '.join(shells)}"
+        )
     if act == "query":
         shells[shell].query(name)
     else:

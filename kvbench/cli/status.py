@@ -1,4 +1,5 @@
-"""`kvbench status [FOLDER ...]`: how the runs below a folder are doing, from any machine that sees it.
+"""`kvbench status [FOLDER ...]`: how the runs below a folder are doing, from any machine that sees
+it.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -28,10 +29,15 @@ LONGEST = 10**9  # seconds that are shown: a status file may say anything
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        "kvbench status", description="How the runs below a folder are doing, from any machine that sees it."
+        "kvbench status",
+        description="How the runs below a folder are doing, from any machine that sees it.",
     )
     parser.add_argument(
-        "folders", nargs="*", type=Path, metavar="FOLDER", help="runs, or folders above some; yours in results"
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="runs, or folders above some; yours in results",
     )
     parser.add_argument("--all", action="store_true", help="a line for finished runs, too")
     parser.add_argument("--json", action="store_true", help="print all runs as JSON")
@@ -43,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(error)
     if before := doubtful(runs):
         print(
-            f"other machines' clocks may differ: watching {len(before)} status.json for {WATCH_SECONDS:.0f} s",
+            f"other machines' clocks may differ: watching {len(before)} status.json for"
+            f" {WATCH_SECONDS:.0f} s",
             file=sys.stderr,
         )
         time.sleep(WATCH_SECONDS)
@@ -63,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shown:
         console.print(table(shown))
     counts = Counter(printable(run.state) for run in states)
-    console.print(f"{len(states)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.most_common()))
+    console.print(
+        f"{len(states)} runs: "
+        + ", ".join(f"{count} {state}" for state, count in counts.most_common())
+    )
     return 0
 
 
@@ -81,7 +91,8 @@ def table(states: Sequence[State]) -> Table:
     for run in states:
         drawn.add_row(
             printable("/".join(run.path.parts[-4:])),
-            printable(run.state) + (f", {run.running} of {run.shards} shards" if run.shards > 1 else ""),
+            printable(run.state)
+            + (f", {run.running} of {run.shards} shards" if run.shards > 1 else ""),
             f"{run.done}/{'?' if run.total is None else run.total}",
             str(run.failed),
             "" if run.rate is None else f"{run.rate:.1f}",

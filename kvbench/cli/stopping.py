@@ -1,4 +1,6 @@
-"""Signals that ask a run to stop, as exceptions: all that tidies up after Ctrl-C then does so after them, too."""
+"""Signals that ask a run to stop, as exceptions: all that tidies up after Ctrl-C then does so after
+them, too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def stopped_by(*signals: signal.Signals) -> Iterator[None]:
-    """Let SIGTERM raise `Terminated`, and any other of these signals KeyboardInterrupt, while the block runs."""
+    """Let SIGTERM raise `Terminated`, and any other of these signals KeyboardInterrupt, while the
+    block runs.
+    """
 
     def stop(number: int, _: object) -> NoReturn:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

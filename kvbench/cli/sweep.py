@@ -1,6 +1,8 @@
-"""A sweep: its arms are composed and checked, put into jobs by `kvbench.cli.plan`, and run by a launcher.
+"""A sweep: its arms are composed and checked, put into jobs by `kvbench.cli.plan`, and run by a
+launcher.
 
-At the end a table says how every arm ended. Run folders hold what was done, so the same command goes on from there.
+At the end a table says how every arm ended. Run folders hold what was done, so the same command
+goes on from there.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from omegaconf import DictConfig
 from kvbench.cli.checks import check
 from kvbench.cli.compose import RunRequest, arm_config, combinations
 from kvbench.cli.launchers import InTurn, SweepJob
-from kvbench.cli.plan import counted, described, differing, distinct, parts, planned, refuse_repeated_runs
+from kvbench.cli.plan import (
+    counted,
+    described,
+    differing,
+    distinct,
+    parts,
+    planned,
+    refuse_repeated_runs,
+)
 from kvbench.config import ConfigError, build, choices
 from kvbench.runs.table import Ended, print_ends
 
@@ -21,10 +31,14 @@ from kvbench.runs.table import Ended, print_ends
 def run_sweep(request: RunRequest) -> None:
     """Compose and check all arms, run them, then print how each ended.
 
-    Raises:
-        ConfigError: an arm cannot run; none has been started.
-        ResultsError: the jobs' own files cannot be written.
-        SweepError: some did not finish.
+    Raises
+    ------
+    ConfigError
+        an arm cannot run; none has been started.
+    ResultsError
+        the jobs' own files cannot be written.
+    SweepError
+        some did not finish.
     """
     launcher, folder = _launcher(request.config), request.config.hydra.sweep.dir
     if not folder:
@@ -44,7 +58,8 @@ def run_sweep(request: RunRequest) -> None:
         print("\n".join(described(groups)), flush=True)
     ends: list[list[Ended]] = [[] for _ in chosen]
     sweep_jobs = [
-        SweepJob([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here) for job in jobs
+        SweepJob([chosen[arm] for arm in job.arms], job.shard, job.title, checked=launcher.here)
+        for job in jobs
     ]
     for number, ended in launcher.run(sweep_jobs, Path(folder)):
         for index, end in zip(jobs[number].arms, ended, strict=True):
@@ -55,13 +70,18 @@ def run_sweep(request: RunRequest) -> None:
 def _launcher(config: DictConfig) -> InTurn:
     """What `hydra/launcher` names.
 
-    Raises:
-        ConfigError: no launcher of kvbench's, or a key has a wrong value.
+    Raises
+    ------
+    ConfigError
+        no launcher of kvbench's, or a key has a wrong value.
     """
     launcher = build(config.hydra.launcher)
     if not isinstance(launcher, InTurn):
         chosen = config.hydra.runtime.choices["hydra/launcher"]
-        raise ConfigError(f"hydra/launcher={chosen}: Hydra's own; expected {' | '.join(choices('hydra/launcher'))}")
+        raise ConfigError(
+            f"hydra/launcher={chosen}: Hydra's own; expected"
+            f" {' | '.join(choices('hydra/launcher'))}"
+        )
     return launcher
 
 

@@ -1,5 +1,6 @@
-"""The words of a command line: what Hydra makes of them, and what to say of those that it would take otherwise than
-they were meant, or not at all."""
+"""The words of a command line: what Hydra makes of them, and what to say of those that it would
+take otherwise than they were meant, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
-ON_TOP = "experiment"  # a group whose files are put on top of the others, several of them if need be
+# a group whose files are put on top of the others, several of them if need be
+ON_TOP = "experiment"
 
 # Of Hydra's own keys those that mean something here.
 HYDRAS = (
@@ -22,14 +24,17 @@ HYDRAS = (
     *("hydra.sweep.dir", "hydra.mode", "hydra.searchpath"),
 )
 
-FOLDERS = ("results_dir", "model.path", "task.data_dir", "hydra.sweep.dir")  # keys whose values are names
+# keys whose values are names
+FOLDERS = ("results_dir", "model.path", "task.data_dir", "hydra.sweep.dir")
 
 
 def parsed(loader: ConfigLoader, words: Sequence[str]) -> list[Override]:
     """The words as Hydra reads them.
 
-    Raises:
-        ConfigError: a word that it cannot read, and what would be right.
+    Raises
+    ------
+    ConfigError
+        a word that it cannot read, and what would be right.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -54,28 +59,50 @@ def _unreadable(loader: ConfigLoader, word: str) -> str:
     if value.startswith("="):
         return f"two =; expected {key}={value.lstrip('=')}"
     if "=" in value:
-        return f"two =; a word is one key=value, and a value with = in it stands in quotes, \"{key}='{value}'\""
+        return (
+            "two =; a word is one key=value, and a value with = in it stands in quotes,"
+            f" \"{key}='{value}'\""
+        )
     if value.startswith(",") or value.endswith(","):
         return "a value is missing beside a comma; several are written a,b without spaces"
-    return "cannot be read; expected key=value, and quotes around special characters, \"key='value'\""
+    return (
+        "cannot be read; expected key=value, and quotes around special characters, \"key='value'\""
+    )
 
 
 def _no_key(loader: ConfigLoader, word: str) -> str:
-    """What is wrong with a word without =: a choice without its group, a key without its value, or what it is near."""
+    """What is wrong with a word without =: a choice without its group, a key without its value, or
+    what it is near.
+    """
     head, colon, rest = word.partition(":")
     if colon and rest and is_key(head):
         return f"expected {head}={rest}"
     if is_key(word):
-        example = f"{word}={show(root_keys()[word])}" if not isinstance(root_keys().get(word, {}), dict) else ""
-        return f"no value; expected key=value{example and f', such as {example}'}, without spaces around ="
+        example = (
+            f"{word}={show(root_keys()[word])}"
+            if not isinstance(root_keys().get(word, {}), dict)
+            else ""
+        )
+        return (
+            f"no value; expected key=value{example and f', such as {example}'}, without spaces"
+            " around ="
+        )
     chosen = word.split(",")
     homes = {group: loader.get_group_options(group) for group in [*groups(), ON_TOP]}
-    named = [f"{'+' * (group == ON_TOP)}{group}={word}" for group, names in homes.items() if set(chosen) <= set(names)]
+    named = [
+        f"{'+' * (group == ON_TOP)}{group}={word}"
+        for group, names in homes.items()
+        if set(chosen) <= set(names)
+    ]
     if named:
         return f"no key; expected {' or '.join(named)}{' with -m' * (len(chosen) > 1)}"
     near = {name: group for group, names in homes.items() for name in names}
     close = difflib.get_close_matches(word, near, n=1, cutoff=0.75)
-    hint = f"; did you mean {near[close[0]]}={close[0]}?" if close else ", without spaces around = and ,"
+    hint = (
+        f"; did you mean {near[close[0]]}={close[0]}?"
+        if close
+        else ", without spaces around = and ,"
+    )
     return f"no key; expected key=value{hint}"
 
 
@@ -87,12 +114,17 @@ def is_key(word: str) -> bool:
 def refuse_twice(words: Iterable[str], hint: str = "") -> None:
     """Refuse a key that two words give different values: the second would count in silence.
 
-    Args:
-        words: key=value.
-        hint: what else there is to say, {key} and {values}, both with a comma between them, filled in.
+    Parameters
+    ----------
+    words
+        key=value.
+    hint
+        what else there is to say, {key} and {values}, both with a comma between them, filled in.
 
-    Raises:
-        ConfigError: names both words.
+    Raises
+    ------
+    ConfigError
+        names both words.
     """
     first_values: dict[str, str] = {}
     for word in words:
@@ -102,14 +134,19 @@ def refuse_twice(words: Iterable[str], hint: str = "") -> None:
         first = first_values.setdefault(key, value)
         if first != value:
             more = hint.format(key=key, values=f"{first},{value}")
-            raise ConfigError(f"{key}={first} {key}={value}: one key with two values; expected one of them{more}")
+            raise ConfigError(
+                f"{key}={first} {key}={value}: one key with two values; expected one of them{more}"
+            )
 
 
 def refuse_numbers(overrides: Iterable[Override]) -> None:
-    """Refuse a folder's name that is read as a number or a truth value, and so as another name: 2024_11_29.
+    """Refuse a folder's name that is read as a number or a truth value, and so as another name:
+    2024_11_29.
 
-    Raises:
-        ConfigError: says what was typed, and how it is quoted.
+    Raises
+    ------
+    ConfigError
+        says what was typed, and how it is quoted.
     """
     for override in overrides:
         key, _, typed = str(override.input_line).lstrip("+").partition("=")
@@ -118,50 +155,72 @@ def refuse_numbers(overrides: Iterable[Override]) -> None:
         value = override.value()
         if type(value) in (int, float, bool) and (show(value) != typed or key == "results_dir"):
             raise ConfigError(
-                f"{key}={typed}: read as {show(value)}; a name that looks like a number stands in quotes, "
-                f"\"{key}='{typed}'\""
+                f"{key}={typed}: read as {show(value)}; a name that looks like a number stands in"
+                f" quotes, \"{key}='{typed}'\""
             )
 
 
 def refuse_several_choices(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
-    """Refuse a list of a group's choices, which Hydra would lay one over the other: method=[full,snapkv].
+    """Refuse a list of a group's choices, which Hydra would lay one over the other:
+    method=[full,snapkv].
 
-    Raises:
-        ConfigError: says how several are swept.
+    Raises
+    ------
+    ConfigError
+        says how several are swept.
     """
     for override in overrides:
-        group, listed = override.key_or_group, "[" in str(override.input_line)  # a loader answers slowly
-        if not listed or override.is_delete() or group == ON_TOP or not loader.get_group_options(group):
+        # a loader answers slowly
+        group, listed = override.key_or_group, "[" in str(override.input_line)
+        if (
+            not listed
+            or override.is_delete()
+            or group == ON_TOP
+            or not loader.get_group_options(group)
+        ):
             continue
         for word in options(override):
             value = word.partition("=")[2]
             if value.startswith("["):
                 several = value.strip("[] ").replace(" ", "")
                 raise ConfigError(
-                    f"{group}={value}: expected one {group}; several are a sweep, {group}={several} with -m"
+                    f"{group}={value}: expected one {group}; several are a sweep, {group}={several}"
+                    " with -m"
                 )
 
 
 def refuse_hydra_keys(overrides: Iterable[Override]) -> None:
-    """Refuse keys of Hydra's own that change nothing here, and several values of one, such as two launchers.
+    """Refuse keys of Hydra's own that change nothing here, and several values of one, such as two
+    launchers.
 
-    Raises:
-        ConfigError: names the key.
+    Raises
+    ------
+    ConfigError
+        names the key.
     """
     for override in overrides:
         if override.is_hydra_override():
             if not override.key_or_group.startswith(HYDRAS):
                 valid = ", ".join(key.rstrip(".") for key in HYDRAS)
-                raise ConfigError(f"{override.input_line}: this key of Hydra's changes nothing here; expected {valid}")
-            if override.is_sweep_override() or ("/" in override.key_or_group and isinstance(override.value(), list)):
-                raise ConfigError(f"{override.input_line}: expected one value, as a sweep has one launcher")
+                raise ConfigError(
+                    f"{override.input_line}: this key of Hydra's changes nothing here; expected"
+                    f" {valid}"
+                )
+            if override.is_sweep_override() or (
+                "/" in override.key_or_group and isinstance(override.value(), list)
+            ):
+                raise ConfigError(
+                    f"{override.input_line}: expected one value, as a sweep has one launcher"
+                )
 
 
 def refuse_sweep(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
     """Refuse several values of a key without -m.
 
-    Raises:
-        ConfigError: names them.
+    Raises
+    ------
+    ConfigError
+        names them.
     """
     from hydra.core.override_parser.types import ChoiceSweep
 
@@ -177,10 +236,13 @@ def refuse_sweep(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
 
 
 def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
-    """Refuse a choice of a swept group that does not exist, before the many runs of a sweep are composed.
+    """Refuse a choice of a swept group that does not exist, before the many runs of a sweep are
+    composed.
 
-    Raises:
-        ConfigError: names it and the nearest that do.
+    Raises
+    ------
+    ConfigError
+        names it and the nearest that do.
     """
     for override in overrides:
         if not override.is_sweep_override():
@@ -195,29 +257,42 @@ def refuse_unknown_choices(loader: ConfigLoader, overrides: Iterable[Override]) 
 def no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError:
     """The error of a choice that does not exist."""
     if group == "model" and "/" in choice:
-        return ConfigError(f"model={choice}: no name of conf/model; a folder or a hub id is model.path={choice}")
+        return ConfigError(
+            f"model={choice}: no name of conf/model; a folder or a hub id is model.path={choice}"
+        )
     others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
-    return ConfigError(f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}{searched(group)}")
+    return ConfigError(
+        f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}{searched(group)}"
+    )
 
 
 def refuse_flag(words: Sequence[str]) -> None:
     """Refuse a key that is written as a flag, --budget 64.
 
-    Raises:
-        ConfigError: says how it is written.
+    Raises
+    ------
+    ConfigError
+        says how it is written.
     """
     for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
         key, _, value = word.lstrip("-").partition("=")
         if word.startswith("-") and is_key(key):
-            value = value or (following if not following.startswith("-") and "=" not in following else "VALUE")
-            raise ConfigError(f"{word}: no such flag; settings are written key=value, as in {key}={value} (see --help)")
+            value = value or (
+                following if not following.startswith("-") and "=" not in following else "VALUE"
+            )
+            raise ConfigError(
+                f"{word}: no such flag; settings are written key=value, as in {key}={value} (see"
+                " --help)"
+            )
 
 
 def options(override: Override) -> list[str]:
     """An override as one word for each value that it sweeps over.
 
-    Raises:
-        ConfigError: there is none.
+    Raises
+    ------
+    ConfigError
+        there is none.
     """
     from hydra.errors import HydraException
 
@@ -236,5 +311,9 @@ def options(override: Override) -> list[str]:
 def reason(error: BaseException) -> str:
     """What Hydra or OmegaConf says, cut to the line that matters."""
     message = str(error) or str(error.__cause__ or type(error).__name__)
-    lines = [line for line in message.splitlines() if line and not line.startswith(("See ", "Error parsing "))]
+    lines = [
+        line
+        for line in message.splitlines()
+        if line and not line.startswith(("See ", "Error parsing "))
+    ]
     return lines[0].strip() if lines else type(error).__name__

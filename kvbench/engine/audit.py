@@ -1,7 +1,7 @@
 """What a run measures besides its score: time by span, and the budget audit.
 
-Nothing here believes a method: attended entries come from the selections the executor was given, bytes from the
-store's tensors and from the memory a method object holds.
+Nothing here believes a method: attended entries come from the selections the executor was given,
+bytes from the store's tensors and from the memory a method object holds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from numpy.typing import NDArray
 from kvbench.kernels.lists import count_lists
 from kvbench.method import Extra, Method, Selection, Shape
 
-# One sparse layer of one step, kept until the clock stops: which, and what it attends or, of None, [B, Hkv] how many.
+# One sparse layer of one step, kept until the clock stops: which, and what it attends or, of None,
+# [B, Hkv] how many.
 _Attended = tuple[int, Selection | None, NDArray[np.int64] | None]
 
 
 @dataclass
 class Tally:
-    """Entries attended by the KV heads of some rows: their sum and that of their squares, how many counts these are of,
-    and the most.
+    """Entries attended by the KV heads of some rows: their sum and that of their squares, how many
+    counts these are of, and the most.
 
-    Attributes:
-        broken: where the method first attended more than one of its rules allows; None: nowhere.
+    Attributes
+    ----------
+    broken
+        where the method first attended more than one of its rules allows; None: nowhere.
     """
 
     total: float = 0.0
@@ -50,13 +53,20 @@ class Tally:
 class Audit:
     """Counts what was attended, held and read during one generation.
 
-    Args:
-        shape: sizes of the generation.
-        every: steps between two counts of per-query-head selections, whose union over the group takes a sort.
+    Parameters
+    ----------
+    shape
+        sizes of the generation.
+    every
+        steps between two counts of per-query-head selections, whose union over the group takes a
+        sort.
 
-    Attributes:
-        turn_tokens: tokens of later turns that were read at once, of each row: no decode steps.
-        turn_moved_bytes: what went to the device for them.
+    Attributes
+    ----------
+    turn_tokens
+        tokens of later turns that were read at once, of each row: no decode steps.
+    turn_moved_bytes
+        what went to the device for them.
     """
 
     shape: Shape
@@ -85,11 +95,15 @@ class Audit:
 
     @property
     def attended_mean(self) -> float:
-        """Entries that a KV head attends in a sparse layer, the mean over heads, layers, rows and steps."""
+        """Entries that a KV head attends in a sparse layer, the mean over heads, layers, rows and
+        steps.
+        """
         return _mean(self._rows)
 
     def broken(self, row: int | None = None) -> str | None:
-        """Where the method first attended more than its rule allows, in any row or in this one; None: nowhere."""
+        """Where the method first attended more than its rule allows, in any row or in this one;
+        None: nowhere.
+        """
         rows = self._rows if row is None else self._rows[row : row + 1]
         return next((tally.broken for tally in rows if tally.broken), None)
 
@@ -102,7 +116,9 @@ class Audit:
         self.moved_bytes += size
 
     def count_hits(self, here: int, moved: int) -> None:
-        """Of the host's tokens that KV heads attended, so many were on the device already, and so many were not."""
+        """Of the host's tokens that KV heads attended, so many were on the device already, and so
+        many were not.
+        """
         self.cache_hits += here
         self.cache_misses += moved
 
@@ -111,7 +127,9 @@ class Audit:
         self.moved_bytes = self.read_bytes = 0
 
     def start_turn(self) -> None:
-        """Several tokens are read at once; what that moves and reads is not that of decode steps."""
+        """Several tokens are read at once; what that moves and reads is not that of
+        decode steps.
+        """
         self._before_turn = self.moved_bytes, self.read_bytes
 
     def end_turn(self, tokens: int) -> None:
@@ -121,12 +139,17 @@ class Audit:
         self.turn_moved_bytes += self.moved_bytes - before
         self.moved_bytes = before
 
-    def attended(self, layer: int, selection: Selection | None, resident: NDArray[np.int64]) -> None:
+    def attended(
+        self, layer: int, selection: Selection | None, resident: NDArray[np.int64]
+    ) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
 
-        Args:
-            selection: what the method returned; None = everything resident.
-            resident: [B, Hkv] entries resident in this layer; the caller may change the array later.
+        Parameters
+        ----------
+        selection
+            what the method returned; None = everything resident.
+        resident
+            [B, Hkv] entries resident in this layer; the caller may change the array later.
         """
         self._pending.append((layer, selection, resident.copy() if selection is None else None))
 
@@ -141,12 +164,18 @@ class Audit:
     ) -> None:
         """Count the step that just ended.
 
-        Args:
-            method: asked for its two rules only.
-            lengths: prompt tokens of each row.
-            active: rows that were still generating in this step.
-            device_bytes, host_bytes: bytes of KV in the two tiers, all layers.
-            allocated_bytes: what the device's take there, all layers: with reserved slots, and whole pages.
+        Parameters
+        ----------
+        method
+            asked for its two rules only.
+        lengths
+            prompt tokens of each row.
+        active
+            rows that were still generating in this step.
+        device_bytes, host_bytes
+            bytes of KV in the two tiers, all layers.
+        allocated_bytes
+            what the device's take there, all layers: with reserved slots, and whole pages.
         """
         rows = [row for row, running in enumerate(active) if running]
         lengths, generated = list(lengths), self.generated + 1
@@ -169,7 +198,9 @@ class Audit:
         self.steps += 1
 
     def _hold_to(self, row: int, rule: int | None, layer: int, most: int) -> None:
-        """Remember the first time that a row attended more than the rule allows, `most` entries in a KV head."""
+        """Remember the first time that a row attended more than the rule allows, `most` entries in
+        a KV head.
+        """
         tally = self._rows[row]
         if tally.broken is None and rule is not None and most > rule:
             at = f"layer {layer}, step {self.steps + 1}"
@@ -179,8 +210,8 @@ class Audit:
         """As `_hold_to`, for the mean over the KV heads of all sparse layers."""
         if self._rows[row].broken is None and rule is not None and mean > rule:
             self._rows[row].broken = (
-                f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the method's rule "
-                f"allows {rule}"
+                f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the"
+                f" method's rule allows {rule}"
             )
 
     def _counts(
@@ -195,18 +226,33 @@ class Audit:
         named, distinct = count_lists(selection.index.cpu().contiguous().numpy(), kv_heads)
         if heads <= kv_heads and (named != distinct).any():
             raise ValueError(f"layer {layer}: the method selected a token twice for one head")
-        return distinct if selection.extra is None else distinct + extra_entries(selection.extra, kv_heads).numpy()
+        return (
+            distinct
+            if selection.extra is None
+            else distinct + extra_entries(selection.extra, kv_heads).numpy()
+        )
 
     def report(
-        self, method: Method, budget: int | None, stored: Iterable[torch.Tensor] = (), row: int | None = None
+        self,
+        method: Method,
+        budget: int | None,
+        stored: Iterable[torch.Tensor] = (),
+        row: int | None = None,
     ) -> dict[str, Any]:
-        """The audit of a finished generation; keys as in `summary.json`. What no step had is left out.
+        """The audit of a finished generation; keys as in `summary.json`.
 
-        Args:
-            method: whose memory is counted.
-            budget: C in tokens.
-            stored: the tensors of the stores.
-            row: whose attended entries are meant; None: those of all. Bytes are of all rows.
+        What no step had is left out.
+
+        Parameters
+        ----------
+        method
+            whose memory is counted.
+        budget
+            C in tokens.
+        stored
+            the tensors of the stores.
+        row
+            whose attended entries are meant; None: those of all. Bytes are of all rows.
         """
         rows = self._rows if row is None else self._rows[row : row + 1]
         report = {
@@ -216,12 +262,16 @@ class Audit:
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
             "index_bytes": method_bytes(method, stored),
             "host_bytes": self.host_bytes,
-            "dense_share": 1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers,
+            "dense_share": (
+                1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers
+            ),
             "over_rule": self.broken(row) is not None,
         }
         if self.steps:
             per_step = {"moved": self.moved_bytes, "read": self.read_bytes}
-            report |= {f"{what}_bytes_per_step": size / self.steps for what, size in per_step.items()}
+            report |= {
+                f"{what}_bytes_per_step": size / self.steps for what, size in per_step.items()
+            }
         if self.cache_hits + self.cache_misses:
             report["cache_hit_share"] = self.cache_hits / (self.cache_hits + self.cache_misses)
         if self.turn_tokens:
@@ -230,7 +280,9 @@ class Audit:
 
 
 def _entries(rows: Sequence[Tally]) -> dict[str, float]:
-    """Entries that a KV head attended in a sparse layer, over heads, layers, rows and steps; {} without a step."""
+    """Entries that a KV head attended in a sparse layer, over heads, layers, rows and steps; {}
+    without a step.
+    """
     count = sum(tally.count for tally in rows)
     if not count:
         return {}
@@ -250,21 +302,25 @@ def attended_bytes(
 ) -> float:
     """Bytes of keys and values that a decode step attends, the mean over `steps` steps.
 
-    In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the audit counted them,
-    and a dense one all: N + s at step s of a prompt of N tokens, N + (steps + 1) / 2 in the mean; one with a window
-    its tokens at most:
+    In each of the B rows and Hkv KV heads a sparse layer attends `attended_mean` entries, as the
+    audit counted them, and a dense one all: N + s at step s of a prompt of N tokens, N + (steps +
+    1) / 2 in the mean; one with a window its tokens at most:
 
-        B * Hkv * (sum of sparse layers' entry bytes * attended_mean + of dense ones' * (N + (steps + 1) / 2)
-            + of windowed ones' * min(window, N + (steps + 1) / 2))
+        B * Hkv * (sum of sparse layers' entry bytes * attended_mean + of dense ones' * (N + (steps
+            + 1) / 2) + of windowed ones' * min(window, N + (steps + 1) / 2))
 
-    Args:
-        entry_bytes: of a key and a value in a layer, where they are not D numbers each in the dtype of the model.
+    Parameters
+    ----------
+    entry_bytes
+        of a key and a value in a layer, where they are not D numbers each in the dtype of the
+        model.
     """
     plain = 2.0 * shape.head_dim * shape.dtype.itemsize
     entry_sizes = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
     length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
     full = sum(
-        entry_sizes[layer] * (attended_mean if layer in shape.sparse_layers else length) for layer in shape.full_layers
+        entry_sizes[layer] * (attended_mean if layer in shape.sparse_layers else length)
+        for layer in shape.full_layers
     )
     windowed = plain * sum(min(window, length) for window in shape.windows.values())
     return shape.batch * shape.kv_heads * (full + windowed)
@@ -277,10 +333,12 @@ def extra_entries(extra: Extra, kv_heads: int) -> torch.Tensor:
 
 
 def method_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own parts left out.
+    """Bytes of all tensors and arrays a method object holds, each storage once; the harness's own
+    parts left out.
 
-    A library's memory, which Python does not see, is what an object says in `foreign_bytes`. A view of what the
-    store holds (`stored`) is no memory of the method's; of keys that the store has dropped it is.
+    A library's memory, which Python does not see, is what an object says in `foreign_bytes`. A view
+    of what the store holds (`stored`) is no memory of the method's; of keys that the store has
+    dropped it is.
     """
     visited = {tensor.untyped_storage().data_ptr() for tensor in stored}
     outside = {"shape", "budget", "view", "context", "needs"}

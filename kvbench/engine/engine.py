@@ -1,7 +1,8 @@
-"""One generation's state: the stores, the method, the executor and the meters, and the order in which they meet.
+"""One generation's state: the stores, the method, the executor and the meters, and the order in
+which they meet.
 
-`generate.py` and `hf.KVCache` say which phase a forward pass belongs to; `hf.py` then calls `attend` once per layer.
-The engine knows no method by name and no transformers class.
+`generate.py` and `hf.KVCache` say which phase a forward pass belongs to; `hf.py` then calls
+`attend` once per layer. The engine knows no method by name and no transformers class.
 """
 
 from __future__ import annotations
@@ -58,18 +59,30 @@ class LayerMemory(Protocol):
 class Settings:
     """How an engine runs its method.
 
-    Attributes:
-        attention: which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
-        kv: how keys and values are held once the prompt is over.
-        seed, samples: what the method's randomness derives from, see `kvbench.method.Context`.
-        new_tokens: decode steps to reserve memory for; None: unknown, the stores grow.
-        audit_every: steps between two counts of per-query-head selections.
-        probe_every: steps between two comparisons with full attention; 0: none.
-        rotary: the model's, for methods with positions="cache" or rotation.
-        pieces: text of every vocabulary entry, for methods that need it.
-        head_scores: of the model, for methods that need them.
-        template: the tokenizer's, for methods that need prefixes.
-        output: see `kvbench.method.Context`.
+    Attributes
+    ----------
+    attention
+        which executor: "auto", "cpu", "torch", "reference" or "flashinfer".
+    kv
+        how keys and values are held once the prompt is over.
+    seed, samples
+        what the method's randomness derives from, see `kvbench.method.Context`.
+    new_tokens
+        decode steps to reserve memory for; None: unknown, the stores grow.
+    audit_every
+        steps between two counts of per-query-head selections.
+    probe_every
+        steps between two comparisons with full attention; 0: none.
+    rotary
+        the model's, for methods with positions="cache" or rotation.
+    pieces
+        text of every vocabulary entry, for methods that need it.
+    head_scores
+        of the model, for methods that need them.
+    template
+        the tokenizer's, for methods that need prefixes.
+    output
+        see `kvbench.method.Context`.
     """
 
     attention: str = "auto"
@@ -102,20 +115,32 @@ class Settings:
 class Engine:
     """Runs one method through one generation.
 
-    Args:
-        shape, method, budget: see `kvbench.method`.
-        offsets: column of each row's first token in the prefill's forward passes (left padding); None: all 0, and where
-            layers have a window, which counts columns, so that all rows end in the last one.
-        columns: width of the whole prompt there, padding included; None: the longest row.
-        settings: see `Settings`.
+    Parameters
+    ----------
+    shape, method, budget
+        see `kvbench.method`.
+    offsets
+        column of each row's first token in the prefill's forward passes (left padding); None: all
+        0, and where layers have a window, which counts columns, so that all rows end in the last
+        one.
+    columns
+        width of the whole prompt there, padding included; None: the longest row.
+    settings
+        see `Settings`.
 
-    Attributes:
-        windowed: the layers with a window, by index; the model's cache puts them here.
-        waiting: layers that wait for a replay, each with what the method will be shown; None: a dense one.
-        replay_tokens: tokens of it, of all rows.
+    Attributes
+    ----------
+    windowed
+        the layers with a window, by index; the model's cache puts them here.
+    waiting
+        layers that wait for a replay, each with what the method will be shown; None: a dense one.
+    replay_tokens
+        tokens of it, of all rows.
 
-    Raises:
-        ConfigError: the method cannot keep to this budget, or cannot run on this model.
+    Raises
+    ------
+    ConfigError
+        the method cannot keep to this budget, or cannot run on this model.
     """
 
     def __init__(
@@ -128,10 +153,19 @@ class Engine:
         columns: int | None = None,
         **settings: Any,
     ) -> None:
-        self.shape, self.method, self.budget, self._how = shape, method, budget, (how := Settings(**settings))
+        self.shape, self.method, self.budget, self._how = (
+            shape,
+            method,
+            budget,
+            (how := Settings(**settings)),
+        )
         self.executor, self.template = executor(how.attention, shape, how.kv), how.template
         self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
-        self.stores, self.waiting, self.replay_tokens = dict[int, LayerStore](), dict[int, Prompt | None](), 0
+        self.stores, self.waiting, self.replay_tokens = (
+            dict[int, LayerStore](),
+            dict[int, Prompt | None](),
+            0,
+        )
         self.windowed: Mapping[int, LayerMemory] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
@@ -151,7 +185,12 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine that goes on from here by itself, between two forward passes; it times anew."""
-        memo.update({id(thing): thing for thing in (self._how, self._how.rotary, self._how.pieces, worker_pool())})
+        memo.update(
+            {
+                id(thing): thing
+                for thing in (self._how, self._how.rotary, self._how.pieces, worker_pool())
+            }
+        )
         memo[id(self.spans)] = Spans(self.shape.device)
         memo[id(self.executor)] = executor(self._how.attention, self.shape, self._how.kv)
         twin = memo[id(self)] = object.__new__(type(self))
@@ -168,7 +207,7 @@ class Engine:
         """Tokens of each row so far."""
         return self.stores[self._last].lengths
 
-    # -- phases ----------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------
 
     def start_chunk(self, token_ids: Tensor) -> None:
         """A prefill forward of the next columns, token_ids [B, q], begins."""
@@ -176,7 +215,9 @@ class Engine:
         self._reader.start_chunk(token_ids)
 
     def start_step(self, tokens: Tensor, active: Sequence[bool] | None = None) -> None:
-        """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate (None: all)."""
+        """A decode forward begins: tokens [B] on the CPU; `active` says which rows still generate
+        (None: all).
+        """
         assert self.prefilled, "the prompt is not complete"
         self._turn = None
         self._active = self._active if active is None else list(active)
@@ -184,36 +225,70 @@ class Engine:
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
     def start_turn(self, token_ids: Tensor) -> None:
-        """A pass of several more tokens of every row, token_ids [B, q], read at once; see `kvbench.engine.turn`."""
+        """A pass of several more tokens of every row, token_ids [B, q], read at once; see
+        `kvbench.engine.turn`.
+        """
         assert self.prefilled, "the prompt is not complete"
-        pieces = self.method, self.stores, self._positions, self.executor, self.audit, self.spans, self.probe
+        pieces = (
+            self.method,
+            self.stores,
+            self._positions,
+            self.executor,
+            self.audit,
+            self.spans,
+            self.probe,
+        )
         self._turn = Turn(token_ids, self.shape, *pieces)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *, valid: bool = False
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        valid: bool = False,
     ) -> Tensor:
-        """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after `check_finite`.
+        """Attention [B, Hq, q, D] of one layer in the pass that was started; of sparse ones after
+        `check_finite`.
 
-        Args:
-            query, key, value: [B, Hq or Hkv, q, D], of the new tokens only, post-RoPE.
-            sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
-            valid: queries and keys were checked before.
+        Parameters
+        ----------
+        query, key, value
+            [B, Hq or Hkv, q, D], of the new tokens only, post-RoPE.
+        sinks
+            [Hq], see `kvbench.attention.sinks`; None: the model has none.
+        valid
+            queries and keys were checked before.
         """
         self.spans.on(query.device)
         with computing_on(query.device):
-            query, key, value = (part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value))
+            query, key, value = (
+                part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value)
+            )
             if layer in self._sparse and not valid:
                 check_finite(layer, query, key, self.prefilled)
-            attend = self._prefill if not self.prefilled else self._decode if self._turn is None else self._turn.attend
+            attend = (
+                self._prefill
+                if not self.prefilled
+                else self._decode
+                if self._turn is None
+                else self._turn.attend
+            )
             return attend(layer, query, key, value, sinks)
 
-    # -- prefill ---------------------------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------
 
-    def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    def _prefill(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         reader, store = self._reader, self._store(layer)
         with self.spans("attention"):
             store.write_prompt(key, value, reader.column, reader.offsets)
-            out = self.executor.prefill(query, store, reader.column, reader.offsets, self.shape.scaling, sinks)
+            out = self.executor.prefill(
+                query, store, reader.column, reader.offsets, self.shape.scaling, sinks
+            )
         if layer in self._sparse:
             with self.spans("index_build"):
                 reader.observe(layer, query, store, sinks)
@@ -222,11 +297,15 @@ class Engine:
         return out
 
     def fill(self, layer: int, key: Tensor, value: Tensor, query: Tensor) -> None:
-        """Store a layer's whole prompt that no forward pass has made, in layer order, after one `start_chunk`.
+        """Store a layer's whole prompt that no forward pass has made, in layer order, after one
+        `start_chunk`.
 
-        Args:
-            key, value: [B, Hkv, N, D], rows of one length.
-            query: [B, Hq, W, D], the last queries of the prompt, W the method's window or more.
+        Parameters
+        ----------
+        key, value
+            [B, Hkv, N, D], rows of one length.
+        query
+            [B, Hq, W, D], the last queries of the prompt, W the method's window or more.
         """
         store = self._store(layer)
         store.write_prompt(key, value, 0, self._reader.offsets)
@@ -243,11 +322,17 @@ class Engine:
     def begin_layers(self, replayed: Mapping[int, tuple[Replayed, ...]]) -> None:
         """Begin the layers that wait; `replayed` is what a replay has shown of each."""
         for layer, prompt in self.waiting.items():
-            self._begin_layer(layer, self.stores[layer], prompt and replace(prompt, replayed=replayed.get(layer, ())))
+            self._begin_layer(
+                layer,
+                self.stores[layer],
+                prompt and replace(prompt, replayed=replayed.get(layer, ())),
+            )
         self.waiting = {}
 
     def adopt(self, layer: int, shared: Sealed, prompt: Prompt) -> LayerStore:
-        """Begin a layer from a prefill made elsewhere, in layer order; returns the store that shares its memory."""
+        """Begin a layer from a prefill made elsewhere, in layer order; returns the store that
+        shares its memory.
+        """
         store, layer_prompt, longest = self._store(layer, shared), None, prompt.keys.shape[2]
         if layer in self._sparse:
             layer_prompt = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
@@ -255,7 +340,9 @@ class Engine:
         return store
 
     def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
-        """The whole prompt of a layer is stored: build its index (`prompt`: of a sparse layer), then decode."""
+        """The whole prompt of a layer is stored: build its index (`prompt`: of a sparse layer),
+        then decode.
+        """
         if prompt is not None:
             if self.probe is not None:
                 self.probe.begin_layer(layer, store)
@@ -266,13 +353,17 @@ class Engine:
             self.end_prefill()
 
     def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
-        """For `Needs.layer_similarity`: the hidden states [B, q, E] before a layer's attention and with it added."""
+        """For `Needs.layer_similarity`: the hidden states [B, q, E] before a layer's attention and
+        with it added.
+        """
         self._reader.observe_residual(layer, before, after)
         if self._reader.last_chunk and layer == self.shape.layers - 1:
             self.end_prefill(self._reader.similarity(self.shape.layers))
 
     def end_prefill(self, similarity: Tensor | None = None) -> None:
-        """All layers are there, and `similarity` [layers, B] where the method needs it; decoding may begin."""
+        """All layers are there, and `similarity` [layers, B] where the method needs it; decoding
+        may begin.
+        """
         with self.spans("index_build"):
             if similarity is not None:
                 self.method.observe_layers(similarity[list(self.shape.sparse_layers)])
@@ -288,15 +379,19 @@ class Engine:
             self.stores[layer] = _layer_store(self, self._how, layer, shared)
         return self.stores[layer]
 
-    # -- decode ----------------------------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------
 
-    def _decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    def _decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         store, spans = self.stores[layer], self.spans
         with spans("attention"):
             store.append(key, value)
             if layer not in self._sparse:
                 everything = with_sinks(None, store, sinks, key)
-                return self._end_layer(layer, self.executor(query, store, everything, self.shape.scaling)[0])
+                return self._end_layer(
+                    layer, self.executor(query, store, everything, self.shape.scaling)[0]
+                )
             spans.then("index_update")
             self.method.append(layer, key, value)
             spans.then("select")
@@ -304,16 +399,26 @@ class Engine:
             spans.then("attention")
             attended = selection
             if self._positions is not None:
-                attended = self._positions(selection or Selection(store.resident_ids()), store, query.device)
+                attended = self._positions(
+                    selection or Selection(store.resident_ids()), store, query.device
+                )
             attended = with_sinks(attended, store, sinks, key)
-            out, weights = self.executor(query, store, attended, self.shape.scaling, self.method.needs.probabilities)
+            out, weights = self.executor(
+                query, store, attended, self.shape.scaling, self.method.needs.probabilities
+            )
         self.audit.attended(layer, selection, store.device.numbers)
         if self.probe is not None:
-            self.probe.step(layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks)
+            self.probe.step(
+                layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks
+            )
         if weights is not None:
             weights = weights if sinks is None else weights[..., :-1]
             with self.spans("index_update"):
-                self.method.observe(layer, selection, self._positions.in_order(weights) if self._positions else weights)
+                self.method.observe(
+                    layer,
+                    selection,
+                    self._positions.in_order(weights) if self._positions else weights,
+                )
         return self._end_layer(layer, out)
 
     def _end_layer(self, layer: int, out: Tensor) -> Tensor:
@@ -323,13 +428,17 @@ class Engine:
         return out
 
     def settle(self) -> None:
-        """Count the step that just ended; called outside the timed part, or before the next step begins."""
+        """Count the step that just ended; called outside the timed part, or before the next step
+        begins.
+        """
         self.spans.fold()
         for store in self.stores.values():
             store.count_fetched()
         device = sum(layer.resident_bytes() for layer in self._layer_memories())
         host = sum(store.host_bytes() for store in self.stores.values())
-        self.audit.end_step(self.method, self.shape.lengths, self._active, device, self.allocated_bytes(), host)
+        self.audit.end_step(
+            self.method, self.shape.lengths, self._active, device, self.allocated_bytes(), host
+        )
 
     def release(self) -> None:
         """Let go of all keys and values, when nothing more is to be generated."""
@@ -344,9 +453,11 @@ class Engine:
         return [*self.stores.values(), *self.windowed.values()]
 
     def report(self, row: int | None = None) -> dict[str, Any]:
-        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own numbers.
+        """The audit so far, with the executor that ran, the dtype it ran in, and the method's own
+        numbers.
 
-        Of one row are C, what it attended and whether that was over the rule; all else is the batch's.
+        Of one row are C, what it attended and whether that was over the rule; all else is the
+        batch's.
         """
         return _report(self, self._how, row)
 
@@ -354,8 +465,10 @@ class Engine:
 def _build_index(engine: Engine, layer: int, prompt: Prompt) -> None:
     """Show the method the prompt of a layer.
 
-    Raises:
-        ConfigError: something is wrong that only the prompt shows.
+    Raises
+    ------
+    ConfigError
+        something is wrong that only the prompt shows.
     """
     if engine.template is not None:
         prompt = replace(prompt, prefixes=engine.template.prefixes(prompt))
@@ -390,30 +503,44 @@ def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | Non
 def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None:
     """Refuse queries and keys that no method can rank.
 
-    Values pass: what attends one that is not finite is not, and so the next layer's keys are not, or the logits. A GPU
-    is asked about prompts alone, as each answer makes the host wait.
+    Values pass: what attends one that is not finite is not, and so the next layer's keys are not,
+    or the logits. A GPU is asked about prompts alone, as each answer makes the host wait.
 
-    Args:
-        query: [B, Hq, q, D].
-        key: [B, Hkv, q, D].
-        decoding: they are of tokens after the prompt.
+    Parameters
+    ----------
+    query
+        [B, Hq, q, D].
+    key
+        [B, Hkv, q, D].
+    decoding
+        they are of tokens after the prompt.
 
-    Raises:
-        FloatingPointError: NaN or inf among them; it names layer and head.
+    Raises
+    ------
+    FloatingPointError
+        NaN or inf among them; it names layer and head.
     """
     if decoding and (not query.is_cpu or surely_finite(query, key)):
         return
     for name, head, vectors in (("query", "query head", query), ("key", "KV head", key)):
-        if math.isfinite(vectors.sum()):  # NaN and inf stay in a sum; it is also infinite where it overflows
+        # NaN and inf stay in a sum; it is also infinite where it overflows
+        if math.isfinite(vectors.sum()):
             continue
         wrong = (~vectors.isfinite()).any(dim=3).any(dim=2).any(dim=0).tolist()
         if any(wrong):
-            raise FloatingPointError(f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite")
+            raise FloatingPointError(
+                f"layer {layer}, {head} {wrong.index(True)}: a {name} is not finite"
+            )
 
 
 def surely_finite(query: Tensor, key: Tensor) -> bool:
     """Whether both were quickly seen to be finite; False: they may be all the same."""
-    if not query.is_cpu or query.dtype not in STORED or not query.is_contiguous() or not key.is_contiguous():
+    if (
+        not query.is_cpu
+        or query.dtype not in STORED
+        or not query.is_contiguous()
+        or not key.is_contiguous()
+    ):
         return False
     rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
     return bool(finite(*rows, STORED[query.dtype]))
@@ -421,14 +548,25 @@ def surely_finite(query: Tensor, key: Tensor) -> bool:
 
 def _report(engine: Engine, how: Settings, row: int | None) -> dict[str, Any]:
     size, lengths = engine.budget.size, engine.shape.lengths
-    budget = None if size is None else engine.budget.tokens(max(lengths) if row is None else lengths[row])
+    budget = (
+        None
+        if size is None
+        else engine.budget.tokens(max(lengths) if row is None else lengths[row])
+    )
     stored = [tensor for store in engine.stores.values() for tensor in store.tensors()]
-    method_report = engine.method.report()  # before the audit: a method may have work of its own to end
-    return {**method_report, **engine.audit.report(engine.method, budget, stored, row), **_remarks(engine, how)}
+    # before the audit: a method may have work of its own to end
+    method_report = engine.method.report()
+    return {
+        **method_report,
+        **engine.audit.report(engine.method, budget, stored, row),
+        **_remarks(engine, how),
+    }
 
 
 def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
-    """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows, how tokens come up."""
+    """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows,
+    how tokens come up.
+    """
     remarks: dict[str, Any] = {
         "executor": engine.executor.used(),
         "dtype": str(engine.shape.dtype).removeprefix("torch."),
@@ -444,7 +582,9 @@ def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
         remarks["executor_note"] = engine.executor.note
     if engine.windowed:
         remarks["windowed_share"] = len(engine.windowed) / engine.shape.layers
-        remarks["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in engine.windowed.values())
+        remarks["windowed_kv_bytes"] = sum(
+            layer.resident_bytes() for layer in engine.windowed.values()
+        )
     if any(store.host is not None for store in engine.stores.values()):
         copied = "measured" if engine.shape.device.type == "cuda" else "simulated"
         remarks["transfer"] = "in place" if engine.executor.in_place else copied

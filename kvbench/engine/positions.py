@@ -1,4 +1,6 @@
-"""Keys and queries at other positions: at their places inside a selection (StreamingLLM, section 3.2), or at none."""
+"""Keys and queries at other positions: at their places inside a selection (StreamingLLM, section
+3.2), or at none.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,23 @@ class Rotary(Protocol):
 
 
 class ModelRotation:
-    """Vectors of tokens at any position without RoPE, and with it again; see `kvbench.method.Rotation`.
+    """Vectors of tokens at any position without RoPE, and with it again; see
+    `kvbench.method.Rotation`.
 
-    On a CPU cosines and sines are read from tables that grow with the positions asked for. A GPU computes them as
-    quickly, and need not be waited for to know how far they reach.
+    On a CPU cosines and sines are read from tables that grow with the positions asked for. A GPU
+    computes them as quickly, and need not be waited for to know how far they reach.
 
-    Args:
-        rotary: the model's.
+    Parameters
+    ----------
+    rotary
+        the model's.
     """
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
         self._tables: Angles | None = None  # cos and sin [positions, R]
-        self._by_halves: bool | None = None  # whether the model turns as the kernel does; None: not tried yet
+        # whether the model turns as the kernel does; None: not tried yet
+        self._by_halves: bool | None = None
 
     def back(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys [B, H, n, D] at positions [B, 1 or H, n], as they were before RoPE."""
@@ -65,12 +71,16 @@ class ModelRotation:
         """Whether keys of positions that a table has come out of the kernel as of the model."""
         last = torch.arange(TABLE - 16, TABLE)[None, None]
         keys = torch.randn(1, 1, last.shape[2], width, generator=torch.Generator().manual_seed(0))
-        return torch.allclose(self._turned(keys, last), self._rotary.turn(keys, self._angles(last)), rtol=0, atol=1e-5)
+        return torch.allclose(
+            self._turned(keys, last), self._rotary.turn(keys, self._angles(last)), rtol=0, atol=1e-5
+        )
 
     def _turned(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         turned = torch.empty(keys.shape)
         tables = (part.numpy() for part in self._table(positions))
-        kernels.turn(keys.contiguous().numpy(), positions.contiguous().numpy(), *tables, turned.numpy())
+        kernels.turn(
+            keys.contiguous().numpy(), positions.contiguous().numpy(), *tables, turned.numpy()
+        )
         return turned
 
     def _angles(self, positions: torch.Tensor) -> Angles:
@@ -95,12 +105,18 @@ class ModelRotation:
 class Separated(NamedTuple):
     """The entries of a selection [B, L, M] that a gap parts from the query, E of a list at most.
 
-    Attributes:
-        ids: [B, L, E] on the CPU, their tokens, -1 = none.
-        turn: of their keys.
-        others: [B, L, M], the selection without them.
-        entries: [B, Hq, E], which they are.
-        log_weight: [B, Hq, E], -inf where there is none.
+    Attributes
+    ----------
+    ids
+        [B, L, E] on the CPU, their tokens, -1 = none.
+    turn
+        of their keys.
+    others
+        [B, L, M], the selection without them.
+    entries
+        [B, Hq, E], which they are.
+    log_weight
+        [B, Hq, E], -inf where there is none.
     """
 
     ids: torch.Tensor
@@ -111,30 +127,41 @@ class Separated(NamedTuple):
 
 
 class CachePositions:
-    """The m-th oldest of the selected tokens stands m tokens after the first of them: gaps between them are closed.
+    """The m-th oldest of the selected tokens stands m tokens after the first of them: gaps between
+    them are closed.
 
-    What a query and a key are worth to each other depends on how far apart they are, so the query stays where it is,
-    and so do all tokens that no gap parts from it: of sinks and a window the window. The others are turned to the
-    places right before these, and attended as extra entries; while they are the same, they are read once. What is
-    stored at its original position is first turned back to position 0: the angle of a difference of large positions,
-    rounded once, is not the difference of their rounded angles. Both turns are made as one. A selection that one layer
+    What a query and a key are worth to each other depends on how far apart they are, so the query
+    stays where it is, and so do all tokens that no gap parts from it: of sinks and a window the
+    window. The others are turned to the places right before these, and attended as extra entries;
+    while they are the same, they are read once. What is stored at its original position is first
+    turned back to position 0: the angle of a difference of large positions, rounded once, is not
+    the difference of their rounded angles. Both turns are made as one. A selection that one layer
     attends after the other has its angles computed once.
     """
 
     def __init__(self, shape: Shape, rotary: Rotary) -> None:
         self._shape, self._rotary = shape, rotary
         self._index: torch.Tensor | None = None  # the selection that the angles are of,
-        self._where: tuple[torch.device, list[int]] | None = None  # where they are, and at which lengths
+        # where they are, and at which lengths
+        self._where: tuple[torch.device, list[int]] | None = None
         self._separated: Separated | None = None
-        self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of the tokens apart
+        # keys and values of the tokens apart
+        self._rows: dict[LayerStore, tuple[torch.Tensor, torch.Tensor]] = {}
         self._turned: dict[LayerStore, torch.Tensor] = {}  # these keys at their places
 
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
         if selection.index is not self._index or self._where != (device, store.lengths):
-            before, self._separated = self._separated, self._separate(selection.index, store, device)
+            before, self._separated = (
+                self._separated,
+                self._separate(selection.index, store, device),
+            )
             self._index, self._where, self._turned = selection.index, (device, store.lengths), {}
-            if before is None or self._separated is None or not torch.equal(before.ids, self._separated.ids):
+            if (
+                before is None
+                or self._separated is None
+                or not torch.equal(before.ids, self._separated.ids)
+            ):
                 self._rows.clear()
         if (separated := self._separated) is None:
             return selection
@@ -151,7 +178,9 @@ class CachePositions:
     def _turn(self, angles: Angles, device: torch.device) -> None:
         """Turn the keys of all layers there that are not yet turned, at once."""
         keys = {
-            store: key for store, (key, _) in self._rows.items() if store not in self._turned and key.device == device
+            store: key
+            for store, (key, _) in self._rows.items()
+            if store not in self._turned and key.device == device
         }
         many = len(keys) if angles[0].shape[1] > 1 else 1
         cos, sin = (part.repeat(1, many, 1, 1) for part in angles)
@@ -159,26 +188,41 @@ class CachePositions:
         self._turned |= zip(keys, turned.split(self._shape.kv_heads, dim=1), strict=True)
 
     def in_order(self, weights: torch.Tensor) -> torch.Tensor:
-        """Attention probabilities of the last selection's entries at their places in it, its own extra ones last."""
+        """Attention probabilities of the last selection's entries at their places in it, its own
+        extra ones last.
+        """
         if self._separated is None:
             return weights
         count = self._separated.entries.shape[2]
         return weights[..., :-count].scatter_add(2, self._separated.entries, weights[..., -count:])
 
     def of_turn(self, past: torch.Tensor, store: LayerStore) -> torch.Tensor:
-        """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in the store yet."""
+        """The stored keys [B, Hkv, n, D], ids ascending, right before new tokens, which are not in
+        the store yet.
+        """
         ids = uploaded(store.resident_ids(), past.device)
         count = (ids >= 0).sum(dim=2, keepdim=True)
         place = torch.arange(ids.shape[2], device=past.device)
-        return self._rotary.turn(past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - count + place))
+        return self._rotary.turn(
+            past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - count + place)
+        )
 
-    def _separate(self, index: torch.Tensor, store: LayerStore, device: torch.device) -> Separated | None:
-        """What a gap parts from the query, of a selection [B, L, M]; None: nothing. Waits for a selection on a GPU."""
+    def _separate(
+        self, index: torch.Tensor, store: LayerStore, device: torch.device
+    ) -> Separated | None:
+        """What a gap parts from the query, of a selection [B, L, M]; None: nothing.
+
+        Waits for a selection on a GPU.
+        """
         if index.shape[1] not in (1, self._shape.kv_heads):
-            raise ValueError('positions="cache" needs one selection per KV head: its keys are rotated once')
+            raise ValueError(
+                'positions="cache" needs one selection per KV head: its keys are rotated once'
+            )
         index, present = index.cpu(), index.cpu() >= 0
         place = torch.where(present, index, NO_TOKEN).argsort(dim=2).argsort(dim=2)
-        target = torch.tensor(store.lengths)[:, None, None] - present.sum(dim=2, keepdim=True) + place
+        target = (
+            torch.tensor(store.lengths)[:, None, None] - present.sum(dim=2, keepdim=True) + place
+        )
         separated = present & (target != index)
         count = int(separated.sum(dim=2).max())
         if not count:
@@ -188,9 +232,16 @@ class CachePositions:
         ids, target = (torch.where(here, part.gather(2, entries), -1) for part in (index, target))
         of_queries = self._shape.query_heads // index.shape[1]
         weight, entries = (
-            part.repeat_interleave(of_queries, dim=1) for part in (torch.where(here, 0.0, -torch.inf), entries)
+            part.repeat_interleave(of_queries, dim=1)
+            for part in (torch.where(here, 0.0, -torch.inf), entries)
         )
-        moved = ids.clamp(min=0), target.clamp(min=0), torch.where(separated, -1, index), entries, weight
+        moved = (
+            ids.clamp(min=0),
+            target.clamp(min=0),
+            torch.where(separated, -1, index),
+            entries,
+            weight,
+        )
         old, new, *rest = (uploaded(part, device) for part in moved)
         return Separated(ids, self._from_to(old, new), *rest)
 

@@ -1,6 +1,7 @@
 """Probes: how good is a selection, measured against full attention on the same query?
 
-A probe keeps a shadow copy of all keys and values, outside the audit, so a run with probes publishes no timings.
+A probe keeps a shadow copy of all keys and values, outside the audit, so a run with probes
+publishes no timings.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ class Probe:
         jaccard: selected now and one step ago, over selected in either.
         seen: share of the selected that was selected in one of the last 32 steps.
 
-    Args:
-        shape: sizes of the generation.
-        every: decode steps between two measurements.
+    Parameters
+    ----------
+    shape
+        sizes of the generation.
+    every
+        decode steps between two measurements.
     """
 
     def __init__(self, shape: Shape, every: int) -> None:
@@ -58,7 +62,9 @@ class Probe:
         self._sums[layer], self._counts[layer] = {}, {}
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take note of a token [B, Hkv, 1, D] that is read and not decoded, such as a later turn's."""
+        """Take note of a token [B, Hkv, 1, D] that is read and not decoded, such as a
+        later turn's.
+        """
         self.stores[layer].append(key, value)
 
     def step(
@@ -75,12 +81,18 @@ class Probe:
     ) -> None:
         """Take note of a decode step, and measure it when its turn has come.
 
-        Args:
-            query, out: [B, Hq, 1, D], before and after attention.
-            key, value: [B, Hkv, 1, D] of the current token.
-            selection: what was attended; None = the tokens `resident` [B, Hkv, n].
-            active: rows that still generate; the others are not measured.
-            sinks: [Hq], see `kvbench.attention.sinks`; their share of the attention is no key's.
+        Parameters
+        ----------
+        query, out
+            [B, Hq, 1, D], before and after attention.
+        key, value
+            [B, Hkv, 1, D] of the current token.
+        selection
+            what was attended; None = the tokens `resident` [B, Hkv, n].
+        active
+            rows that still generate; the others are not measured.
+        sinks
+            [Hq], see `kvbench.attention.sinks`; their share of the attention is no key's.
         """
         self.append(layer, key, value)
         chosen = self._chosen(self.stores[layer], selection, resident)
@@ -90,34 +102,46 @@ class Probe:
         self._recent[layer].append(chosen)
 
     def report(self) -> dict[str, Any]:
-        """Means over layers and heads; under "layers" the values of each layer by query head; under "steps" those of
-        each measured step: "step" (1 is the first decode step) and, for each measure, a list as long, with None where
-        a step has no step before it.
+        """Means over layers and heads; under "layers" the values of each layer by query head; under
+        "steps" those of each measured step: "step" (1 is the first decode step) and, for each
+        measure, a list as long, with None where a step has no step before it.
         """
         layers = {
-            str(layer): {name: (total / self._counts[layer][name]).tolist() for name, total in sums.items()}
+            str(layer): {
+                name: (total / self._counts[layer][name]).tolist() for name, total in sums.items()
+            }
             for layer, sums in self._sums.items()
             if sums
         }
         names = {name for values in layers.values() for name in values}
         means = {
-            name: sum(sum(values[name]) / len(values[name]) for values in layers.values()) / len(layers)
+            name: (
+                sum(sum(values[name]) / len(values[name]) for values in layers.values())
+                / len(layers)
+            )
             for name in sorted(names)
         }
         steps: dict[str, list[Any]] = {"step": [step + 1 for step in self._curve]}
         for name in sorted(names):
             curve = [values.get(name) for values in self._curve.values()]
             steps[name] = [
-                round(sum(layer_values) / len(layer_values), 4) if layer_values else None for layer_values in curve
+                round(sum(layer_values) / len(layer_values), 4) if layer_values else None
+                for layer_values in curve
             ]
         return {**means, "layers": layers, "steps": steps} if layers else {}
 
-    def _chosen(self, shadow: LayerStore, selection: Selection | None, resident: torch.Tensor) -> torch.Tensor:
+    def _chosen(
+        self, shadow: LayerStore, selection: Selection | None, resident: torch.Tensor
+    ) -> torch.Tensor:
         """[B, Hq, n] bool, the tokens each query head attended."""
         index = resident if selection is None else uploaded(selection.index, resident.device)
-        index = index.expand(index.shape[0], max(index.shape[1], self.shape.kv_heads), index.shape[2])
+        index = index.expand(
+            index.shape[0], max(index.shape[1], self.shape.kv_heads), index.shape[2]
+        )
         index = index.repeat_interleave(self.shape.query_heads // index.shape[1], dim=1)
-        chosen = torch.zeros(*index.shape[:2], max(shadow.lengths) + 1, dtype=torch.bool, device=index.device)
+        chosen = torch.zeros(
+            *index.shape[:2], max(shadow.lengths) + 1, dtype=torch.bool, device=index.device
+        )
         chosen.scatter_(2, torch.where(index < 0, chosen.shape[2] - 1, index), True)
         return chosen[..., :-1]
 
@@ -151,13 +175,17 @@ class Probe:
         if self._recent[layer]:
             last = _padded(self._recent[layer][-1], count)
             add("jaccard", (chosen & last).sum(dim=2) / (chosen | last).sum(dim=2).clamp(min=1))
-            recently = torch.stack([_padded(recent, count) for recent in self._recent[layer]]).any(dim=0)
+            recently = torch.stack([_padded(recent, count) for recent in self._recent[layer]]).any(
+                dim=0
+            )
             add("seen", (chosen & recently).sum(dim=2) / size.clamp(min=1))
 
     def _add(self, layer: int, active: list[bool], name: str, values: torch.Tensor) -> None:
         """Add one step's values [B, Hq]."""
         total = values[active].float().mean(dim=0).cpu()
-        self._curve.setdefault(self._steps[layer], {}).setdefault(name, []).append(float(total.mean()))
+        self._curve.setdefault(self._steps[layer], {}).setdefault(name, []).append(
+            float(total.mean())
+        )
         sums, counts = self._sums[layer], self._counts[layer]
         sums[name] = sums.get(name, torch.zeros_like(total)) + total
         counts[name] = counts.get(name, 0) + 1

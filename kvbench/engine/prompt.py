@@ -1,4 +1,6 @@
-"""Reads a prompt chunk by chunk: what its forward passes show, put together across chunks and aligned by row."""
+"""Reads a prompt chunk by chunk: what its forward passes show, put together across chunks and
+aligned by row.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,23 @@ from kvbench.method import Needs, Prompt
 class PromptReader:
     """Collects what a method's `Prompt` holds.
 
-    Args:
-        lengths: prompt tokens of each row.
-        offsets: column of each row's first token in the forward passes (left padding); None: all 0.
-        columns: width of the whole prompt there, padding included; None: the longest row.
-        needs: what to collect besides keys and values.
-        scaling: factor on the logits.
+    Parameters
+    ----------
+    lengths
+        prompt tokens of each row.
+    offsets
+        column of each row's first token in the forward passes (left padding); None: all 0.
+    columns
+        width of the whole prompt there, padding included; None: the longest row.
+    needs
+        what to collect besides keys and values.
+    scaling
+        factor on the logits.
 
-    Attributes:
-        column, width: the chunk that is being read.
+    Attributes
+    ----------
+    column, width
+        the chunk that is being read.
     """
 
     def __init__(
@@ -54,38 +64,61 @@ class PromptReader:
         """The chunk that is being read ends the prompt."""
         return self.column + self.width == self.columns
 
-    def observe(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None = None) -> None:
-        """Take from a chunk's queries [B, Hq, q, D], whose keys are in the store, what the method needs."""
+    def observe(
+        self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None = None
+    ) -> None:
+        """Take from a chunk's queries [B, Hq, q, D], whose keys are in the store, what the method
+        needs.
+        """
         if self._needs.query_window:
             self._observe_window(layer, query)
         if self._needs.attention_sums:
             self._observe_sums(layer, query, store, sinks)
 
     def observe_last(self, layer: int, query: torch.Tensor) -> None:
-        """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk was read.
+        """Take the window from the last queries [B, Hq, n, D] of rows of one length, where no chunk
+        was read.
 
-        Raises:
-            ValueError: the method needs what only a forward pass shows.
+        Raises
+        ------
+        ValueError
+            the method needs what only a forward pass shows.
         """
-        if self._needs.attention_sums or self._needs.layer_similarity or self._needs.replay is not None:
-            raise ValueError("attention sums, hidden states and replays are those of a model that reads the prompt")
+        if (
+            self._needs.attention_sums
+            or self._needs.layer_similarity
+            or self._needs.replay is not None
+        ):
+            raise ValueError(
+                "attention sums, hidden states and replays are those of a model that reads the"
+                " prompt"
+            )
         size = min(self._needs.query_window, max(self.lengths))
         if size:
             self._queries[layer] = query[:, :, query.shape[2] - size :]
 
     def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after, without padding."""
-        device = after.device  # a layer's own; the hidden states before it may lie with another layer
+        """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after,
+        without padding.
+        """
+        # a layer's own; the hidden states before it may lie with another layer
+        device = after.device
         before = before.to(device)
         columns = torch.arange(self.column, self.column + self.width, device=device)
         first = torch.tensor(self.offsets, device=device)[:, None]
-        real = (columns >= first) & (columns < first + torch.tensor(self.lengths, device=device)[:, None])
-        cosines = cosine_similarity(before.float(), after.float(), dim=2).where(real, 0).sum(dim=1, dtype=torch.float64)
+        real = (columns >= first) & (
+            columns < first + torch.tensor(self.lengths, device=device)[:, None]
+        )
+        cosines = (
+            cosine_similarity(before.float(), after.float(), dim=2)
+            .where(real, 0)
+            .sum(dim=1, dtype=torch.float64)
+        )
         self._cosines[layer] = self._cosines.get(layer, 0) + cosines
 
     def similarity(self, layers: int) -> torch.Tensor:
-        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each layer's attention; 0 of
-        layers that were not watched.
+        """[layers, B] fp32, the mean cosine of each row's hidden states before and after each
+        layer's attention; 0 of layers that were not watched.
         """
         sums = next(iter(self._cosines.values())).new_zeros(layers, len(self.lengths))
         for layer, cosines in self._cosines.items():
@@ -116,18 +149,27 @@ class PromptReader:
             self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
         window = self._queries[layer]
         for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            # index 0 of the window is column `start`; the row's own tokens begin no earlier than its offset
+            # index 0 of the window is column `start`; the row's own tokens begin no earlier than
+            # its offset
             start = offset + length - size
             first = max(self.column, start, offset)
             last = min(self.column + width, offset + length)
             if first < last:
-                window[row, :, first - start : last - start] = query[row, :, first - self.column : last - self.column]
+                window[row, :, first - start : last - start] = query[
+                    row, :, first - self.column : last - self.column
+                ]
 
-    def _observe_sums(self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None) -> None:
-        """Add to the sums [B, Hq, columns] what this chunk's own queries give to every key so far."""
+    def _observe_sums(
+        self, layer: int, query: torch.Tensor, store: LayerStore, sinks: torch.Tensor | None
+    ) -> None:
+        """Add to the sums [B, Hq, columns] what this chunk's own queries give to every
+        key so far.
+        """
         if layer not in self._sums:
             self._sums[layer] = query.new_zeros(*query.shape[:2], self.columns, dtype=torch.float32)
-        received = attention_received(query, store, self.column, self.offsets, self.lengths, self._scaling, sinks)
+        received = attention_received(
+            query, store, self.column, self.offsets, self.lengths, self._scaling, sinks
+        )
         self._sums[layer][..., : received.shape[2]] += received
 
     def _aligned_token_ids(self) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""What a model reads when it reads prompts once more: token ids, made of the prompts and of a tokenizer's template."""
+"""What a model reads when it reads prompts once more: token ids, made of the prompts and of a
+tokenizer's template.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ class Pass(NamedTuple):
 class Template:
     """How a tokenizer reads text, and what it puts around a user's.
 
-    Attributes:
-        encode: token ids of a text, none added.
-        header, suffix: token ids before and after a user's text; () without a chat template.
-        bos: that a raw text begins with; None: none.
+    Attributes
+    ----------
+    encode
+        token ids of a text, none added.
+    header, suffix
+        token ids before and after a user's text; () without a chat template.
+    bos
+        that a raw text begins with; None: none.
     """
 
     encode: Callable[[str], list[int]]
@@ -43,7 +49,9 @@ class Template:
     def prefixes(self, prompt: Prompt) -> tuple[int, ...]:
         """`prefix` of every row of a prompt."""
         first = prompt.token_ids[:, : max(1, len(self.header))].tolist()
-        return tuple(self.prefix(ids[:length]) for ids, length in zip(first, prompt.lengths, strict=True))
+        return tuple(
+            self.prefix(ids[:length]) for ids, length in zip(first, prompt.lengths, strict=True)
+        )
 
     def passes(self, rows: Sequence[Sequence[int]], replay: Replay) -> Iterator[Pass]:
         """All passes over rows of token ids, row by row."""
@@ -58,7 +66,9 @@ class Template:
                 yield Pass(row, start, stop, [*instruction, *before, *suffix, *ids[start:stop]])
 
     def _wrapped(self, ids: Sequence[int]) -> int:
-        """Tokens of the header that a row begins with, or 0; the last one may have become one with the text's first."""
+        """Tokens of the header that a row begins with, or 0; the last one may have become one with
+        the text's first.
+        """
         whole = len(self.header)
         common = len(commonprefix([tuple(ids[:whole]), self.header]))
         return common if common == whole or common == whole - 1 >= 2 else 0

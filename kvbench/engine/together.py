@@ -1,4 +1,6 @@
-"""Engines whose rows are in one forward pass: each attends for its own, and what fails one touches no other."""
+"""Engines whose rows are in one forward pass: each attends for its own, and what fails one touches
+no other.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,28 @@ Answer = TypeVar("Answer")
 
 
 class EngineGroup:
-    """What a cache asks of an engine in decode passes, answered by several: rows of the batch are theirs in turn.
+    """What a cache asks of an engine in decode passes, answered by several: rows of the batch are
+    theirs in turn.
 
-    Where one of them raises an error its rows are zeros from there on, and it is asked nothing more.
+    Where one of them raises an error its rows are zeros from there on, and it is asked nothing
+    more.
 
-    Args:
-        engines: of one model; all have read their prompts.
-        windowed: the layers with a window, by index, which all rows fill.
+    Parameters
+    ----------
+    engines
+        of one model; all have read their prompts.
+    windowed
+        the layers with a window, by index, which all rows fill.
 
-    Attributes:
-        errors: what an engine raised, by its index.
-        shape: sizes of the model; lengths and batch are the first engine's alone.
-        offsets: columns of padding before each row, where layers have a window: all rows end in the last column.
+    Attributes
+    ----------
+    errors
+        what an engine raised, by its index.
+    shape
+        sizes of the model; lengths and batch are the first engine's alone.
+    offsets
+        columns of padding before each row, where layers have a window: all rows end in the last
+        column.
     """
 
     prefilled = True
@@ -50,16 +62,22 @@ class EngineGroup:
     def start_step(self, tokens: Tensor, active: Sequence[bool]) -> None:
         """A decode forward begins, see `Engine.start_step`."""
         at = 0
-        for index, (engine, row_tokens) in enumerate(zip(self._engines, tokens.split(self._rows), strict=True)):
+        for index, (engine, row_tokens) in enumerate(
+            zip(self._engines, tokens.split(self._rows), strict=True)
+        ):
             row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
             self._ask(index, engine.start_step, row_tokens, row_active)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
         valid, out = surely_finite(query, key), list[Tensor]()  # all at once
         parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
         for index, (engine, row_parts) in enumerate(zip(self._engines, parts, strict=True)):
-            attended = self._ask(index, partial(engine.attend, valid=valid), layer, *row_parts, sinks)
+            attended = self._ask(
+                index, partial(engine.attend, valid=valid), layer, *row_parts, sinks
+            )
             out.append(torch.zeros_like(row_parts[0]) if attended is None else attended)
         return torch.cat(out)
 

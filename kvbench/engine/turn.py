@@ -1,7 +1,8 @@
-"""Later turns of a conversation, several tokens that are read at once, and tokens that are taken back.
+"""Later turns of a conversation, several tokens that are read at once, and tokens that are taken
+back.
 
-The tokens of a turn attend all that any tier still has, and themselves, causally. After the last layer they are stored
-one after the other, and the method learns of each as of a generated token.
+The tokens of a turn attend all that any tier still has, and themselves, causally. After the last
+layer they are stored one after the other, and the method learns of each as of a generated token.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from kvbench.spans import Spans
 class Turn:
     """One forward pass of several tokens after the prompt.
 
-    Args:
-        token_ids: [B, q].
-        shape, method, stores, positions, executor, audit, spans, probe: of the engine that reads it.
+    Parameters
+    ----------
+    token_ids
+        [B, q].
+    shape, method, stores, positions, executor, audit, spans, probe
+        of the engine that reads it.
     """
 
     def __init__(
@@ -42,15 +46,27 @@ class Turn:
         spans: Spans,
         probe: Probe | None,
     ) -> None:
-        self._tokens, self._shape, self._method, self._stores = token_ids.cpu(), shape, method, stores
-        self._positions, self._executor, self._audit, self._spans = positions, executor, audit, spans
+        self._tokens, self._shape, self._method, self._stores = (
+            token_ids.cpu(),
+            shape,
+            method,
+            stores,
+        )
+        self._positions, self._executor, self._audit, self._spans = (
+            positions,
+            executor,
+            audit,
+            spans,
+        )
         self._probe = probe
         self._asks = method.needs.queries or method.needs.probabilities
         # of each layer so far: query, key and value [B, H, q, D], and its sinks
         self._read: dict[int, tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]] = {}
         audit.start_turn()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of the next layer; arguments as of `Engine.attend`."""
         store, sparse = self._stores[layer], layer in self._shape.sparse_layers
         self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
@@ -60,17 +76,23 @@ class Turn:
             if self._positions is not None and sparse:
                 past = self._positions.of_turn(past, store)
             weights = self._method.turn_weights(layer) if sparse else None
-            out = dense.turn(query, key, value, (past, past_value, mask), self._shape.scaling, sinks, weights)
+            out = dense.turn(
+                query, key, value, (past, past_value, mask), self._shape.scaling, sinks, weights
+            )
         if layer == self._shape.full_layers[-1]:
             with self._spans("index_update"):
                 self._take_in()
         return out
 
     def _take_in(self) -> None:
-        """Store the tokens, and have the method learn of them: a decode step each, without its attention."""
+        """Store the tokens, and have the method learn of them: a decode step each, without its
+        attention.
+        """
         everyone = torch.ones(len(self._tokens), dtype=torch.bool)
         for at, tokens in enumerate(self._tokens.T):
-            self._method.step(tokens, torch.tensor(self._stores[self._shape.full_layers[-1]].lengths), everyone)
+            self._method.step(
+                tokens, torch.tensor(self._stores[self._shape.full_layers[-1]].lengths), everyone
+            )
             for layer, (parts, sinks) in self._read.items():
                 query, key, value = (part[:, :, at : at + 1] for part in parts)
                 self._stores[layer].append(key, value)
@@ -82,7 +104,9 @@ class Turn:
         self._read.clear()
         self._audit.end_turn(self._tokens.shape[1])
 
-    def _learn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
+    def _learn(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> None:
         self._method.append(layer, key, value)
         if not self._asks:
             return
@@ -95,15 +119,20 @@ class Turn:
             self._method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
 
 
-def take_back(method: Method, stores: Mapping[int, LayerStore], sparse_layers: Collection[int], count: int) -> None:
+def take_back(
+    method: Method, stores: Mapping[int, LayerStore], sparse_layers: Collection[int], count: int
+) -> None:
     """Take the last `count` tokens of every row back.
 
-    Raises:
-        ValueError: the method cannot, or tokens were dropped.
+    Raises
+    ------
+    ValueError
+        the method cannot, or tokens were dropped.
     """
     if not method.needs.crops or not all(store.complete for store in stores.values()):
         raise ValueError(
-            f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it dropped some"
+            f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or it"
+            " dropped some"
         )
     for layer, store in stores.items():
         store.device.crop(count)
@@ -130,17 +159,26 @@ class Transcript:
     def check(self, token_ids: torch.Tensor) -> None:
         """Whether token_ids [B, n] begin with what was read.
 
-        Raises:
-            ValueError: they do not, or hold nothing new.
+        Raises
+        ------
+        ValueError
+            they do not, or hold nothing new.
         """
         previous, columns = self._ids(), token_ids.shape[1]
         length, previous = previous.shape[1], previous[:, :columns]
-        differ = ((previous != token_ids[:, :length].to(previous.device)) & (previous >= 0)).any(dim=0)
+        differ = ((previous != token_ids[:, :length].to(previous.device)) & (previous >= 0)).any(
+            dim=0
+        )
         if bool(differ.any()) or columns <= length:
-            why = f"column {int(differ.int().argmax())} differs" if bool(differ.any()) else f"it has {columns} columns"
+            why = (
+                f"column {int(differ.int().argmax())} differs"
+                if bool(differ.any())
+                else f"it has {columns} columns"
+            )
             raise ValueError(
-                f"this KVCache has read {length} tokens, and the input does not go on from them ({why}): give it the "
-                "tokens that generate returned and the new turn after them, or take a new KVCache (or reset() this one)"
+                f"this KVCache has read {length} tokens, and the input does not go on from them"
+                f" ({why}): give it the tokens that generate returned and the new turn after them,"
+                " or take a new KVCache (or reset() this one)"
             )
 
     def _ids(self) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Attention over rows where they lie: the compiled half of `kvbench.attention.cpu`.
 
-Work is cut into pieces of a list or of a sequence; each leaves the largest logit, the sum of the weights and the
-weighted sum of the values, and `merge` joins those of a list (flash-decoding). Pieces do not depend on the number of
-threads, so neither does what comes out. Kernels hold no state and release the GIL.
+Work is cut into pieces of a list or of a sequence; each leaves the largest logit, the sum of the
+weights and the weighted sum of the values, and `merge` joins those of a list (flash-decoding).
+Pieces do not depend on the number of threads, so neither does what comes out. Kernels hold no state
+and release the GIL.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def space(results, query, pieces, out):  # type: ignore[no-untyped-def]
 
 @inner
 def scratch(query):  # type: ignore[no-untyped-def]
-    """Queries and results of a piece, while it is at work: in lines of the cache that no other thread writes."""
+    """Queries and results of a piece, while it is at work: in lines of the cache that no other
+    thread writes.
+    """
     rows, shape = query.shape[1], query.shape[1:]
     return (
         np.empty(shape, np.float32),
@@ -87,7 +90,9 @@ def scratch(query):  # type: ignore[no-untyped-def]
 
 @inner
 def write_piece(result, most, total, sums, stored):  # type: ignore[no-untyped-def]
-    """The results of a piece, [R, D + 2], whose sums are laid out as values of this type are read."""
+    """The results of a piece, [R, D + 2], whose sums are laid out as values of this type
+    are read.
+    """
     rows, head_dim = sums.shape
     pairs = paired(head_dim, stored)
     for r in range(rows):
@@ -106,22 +111,40 @@ def attend_resident(  # type: ignore[no-untyped-def]
 ):
     """Attention over all used slots of each KV head, in several threads.
 
-    Args:
-        threads: how many at most, and bytes of keys and values that each must have.
-        before: pieces of each list that stand in `results` already.
-        request: address of the queries [L, R, D], list l a KV head of a row; L, R, D; a number of their type, and the
-            scaling of the logits.
-        used: [L] int64, slots of each list that are attended.
-        first: [L] int64, where the slots of each list begin in the pool.
-        column: [L] int64, of the logits, that the first slot of each list has.
-        pool: address of the pool's keys, of its values, and of the parameters of its groups of keys; see `score`.
-        stored: how keys, and how values are stored, see there; bytes of a row and to its parameters, of each.
-        logits: [L, R, n], where they are wanted, else [0, 0, 0]; if there is `out` they become probabilities.
-        results: [L, P, R, D + 2], written for each piece: the weighted sum of values, the largest logit, and the sum of
-            weights.
-        out: address of the output, of the queries' shape and type, if these slots are all that is attended; else 0.
+    Parameters
+    ----------
+    threads
+        how many at most, and bytes of keys and values that each must have.
+    before
+        pieces of each list that stand in `results` already.
+    request
+        address of the queries [L, R, D], list l a KV head of a row; L, R, D; a number of their
+        type, and the scaling of the logits.
+    used
+        [L] int64, slots of each list that are attended.
+    first
+        [L] int64, where the slots of each list begin in the pool.
+    column
+        [L] int64, of the logits, that the first slot of each list has.
+    pool
+        address of the pool's keys, of its values, and of the parameters of its groups of keys; see
+        `score`.
+    stored
+        how keys, and how values are stored, see there; bytes of a row and to its parameters, of
+        each.
+    logits
+        [L, R, n], where they are wanted, else [0, 0, 0]; if there is `out` they become
+        probabilities.
+    results
+        [L, P, R, D + 2], written for each piece: the weighted sum of values, the largest logit, and
+        the sum of weights.
+    out
+        address of the output, of the queries' shape and type, if these slots are all that is
+        attended; else 0.
 
-    Returns:
+    Returns
+    -------
+    value
         0: no token was lost.
     """
     query, claims, longest, total = queries(request), np.zeros(1, np.int64), 0, 0
@@ -157,7 +180,11 @@ def _attend_resident(  # type: ignore[no-untyped-def]
     key, value, parameters = pool
     key_kind, value_kind, (key_size, key_offset), (value_size, value_offset), group_size = stored
     block = np.empty((query.shape[1], BLOCK), np.float32)
-    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp)
+    keys, values, groups = (
+        np.empty(BLOCK, np.intp),
+        np.empty(BLOCK, np.intp),
+        np.empty(BLOCK, np.intp),
+    )
     laid_query, most, total, sums = scratch(query)
     before, pieces = pieces
     item = claim(claims)
@@ -189,30 +216,59 @@ def _attend_resident(  # type: ignore[no-untyped-def]
 
 @kernel
 def attend_lists(  # type: ignore[no-untyped-def]
-    threads, before, request, index, bias, device, host, rebuilt, extra, stored, logits, results, out
+    threads,
+    before,
+    request,
+    index,
+    bias,
+    device,
+    host,
+    rebuilt,
+    extra,
+    stored,
+    logits,
+    results,
+    out,
 ):
     """Attention over lists of tokens, in several threads.
 
-    Tokens are attended where they are stored as `stored` says; those that are held elsewhere are for another call.
+    Tokens are attended where they are stored as `stored` says; those that are held elsewhere are
+    for another call.
 
-    Args:
-        threads, before, request: as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or
-            more. Pieces are of `LIST_PIECE` entries, and one of extra entries, where there are any.
-        index: [B, 1 or L / B, M] int64 token ids, -1 = none.
-        bias: [L, R, M + E], added to the logits, or [0, 0, 0].
-        device: addresses of the keys, values and parameters of all H KV heads of all rows (see `attend_resident`),
-            where those of each begin [H], the ids in their slots [H, S], or [H, 0] where slot = id, [H] slots used, and
-            [H] the first slot and the slot after the last that are attended.
-        host: addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], whether a token is there
-            [H, S'], and whether those that are there are attended.
-        rebuilt: address of keys [H, K, D] that replace those of each list's first K entries, or 0; K; and whether
-            of tokens on the device, too, as K = M, or of the host's alone, which none follows.
-        extra: addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is their first.
-        stored: as of `attend_resident`, of all these rows.
-        logits: [L, R, M + E], where they are wanted, else [0, 0, 0]; an entry that is absent is not written.
-        results, out: as of `attend_resident`.
+    Parameters
+    ----------
+    threads, before, request
+        as of `attend_resident`; a row of the batch has L / B lists, one for each KV head or more.
+        Pieces are of `LIST_PIECE` entries, and one of extra entries, where there are any.
+    index
+        [B, 1 or L / B, M] int64 token ids, -1 = none.
+    bias
+        [L, R, M + E], added to the logits, or [0, 0, 0].
+    device
+        addresses of the keys, values and parameters of all H KV heads of all rows (see
+        `attend_resident`), where those of each begin [H], the ids in their slots [H, S], or [H, 0]
+        where slot = id, [H] slots used, and [H] the first slot and the slot after the last that are
+        attended.
+    host
+        addresses of the keys and values [H, S', D], S', the slots of the ids [H, S'], whether a
+        token is there [H, S'], and whether those that are there are attended.
+    rebuilt
+        address of keys [H, K, D] that replace those of each list's first K entries, or 0; K; and
+        whether of tokens on the device, too, as K = M, or of the host's alone, which none follows.
+    extra
+        addresses of the keys and values [H, E, D] of extra entries, E, and which of the logits is
+        their first.
+    stored
+        as of `attend_resident`, of all these rows.
+    logits
+        [L, R, M + E], where they are wanted, else [0, 0, 0]; an entry that is absent is not
+        written.
+    results, out
+        as of `attend_resident`.
 
-    Returns:
+    Returns
+    -------
+    value
         Pieces that named a token that is in neither tier.
     """
     query, claims = queries(request), np.zeros(2, np.int64)
@@ -229,10 +285,26 @@ def attend_lists(  # type: ignore[no-untyped-def]
 
 @inner
 def _attend_lists(  # type: ignore[no-untyped-def]
-    _, claims, pieces, query, scaling, index, bias, device, host, rebuilt, extra, stored, logits, results
+    _,
+    claims,
+    pieces,
+    query,
+    scaling,
+    index,
+    bias,
+    device,
+    host,
+    rebuilt,
+    extra,
+    stored,
+    logits,
+    results,
 ):
     """As many pieces of a layer's lists as other threads leave."""
-    (rebuilt_key, rebuilt_count, rebuilt_near), (extra_key, extra_value, extras, column) = rebuilt, extra
+    (rebuilt_key, rebuilt_count, rebuilt_near), (extra_key, extra_value, extras, column) = (
+        rebuilt,
+        extra,
+    )
     key_kind, value_kind, (key_size, key_offset), (value_size, value_offset), group_size = stored
     room = max(LIST_PIECE, extras)
     keys, values, rank = np.empty(room, np.intp), np.empty(room, np.intp), np.empty(room, np.intp)
@@ -252,12 +324,20 @@ def _attend_lists(  # type: ignore[no-untyped-def]
             entries = extras
             for i in range(extras):
                 place = head * extras + i
-                keys[i], values[i], rank[i] = extra_key + place * key_size, extra_value + place * value_size, column + i
+                keys[i], values[i], rank[i] = (
+                    extra_key + place * key_size,
+                    extra_value + place * value_size,
+                    column + i,
+                )
         else:
             start = piece * LIST_PIECE
             tokens = index[row, min(at % lists, index.shape[1] - 1), start : start + LIST_PIECE]
             rebuilt = (
-                rebuilt_key + (head * rebuilt_count + start) * key_size if rebuilt_key else rebuilt_key,
+                (
+                    rebuilt_key + (head * rebuilt_count + start) * key_size
+                    if rebuilt_key
+                    else rebuilt_key
+                ),
                 rebuilt_count - start,
                 rebuilt_near,
             )
@@ -270,7 +350,16 @@ def _attend_lists(  # type: ignore[no-untyped-def]
         for start in range(0, entries, BLOCK):
             rows = min(BLOCK, entries - start)
             ahead = values[start : start + rows], 0
-            score(laid_query, keys[start:], groups[start:], (key_offset, value_size), rows, ahead, block, key_kind)
+            score(
+                laid_query,
+                keys[start:],
+                groups[start:],
+                (key_offset, value_size),
+                rows,
+                ahead,
+                block,
+                key_kind,
+            )
             scale_logits(block, rows, scaling)
             for r in range(query.shape[1]):
                 if bias.shape[2]:
@@ -281,20 +370,28 @@ def _attend_lists(  # type: ignore[no-untyped-def]
                         logits[at, r, rank[start + i]] = block[r, i]
             weigh(block, rows, most, total, sums)
             ahead = keys[start + rows : entries], 0
-            add_values(block, values[start:], (value_offset, key_size), rows, ahead, sums, value_kind)
+            add_values(
+                block, values[start:], (value_offset, key_size), rows, ahead, sums, value_kind
+            )
         write_piece(results[at, before + piece], most, total, sums, value_kind)
         item = claim(claims)
 
 
 @inner
 def _find(tokens, head, device, host, rebuilt, stored, keys, values, groups, rank):  # type: ignore[no-untyped-def]
-    """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of each in the list.
+    """Where tokens lie: addresses of their keys, values and groups' parameters, and the place of
+    each in the list.
 
-    Returns:
+    Returns
+    -------
+    value
         How many of them are to be attended, -1 where one is in neither tier, or has no key.
     """
     near_key, near_value, parameters, first, ids, used, begin, end = device
-    (far_key, far_value, far_slots, slot_of, present, far_too), (rebuilt_key, rebuilt_count, rebuilt_near) = (
+    (
+        (far_key, far_value, far_slots, slot_of, present, far_too),
+        (rebuilt_key, rebuilt_count, rebuilt_near),
+    ) = (
         host,
         rebuilt,
     )
@@ -307,7 +404,8 @@ def _find(tokens, head, device, host, rebuilt, stored, keys, values, groups, ran
             continue
         slot = -1
         if ids.shape[1]:
-            if guess >= len(here) or here[guess] != token:  # lists often name neighbours, one after the other
+            # lists often name neighbours, one after the other
+            if guess >= len(here) or here[guess] != token:
                 guess = place(here, token)
             if guess < len(here) and here[guess] == token:
                 slot = guess
@@ -352,10 +450,14 @@ def merge(results, out, stored, logits):  # type: ignore[no-untyped-def]
 def join(results, out, stored, logits):  # type: ignore[no-untyped-def]
     """Join the pieces of each list.
 
-    Args:
-        results: as of `attend_resident`.
-        out: address of [L, R, D], in the type of `stored`.
-        logits: [L, R, n], which become probabilities.
+    Parameters
+    ----------
+    results
+        as of `attend_resident`.
+    out
+        address of [L, R, D], in the type of `stored`.
+    logits
+        [L, R, n], which become probabilities.
     """
     lists, pieces, rows, width = results.shape
     head_dim = width - 2
@@ -375,4 +477,6 @@ def join(results, out, stored, logits):  # type: ignore[no-untyped-def]
             for j in range(head_dim):
                 put(out, (head * rows + r) * head_dim + j, sum[j] / whole, stored)
             for i in range(logits.shape[2]):
-                logits[head, r, i] = first_of(exponential(splat(logits[head, r, i] - largest))) / whole
+                logits[head, r, i] = (
+                    first_of(exponential(splat(logits[head, r, i] - largest))) / whole
+                )

@@ -1,6 +1,7 @@
 """Kernels compiled side by side, in processes of their own, before anything waits for them.
 
-`python -m kvbench.kernels.build` is such a process: it reads a line of JSON for each kernel and answers with a line.
+`python -m kvbench.kernels.build` is such a process: it reads a line of JSON for each kernel and
+answers with a line.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ WORTH_A_PROCESS = 6.0  # seconds of compilation; a process takes three to start
 class Job(NamedTuple):
     """A kernel that is to be compiled.
 
-    Attributes:
-        kernel: module:name.
-        types: of its arguments, as `described`.
-        seconds: that it took once, without those that it calls.
-        calls: the jobs, by number, of the kernels that it calls, which come first.
+    Attributes
+    ----------
+    kernel
+        module:name.
+    types
+        of its arguments, as `described`.
+    seconds
+        that it took once, without those that it calls.
+    calls
+        the jobs, by number, of the kernels that it calls, which come first.
     """
 
     kernel: str
@@ -47,12 +53,17 @@ class Job(NamedTuple):
         self.dispatcher().compile(self.signature())
 
     def missing(self) -> bool:
-        """Whether it is neither here nor on disk. A list may be older than the sources: what is gone is not missing."""
+        """Whether it is neither here nor on disk.
+
+        A list may be older than the sources: what is gone is not missing.
+        """
         try:
             dispatcher, kinds = self.dispatcher(), self.signature()
         except (ImportError, AttributeError, KeyError):
             return False
-        return kinds not in dispatcher.overloads and not on_disk(dispatcher).has(kinds, dispatcher.targetctx.codegen())
+        return kinds not in dispatcher.overloads and not on_disk(dispatcher).has(
+            kinds, dispatcher.targetctx.codegen()
+        )
 
     def dispatcher(self) -> Any:
         """The kernel."""
@@ -65,21 +76,30 @@ class Job(NamedTuple):
 
 
 def described(kind: types.Type) -> Any:
-    """A Numba type as JSON: a number's name, [dtype, dimensions] of a contiguous array, {class: types} of a tuple.
+    """A Numba type as JSON: a number's name, [dtype, dimensions] of a contiguous array, {class:
+    types} of a tuple.
 
-    Raises:
-        ValueError: it is of another kind, such as a literal.
+    Raises
+    ------
+    ValueError
+        it is of another kind, such as a literal.
     """
     if kind == types.none:
         return None
     if isinstance(kind, types.Array) and kind.layout == "C" and kind.mutable:
-        of = np.dtype(kind.dtype.name) if not isinstance(kind.dtype, types.Record) else kind.dtype.dtype
+        of = (
+            np.dtype(kind.dtype.name)
+            if not isinstance(kind.dtype, types.Record)
+            else kind.dtype.dtype
+        )
         return [of.descr if of.names else of.name, kind.ndim]
     if (of := getattr(kind, "instance_class", None)) is not None:
         return {f"{of.__module__}:{of.__qualname__}": [*map(described, kind.types)]}
     if isinstance(kind, types.BaseTuple):
         return {"": [*map(described, kind)]}
-    if isinstance(kind, (types.Integer, types.Float, types.Boolean)) and not isinstance(kind, types.Literal):
+    if isinstance(kind, (types.Integer, types.Float, types.Boolean)) and not isinstance(
+        kind, types.Literal
+    ):
         return str(kind)
     raise ValueError(str(kind))
 
@@ -95,27 +115,47 @@ def _typed(description: Any) -> types.Type:
         module, _, class_name = name.partition(":")
         of: Any = getattr(importlib.import_module(module), class_name) if name else None
         kinds = [_typed(part) for part in parts]
-        return of.numba_type(kinds) if hasattr(of, "numba_type") else types.BaseTuple.from_types(kinds, of)
+        return (
+            of.numba_type(kinds)
+            if hasattr(of, "numba_type")
+            else types.BaseTuple.from_types(kinds, of)
+        )
     of, dimensions = description
-    kind = np.dtype([tuple(field) for field in of], align=True) if isinstance(of, list) else np.dtype(of)
+    kind = (
+        np.dtype([tuple(field) for field in of], align=True)
+        if isinstance(of, list)
+        else np.dtype(of)
+    )
     return types.Array(from_dtype(kind), dimensions, "C")
 
 
 def build(jobs: Sequence[Job], numbers: Sequence[int], say: Callable[[int, float], None]) -> None:
-    """Compile the wanted ones of the jobs, this process among others; what fails is left to who calls it.
+    """Compile the wanted ones of the jobs, this process among others; what fails is left to who
+    calls it.
 
-    Args:
-        say: called with how many are ready and the seconds that are left, before the first, as each is, and every
-            `TELL_SECONDS`.
+    Parameters
+    ----------
+    say
+        called with how many are ready and the seconds that are left, before the first, as each is,
+        and every `TELL_SECONDS`.
     """
     seconds = sum(jobs[number].seconds for number in numbers)
-    many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(numbers)) if seconds > WORTH_A_PROCESS else 1
+    many = (
+        min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(numbers))
+        if seconds > WORTH_A_PROCESS
+        else 1
+    )
     queue = _Queue(jobs, numbers, many, say)
     queue.tell()
     command = [sys.executable, "-m", "kvbench.kernels.build"]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    processes = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none) for _ in range(many - 1)]
-    threads = [threading.Thread(target=_ask, args=(process, queue), daemon=True) for process in processes]
+    processes = [
+        subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=none)
+        for _ in range(many - 1)
+    ]
+    threads = [
+        threading.Thread(target=_ask, args=(process, queue), daemon=True) for process in processes
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -147,16 +187,23 @@ def _ask(process: subprocess.Popen[str], queue: _Queue) -> None:
 
 
 class _Queue:
-    """Which job is next: none before those that it calls, and first what most of the others wait for; and how long all
-    of them will take.
+    """Which job is next: none before those that it calls, and first what most of the others wait
+    for; and how long all of them will take.
 
-    Args:
-        jobs, wanted, say: see `build`.
-        many: processes.
+    Parameters
+    ----------
+    jobs, wanted, say
+        see `build`.
+    many
+        processes.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], numbers: Sequence[int], many: int, say: Callable[[int, float], None]
+        self,
+        jobs: Sequence[Job],
+        numbers: Sequence[int],
+        many: int,
+        say: Callable[[int, float], None],
     ) -> None:
         self.jobs, self._many, self._say, self._ready = jobs, many, say, threading.Condition()
         self._waiting, self._open, self._began = set(numbers), set(numbers), time.monotonic()
@@ -169,10 +216,17 @@ class _Queue:
         self._whole = sum(jobs[number].seconds for number in numbers)
 
     def take(self) -> int | None:
-        """The next job; None where there is no more. Waits where all that are left wait themselves."""
+        """The next job; None where there is no more.
+
+        Waits where all that are left wait themselves.
+        """
         with self._ready:
             while self._waiting:
-                free = [number for number in self._waiting if self._open.isdisjoint(self.jobs[number].calls)]
+                free = [
+                    number
+                    for number in self._waiting
+                    if self._open.isdisjoint(self.jobs[number].calls)
+                ]
                 if free:
                     number = max(free, key=self._weight.__getitem__)
                     self._waiting.remove(number)
@@ -190,11 +244,13 @@ class _Queue:
     def tell(self) -> None:
         """Say how many are ready, and the seconds that are left."""
         with self._ready:
-            self._say(len(self._weight) - len(self._open), self._left(time.monotonic() - self._began))
+            self._say(
+                len(self._weight) - len(self._open), self._left(time.monotonic() - self._began)
+            )
 
     def _left(self, elapsed: float) -> float:
-        """By what has passed: of the jobs that are compiled now half counts as done, until one has ended no job as
-        quicker than it once was.
+        """By what has passed: of the jobs that are compiled now half counts as done, until one has
+        ended no job as quicker than it once was.
         """
         done = self._whole - sum(self.jobs[one].seconds for one in self._open)
         halves = sum(self.jobs[one].seconds for one in self._open - self._waiting) / 2

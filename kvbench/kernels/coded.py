@@ -1,4 +1,6 @@
-"""Rows of codes: what kernels must know of them, and how they become vectors of numbers in registers."""
+"""Rows of codes: what kernels must know of them, and how they become vectors of numbers in
+registers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from kvbench.kernels.vectors import LANES, PAIR, called, fma, number_at, numbers_at, pointer, splatted
+from kvbench.kernels.vectors import (
+    LANES,
+    PAIR,
+    called,
+    fma,
+    number_at,
+    numbers_at,
+    pointer,
+    splatted,
+)
 
 GROUP = 32  # tokens, or channels of a row, that share parameters
 TYPES = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}
@@ -24,14 +35,22 @@ class Coded:
 
     Codes stand first in a row, packed, the first in the low bits; the row's parameters follow them.
 
-    Args:
-        bits: of a code: 2, 3, 4 or 8.
-        numbers: what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not of 8 bits.
-        unit: of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
-        parameters: "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
-        granularity: what has its parameters: a "row"; of a row, `GROUP` "channels", all scales before all minima; or,
-            of keys, each channel of `GROUP` "tokens", [2, D], elsewhere.
-        parameter: a parameter's type: "float32", "float16" or "bfloat16".
+    Parameters
+    ----------
+    bits
+        of a code: 2, 3, 4 or 8.
+    numbers
+        what codes stand for: "signed" (int8), "e4m3" (e4m3fn), "unsigned", or 2**bits numbers, not
+        of 8 bits.
+    unit
+        of keys: a row's numbers are first divided by sqrt(sum of their squares + 1e-16).
+    parameters
+        "none"; "scale": x = number * scale; "range": x = number * scale + minimum.
+    granularity
+        what has its parameters: a "row"; of a row, `GROUP` "channels", all scales before all
+        minima; or, of keys, each channel of `GROUP` "tokens", [2, D], elsewhere.
+    parameter
+        a parameter's type: "float32", "float16" or "bfloat16".
     """
 
     bits: int
@@ -42,8 +61,13 @@ class Coded:
     parameter: str = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.numbers, tuple) and (self.bits == 8 or len(self.numbers) != 2**self.bits):
-            raise ValueError(f"{len(self.numbers)} numbers for codes of {self.bits} bits: expected 2**bits, of 2 to 4")
+        if isinstance(self.numbers, tuple) and (
+            self.bits == 8 or len(self.numbers) != 2**self.bits
+        ):
+            raise ValueError(
+                f"{len(self.numbers)} numbers for codes of {self.bits} bits: expected 2**bits, of 2"
+                " to 4"
+            )
         if self.numbers == "e4m3" and (self.unit or self.granularity != "row"):
             raise ValueError("numbers='e4m3': expected granularity='row' and unit=False")
 
@@ -56,21 +80,34 @@ class Coded:
     def kernel_argument(self) -> Held:
         """What kernels are given."""
         kind = self.numbers if isinstance(self.numbers, str) else "table"
-        facts = self.bits, kind, "unit" if self.unit else "plain", self.parameters, self.granularity, self.parameter
+        facts = (
+            self.bits,
+            kind,
+            "unit" if self.unit else "plain",
+            self.parameters,
+            self.granularity,
+            self.parameter,
+        )
         subclass: type[Held] = __getattr__("_".join(map(str, ("Held", *facts))))
         return subclass(0 if self.bits == 8 else _table(self.bits, self.numbers).ctypes.data)
 
 
 @cache
 def _table(bits: int, numbers: Any) -> NDArray[np.float32]:
-    return np.resize(np.array(range(2**bits) if numbers == "unsigned" else numbers, np.float32), LANES)
+    return np.resize(
+        np.array(range(2**bits) if numbers == "unsigned" else numbers, np.float32), LANES
+    )
 
 
 class Held(NamedTuple):
-    """Rows of codes. Kernels are compiled for its subclasses, a class for what is known of rows but for their table.
+    """Rows of codes.
 
-    Attributes:
-        table: address of 16 float32: what codes stand for, again and again; 0 of 8 bits.
+    Kernels are compiled for its subclasses, a class for what is known of rows but for their table.
+
+    Attributes
+    ----------
+    table
+        address of 16 float32: what codes stand for, again and again; 0 of 8 bits.
     """
 
     table: int
@@ -78,17 +115,23 @@ class Held(NamedTuple):
 
 @cache
 def __getattr__(name: str) -> Any:
-    """The subclass of `Held` that its name describes: so any process finds what another one compiled for it."""
+    """The subclass of `Held` that its name describes: so any process finds what another one
+    compiled for it.
+    """
     if not name.startswith("Held_"):
         raise AttributeError(name)
     bits, numbers, unit, *parameters = name.split("_")[1:]
     return type(
-        name, (Held,), {"__module__": __name__, "facts": Facts(int(bits), numbers, unit == "unit", *parameters)}
+        name,
+        (Held,),
+        {"__module__": __name__, "facts": Facts(int(bits), numbers, unit == "unit", *parameters)},
     )
 
 
 class Facts(NamedTuple):
-    """What is known of rows while a kernel is compiled: see `Coded`; or "native" numbers, whose type is `parameter`."""
+    """What is known of rows while a kernel is compiled: see `Coded`; or "native" numbers, whose
+    type is `parameter`.
+    """
 
     bits: int
     numbers: str
@@ -102,7 +145,9 @@ class Facts(NamedTuple):
         """Those of rows of a Numba type."""
         if (kind := getattr(stored, "instance_class", None)) is not None:
             return kind.facts
-        return cls(stored.bitwidth, "native", parameter={of: name for name, of in TYPES.items()}[stored])
+        return cls(
+            stored.bitwidth, "native", parameter={of: name for name, of in TYPES.items()}[stored]
+        )
 
     @property
     def grouped(self) -> bool:
@@ -122,11 +167,17 @@ class Facts(NamedTuple):
     @property
     def spread(self) -> bool:
         """Neighbours are read into two vectors."""
-        return self.parameter == "bfloat16" if self.numbers == "native" else self.bits == 4 and not self.grouped
+        return (
+            self.parameter == "bfloat16"
+            if self.numbers == "native"
+            else self.bits == 4 and not self.grouped
+        )
 
     @property
     def factor(self) -> float:
-        """What a row's scale is to be multiplied with: between the exponents' biases, see `decoded`."""
+        """What a row's scale is to be multiplied with: between the exponents' biases, see
+        `decoded`.
+        """
         return 256.0 if self.numbers == "e4m3" else 1.0
 
 
@@ -134,21 +185,31 @@ def decoded(builder: Any, codes: Any, to: Any, facts: Facts) -> Any:
     """Codes of 8 bits, of a row or one of them, as numbers; see `Facts.factor`."""
     if facts.numbers != "e4m3":
         return (builder.sitofp if facts.numbers == "signed" else builder.uitofp)(codes, to)
-    # as float16, whose exponent is one bit longer: the sign fills it, and is taken out but for the highest
+    # as float16, whose exponent is one bit longer: the sign fills it, and is taken out but for the
+    # highest
     vector = isinstance(to, ir.VectorType)
-    words, halves = (ir.VectorType(kind, LANES) if vector else kind for kind in (ir.IntType(16), ir.HalfType()))
-    shift, mask = (ir.Constant(words, [value] * LANES if vector else value) for value in (7, 0xBFFF))
+    words, halves = (
+        ir.VectorType(kind, LANES) if vector else kind for kind in (ir.IntType(16), ir.HalfType())
+    )
+    shift, mask = (
+        ir.Constant(words, [value] * LANES if vector else value) for value in (7, 0xBFFF)
+    )
     bits = builder.and_(builder.shl(builder.sext(codes, words), shift), mask)
     return builder.fpext(builder.bitcast(bits, halves), to)
 
 
 class Reader:
-    """Writes the code that reads vectors of rows; without the scale and the minimum that a whole row has.
+    """Writes the code that reads vectors of rows; without the scale and the minimum that a whole
+    row has.
 
-    Args:
-        stored: the rows' Numba type.
-        value: one of that type.
-        whole: numbers of a row that are read.
+    Parameters
+    ----------
+    stored
+        the rows' Numba type.
+    value
+        one of that type.
+    whole
+        numbers of a row that are read.
     """
 
     def __init__(self, context: Any, builder: Any, stored: Any, value: Any, whole: Any) -> None:
@@ -165,14 +226,20 @@ class Reader:
             return numbers_at(builder, at, TYPES[facts.parameter])
         if facts.bits == 8:
             codes = builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1)
-            return self._with_parameters(decoded(builder, codes, FLOATS, facts), parameters_at, block)
-        # Words that hold the first eight codes and the last eight; no byte is read but those of these codes.
+            return self._with_parameters(
+                decoded(builder, codes, FLOATS, facts), parameters_at, block
+            )
+        # Words that hold the first eight codes and the last eight; no byte is read but those of
+        # these codes.
         half, step = LANES // 2, 2 * facts.bits - 4
         words = (
-            builder.load(pointer(builder, at, ir.IntType(32)), align=1) for at in (at, builder.add(at, at.type(step)))
+            builder.load(pointer(builder, at, ir.IntType(32)), align=1)
+            for at in (at, builder.add(at, at.type(step)))
         )
         order = [lane + lane // half * half for lane in range(LANES)]
-        codes = builder.shuffle_vector(*(splatted(builder, word) for word in words), ir.Constant(WORDS, order))
+        codes = builder.shuffle_vector(
+            *(splatted(builder, word) for word in words), ir.Constant(WORDS, order)
+        )
         places = [lane * facts.bits - lane // half * 8 * step for lane in range(LANES)]
         return self._with_parameters(
             self._numbers(builder.lshr(codes, ir.Constant(WORDS, places))), parameters_at, block
@@ -183,16 +250,24 @@ class Reader:
         builder, word, facts = self._builder, row.type, self.facts
         first = builder.mul(pair, word(2))
         if not facts.spread:
-            return [self.vector(row, parameters_at, block) for block in (first, builder.add(first, word(1)))]
+            return [
+                self.vector(row, parameters_at, block)
+                for block in (first, builder.add(first, word(1)))
+            ]
         at = builder.add(row, builder.mul(pair, word(PAIR * facts.bits // 8)))
         if facts.numbers == "native":
             both = builder.load(pointer(builder, at, WORDS), align=2)
             even = builder.shl(both, ir.Constant(WORDS, [16] * LANES))
             odd = builder.and_(both, ir.Constant(WORDS, [0xFFFF0000] * LANES))
             return [builder.bitcast(half, FLOATS) for half in (even, odd)]
-        even = builder.zext(builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1), WORDS)
+        even = builder.zext(
+            builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1), WORDS
+        )
         odd = builder.lshr(even, ir.Constant(WORDS, [4] * LANES))
-        return [self._with_parameters(self._numbers(codes), parameters_at, first) for codes in (even, odd)]
+        return [
+            self._with_parameters(self._numbers(codes), parameters_at, first)
+            for codes in (even, odd)
+        ]
 
     def _numbers(self, codes: Any) -> Any:
         """What the low bits of words stand for."""
@@ -216,14 +291,19 @@ class Reader:
         builder, eight = self._builder, ir.VectorType(ir.IntType(32), 8)
 
         def cut(numbers: Any, half: int) -> Any:
-            return builder.shuffle_vector(numbers, numbers, ir.Constant(eight, [*range(8 * half, 8 * half + 8)]))
+            return builder.shuffle_vector(
+                numbers, numbers, ir.Constant(eight, [*range(8 * half, 8 * half + 8)])
+            )
 
         codes = cut(codes, half)
         low, high = (
-            called(builder, "llvm.x86.avx2.permps", table.type, table, codes)  # which looks at the low 3 bits alone
+            # which looks at the low 3 bits alone
+            called(builder, "llvm.x86.avx2.permps", table.type, table, codes)
             for table in (cut(self._table, part) for part in range(2))
         )
-        return builder.select(builder.icmp_unsigned(">", codes, ir.Constant(eight, [7] * 8)), high, low)
+        return builder.select(
+            builder.icmp_unsigned(">", codes, ir.Constant(eight, [7] * 8)), high, low
+        )
 
     def _with_parameters(self, numbers: Any, parameters_at: Any, block: Any) -> Any:
         """The `block`-th vector with the parameters of its channels, or of their group."""
@@ -238,7 +318,9 @@ class Reader:
         def parameters(place: Any) -> Any:
             if facts.granularity == "channels":
                 return splatted(builder, number_at(builder, parameters_at, place, of))
-            return numbers_at(builder, builder.add(parameters_at, builder.mul(place, word(of.bitwidth // 8))), of)
+            return numbers_at(
+                builder, builder.add(parameters_at, builder.mul(place, word(of.bitwidth // 8))), of
+            )
 
         if facts.parameters == "scale":
             return builder.fmul(numbers, parameters(first))

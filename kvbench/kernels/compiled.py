@@ -1,8 +1,9 @@
 """How kernels are compiled, and where what was compiled lies.
 
-A kernel is what Python calls. It is compiled at its first call for each type of arguments, by one process at a time,
-and kept on disk under a name that says what it is made of: its module, those of ours that this imports, and Numba's
-version. So another version of either finds nothing, and throws nothing away.
+A kernel is what Python calls. It is compiled at its first call for each type of arguments, by one
+process at a time, and kept on disk under a name that says what it is made of: its module, those of
+ours that this imports, and Numba's version. So another version of either finds nothing, and throws
+nothing away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ import llvmlite
 import numba
 from numba import njit, types
 from numba.core import config
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, _CacheLocator
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    _CacheLocator,
+)
 from numba.core.compiler_lock import global_compiler_lock
 from platformdirs import user_cache_path
 
@@ -42,7 +48,9 @@ _IMPORTS = re.compile(r"^from ([\w.]+) import (\([^)]*\)|.*)|^import ([\w.]+)", 
 
 
 def kernel(**options: Any) -> Callable[[Any], Any]:
-    """A decorator of functions that Python calls: `numba.njit` with these options, without the GIL, kept on disk."""
+    """A decorator of functions that Python calls: `numba.njit` with these options, without the GIL,
+    kept on disk.
+    """
 
     def decorate(function: Any) -> Any:
         dispatcher = _general(njit(nogil=True, no_cfunc_wrapper=True, **options)(function))
@@ -84,7 +92,10 @@ def _general(dispatcher: Any) -> Any:
 
 
 def on_disk(dispatcher: Any) -> _OnDisk:
-    """Where what is compiled of a kernel is kept. Looked for at the first call, when all is imported that it calls."""
+    """Where what is compiled of a kernel is kept.
+
+    Looked for at the first call, when all is imported that it calls.
+    """
     if not isinstance(dispatcher._cache, _OnDisk):
         dispatcher._cache = _OnDisk(dispatcher.py_func)
     cache: _OnDisk = dispatcher._cache
@@ -93,10 +104,14 @@ def on_disk(dispatcher: Any) -> _OnDisk:
 
 @functools.cache
 def digest(module: str) -> str:
-    """What a module and those of ours that it imports are made of, and which Numba compiles them."""
+    """What a module and those of ours that it imports are made of, and which Numba
+    compiles them.
+    """
     versions = f"{numba.__version__} {llvmlite.__version__}".encode()
     sources = sorted(_sources(module, {}).values())
-    return hashlib.sha256(b"\0".join([versions, *(source.read_bytes() for source in sources)])).hexdigest()[:16]
+    return hashlib.sha256(
+        b"\0".join([versions, *(source.read_bytes() for source in sources)])
+    ).hexdigest()[:16]
 
 
 def _sources(module: str, files: dict[str, Path]) -> dict[str, Path]:
@@ -108,7 +123,9 @@ def _sources(module: str, files: dict[str, Path]) -> dict[str, Path]:
             package = importlib.util.resolve_name(package, sys.modules[module].__package__)
         inside = {f"{package}.{name}" for name in re.findall(r"\w+", listed)} & sys.modules.keys()
         for name in inside or {package or plain}:
-            same_folder = Path(str(getattr(sys.modules.get(name), "__file__", ""))).parent == path.parent
+            same_folder = (
+                Path(str(getattr(sys.modules.get(name), "__file__", ""))).parent == path.parent
+            )
             if (
                 name not in files
                 and name in sys.modules
@@ -119,8 +136,8 @@ def _sources(module: str, files: dict[str, Path]) -> dict[str, Path]:
 
 
 class _Place(_CacheLocator):  # type: ignore[misc]
-    """The first folder that this user alone can write to: what Numba is told, beside the source, of the user, of this
-    process.
+    """The first folder that this user alone can write to: what Numba is told, beside the source, of
+    the user, of this process.
     """
 
     def __init__(self, function: Any, path: str) -> None:
@@ -153,21 +170,30 @@ class _Place(_CacheLocator):  # type: ignore[misc]
 def _folder(sources: Path) -> Path:
     path_hash = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
     configured = [Path(config.CACHE_DIR, path_hash)] if config.CACHE_DIR else []
-    for folder in (*configured, _beside(sources), user_cache_path("kvbench") / "kernels" / path_hash):
+    for folder in (
+        *configured,
+        _beside(sources),
+        user_cache_path("kvbench") / "kernels" / path_hash,
+    ):
         with suppress(OSError):
-            if folder == _beside(sources):  # who can write there runs code here by Python's own files
+            # who can write there runs code here by Python's own files
+            if folder == _beside(sources):
                 folder.mkdir(exist_ok=True)
             else:
                 folder = folder.resolve()
                 if (open_one := open_to_others(folder)) is not None:
-                    _say(f"{open_one}: other users can write there; no kernels are kept in {folder.parent}")
+                    _say(
+                        f"{open_one}: other users can write there; no kernels are kept in"
+                        f" {folder.parent}"
+                    )
                     continue
                 make_private(folder)
             tempfile.TemporaryFile(dir=folder).close()
             return folder
     temporary = Path(tempfile.mkdtemp(prefix="kvbench-kernels-"))  # nobody else can write there
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(temporary)  # of processes that this one starts, too
+    # of processes that this one starts, too
+    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = str(temporary)
     (temporary / path_hash).mkdir()
     return temporary / path_hash
 
@@ -186,7 +212,9 @@ class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
-    """An index and what it lists, as files that hold nobody else's code; a damaged one is as good as none."""
+    """An index and what it lists, as files that hold nobody else's code; a damaged one is as good
+    as none.
+    """
 
     def __init__(self, folder: Path, name: str, is_private: bool) -> None:
         super().__init__(str(folder), name, "")
@@ -233,13 +261,16 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
 
     @contextmanager
     def alone(self, what: Any) -> Iterator[None]:
-        """No other process compiles, or writes, the same meanwhile; one that is killed leaves nothing locked."""
+        """No other process compiles, or writes, the same meanwhile; one that is killed leaves
+        nothing locked.
+        """
         name = f"{self._impl.filename_base}{what}"
         place = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         try:
             file = _locks(self.cache_path)
             fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
-        except OSError:  # a file system without locks, a link in its place: at worst the same is compiled twice
+        except OSError:
+            # a file system without locks, a link in its place: at worst the same is compiled twice
             yield
             return
         try:
@@ -260,5 +291,8 @@ class _OnDisk(FunctionCache):  # type: ignore[misc]
 
 @functools.cache
 def _locks(folder: str) -> int:
-    """The file whose bytes are locks, each of one function and types. Open for good: closing it would free them all."""
+    """The file whose bytes are locks, each of one function and types.
+
+    Open for good: closing it would free them all.
+    """
     return os.open(Path(folder, "kernels.lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)

@@ -1,7 +1,8 @@
-"""A model's own layers, for a few tokens: linear, feed-forward and attention's projections, RMS norm.
+"""A model's own layers, for a few tokens: linear, feed-forward and attention's projections, RMS
+norm.
 
-Arguments of all: addresses of what they are named after, in the type of `stored`; `rows` tokens. Sums and what lies
-between are float32; results are rounded once.
+Arguments of all: addresses of what they are named after, in the type of `stored`; `rows` tokens.
+Sums and what lies between are float32; results are rounded once.
 """
 
 from __future__ import annotations
@@ -31,33 +32,63 @@ from kvbench.kernels.vectors import (
 )
 
 OUTPUTS_PIECE = 2 * BLOCK  # of a linear layer
-AHEAD = 4608  # bytes after those of a weight that are read, on their way to the cache; past its end nothing happens
+# bytes after those of a weight that are read, on their way to the cache; past its end nothing
+# happens
+AHEAD = 4608
 
 
 @kernel
 def products(threads, x, weight, bias, out, rows, inputs, outputs, stored):  # type: ignore[no-untyped-def]
-    """A linear layer, in so many threads: out [rows, outputs] = x [rows, inputs] . weight [outputs, inputs]^T + bias.
+    """A linear layer, in so many threads: out [rows, outputs] = x [rows, inputs] . weight [outputs,
+    inputs]^T + bias.
 
-    Args:
-        bias: [outputs], or 0.
+    Parameters
+    ----------
+    bias
+        [outputs], or 0.
     """
-    _linear(threads, _laid_out(x, rows, inputs, stored), (weight,), bias, (out,), (outputs,), stored, stored)
+    _linear(
+        threads,
+        _laid_out(x, rows, inputs, stored),
+        (weight,),
+        bias,
+        (out,),
+        (outputs,),
+        stored,
+        stored,
+    )
 
 
 @kernel
 def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # type: ignore[no-untyped-def]
     """A feed-forward part, in so many threads: down . (silu(gate . x) * (up . x)).
 
-    Args:
-        x, out: [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
+    Parameters
+    ----------
+    x, out
+        [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
     """
-    count, padding = rows * hidden, -(-LANES // hidden)  # rows for what whole vectors read and write after the last
-    gates, ups = np.empty((rows + padding, hidden), np.float32), np.empty((rows + padding, hidden), np.float32)
+    # rows for what whole vectors read and write after the last
+    count, padding = rows * hidden, -(-LANES // hidden)
+    gates, ups = (
+        np.empty((rows + padding, hidden), np.float32),
+        np.empty((rows + padding, hidden), np.float32),
+    )
     between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
-    _linear(threads, _laid_out(x, rows, inputs, stored), (gate, up), 0, between, (hidden, hidden), stored, NOTHING)
+    _linear(
+        threads,
+        _laid_out(x, rows, inputs, stored),
+        (gate, up),
+        0,
+        between,
+        (hidden, hidden),
+        stored,
+        NOTHING,
+    )
     nothing, ones, minus = splat(NOTHING), splat(ONE), splat(-ONE)
     for i in range(0, count, LANES):
-        number = load(gates.ctypes.data + 4 * i)  # arrays that are read by address alone would be freed before
+        # arrays that are read by address alone would be freed before
+        number = load(gates.ctypes.data + 4 * i)
         negated = times(number, minus)
         smaller = exponential(times(larger(negated, nothing), minus))  # of min(number, 0)
         whole = plus(ones, exponential(times(larger(number, negated), minus)))
@@ -69,20 +100,28 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
 
 @kernel
 def rotated(threads, x, weights, angles, outs, rows, inputs, heads, stored):  # type: ignore[no-untyped-def]
-    """Queries, keys and values of tokens, in so many threads, the first two turned by their positions' angles (RoPE).
+    """Queries, keys and values of tokens, in so many threads, the first two turned by their
+    positions' angles (RoPE).
 
-    Args:
-        weights: three, [heads * D, inputs].
-        angles: cosines and sines, [rows, D].
-        outs: [rows, heads * D], for each weight.
-        heads: of queries; of keys, as of values; D.
+    Parameters
+    ----------
+    weights
+        three, [heads * D, inputs].
+    angles
+        cosines and sines, [rows, D].
+    outs
+        [rows, heads * D], for each weight.
+    heads
+        of queries; of keys, as of values; D.
     """
     query_heads, kv_heads, head_dim = heads
     sizes = query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
     queries, keys = np.empty((rows, sizes[0]), np.float32), np.empty((rows, sizes[1]), np.float32)
     values = np.empty((rows, sizes[2]), np.float32)
     between = np.intp(queries.ctypes.data), np.intp(keys.ctypes.data), np.intp(values.ctypes.data)
-    _linear(threads, _laid_out(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING)
+    _linear(
+        threads, _laid_out(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING
+    )
     _turn(queries, angles, outs[0], head_dim, stored)
     _turn(keys, angles, outs[1], head_dim, stored)
     for r in range(rows):
@@ -92,7 +131,9 @@ def rotated(threads, x, weights, angles, outs, rows, inputs, heads, stored):  # 
 
 @inner
 def _turn(vectors, angles, out, head_dim, stored):  # type: ignore[no-untyped-def]
-    """Write vectors [rows, heads * D], each half of a head turned against the other; see `rotated`."""
+    """Write vectors [rows, heads * D], each half of a head turned against the other; see
+    `rotated`.
+    """
     rows, width = vectors.shape
     cosines, sines = angles
     half = head_dim // 2
@@ -107,7 +148,9 @@ def _turn(vectors, angles, out, head_dim, stored):  # type: ignore[no-untyped-de
 
 @kernel
 def normed(x, weight, out, rows, width, epsilon, stored):  # type: ignore[no-untyped-def]
-    """Vectors x [rows, width] over their root mean square, times a weight [width] (Zhang and Sennrich, 2019)."""
+    """Vectors x [rows, width] over their root mean square, times a weight [width] (Zhang and
+    Sennrich, 2019).
+    """
     numbers = np.empty(width, np.float32)
     for first in range(0, rows * width, width):
         for i in range(width):
@@ -132,27 +175,40 @@ def _laid_out(x, rows, width, stored):  # type: ignore[no-untyped-def]
 def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type: ignore[no-untyped-def]
     """Linear layers of the same x [rows, inputs], in so many threads.
 
-    Args:
-        weights, outs: addresses, of each layer.
-        bias: address, of all of them, or 0.
-        outputs: how many, of each.
-        stored, written: a number of the weights, and of the results, as they are stored.
+    Parameters
+    ----------
+    weights, outs
+        addresses, of each layer.
+    bias
+        address, of all of them, or 0.
+    outputs
+        how many, of each.
+    stored, written
+        a number of the weights, and of the results, as they are stored.
     """
     layers = np.empty((len(weights), 4), np.int64)
     pieces = 0
     for i in range(len(weights)):
-        layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3] = weights[i], outs[i], outputs[i], pieces
+        layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3] = (
+            weights[i],
+            outs[i],
+            outputs[i],
+            pieces,
+        )
         pieces += -(-outputs[i] // OUTPUTS_PIECE)
     threads = min(threads, pieces)
-    in_threads(threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written))
+    in_threads(
+        threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written)
+    )
 
 
 @inner
 def _products(number, claims, pieces, x, layers, bias, stored, written):  # type: ignore[no-untyped-def]
-    """As many pieces of the outputs of layers as other threads leave, after those of a stretch of its own.
+    """As many pieces of the outputs of layers as other threads leave, after those of a stretch of
+    its own.
 
-    Where a core reads one long stretch, its own hardware is ahead of it; lines on the way to one core and read by the
-    other are read twice.
+    Where a core reads one long stretch, its own hardware is ahead of it; lines on the way to one
+    core and read by the other are read twice.
     """
     block, threads = np.empty((len(x), BLOCK), np.float32), len(claims)
     for turn in range(threads):

@@ -1,8 +1,8 @@
 """What Numba compiles for kernels alone is not optimised, nor made into machine code, by itself.
 
-Numba does both for each function, and again wherever it is called from: its own library's, and those that only kernels
-call, are half of the time. Here they are linked as they are into the kernel, which is optimised as a whole
-and in which they are nobody else's.
+Numba does both for each function, and again wherever it is called from: its own library's, and
+those that only kernels call, are half of the time. Here they are linked as they are into the
+kernel, which is optimised as a whole and in which they are nobody else's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _WRAPPER, _OF_NUMBA, _ENVIRONMENT = "_ZN7cpython", "_ZN7cpython5numba", "_ZN08Nu
 
 class _Lean(JITCodeLibrary):  # type: ignore[misc]
     def _is_called(self) -> bool:
-        """Whether Python calls a function of it, other than Numba's own; or it is read from disk."""
+        """Whether Python calls a function of it, other than Numba's own; or it is read
+        from disk.
+        """
         return self._shared_module is not None or any(
             function.name.startswith(_WRAPPER) and not function.name.startswith(_OF_NUMBA)
             for function in self._final_module.functions
@@ -31,8 +33,9 @@ class _Lean(JITCodeLibrary):  # type: ignore[misc]
         if not self._is_called():
             return
         for function in self._final_module.functions:
-            # Names of functions are numbered by each process: what another one compiled may have the same name here,
-            # and mean another function. What is private has no name in what is compiled.
+            # Names of functions are numbered by each process: what another one compiled may have
+            # the same name here, and mean another function. What is private has no name in what is
+            # compiled.
             if function.linkage == llvm.Linkage.linkonce_odr:
                 function.linkage = llvm.Linkage.private
         super()._optimize_final_module()
@@ -44,9 +47,14 @@ class _Lean(JITCodeLibrary):  # type: ignore[misc]
         self._finalize_dynamic_globals()
         self._finalized = True
         engine = self._codegen._engine
-        for variable in self._final_module.global_variables:  # Numba writes to it, though nothing here reads it
-            if variable.name.startswith(_ENVIRONMENT) and not engine.is_symbol_defined(variable.name):
-                engine.add_module(llvm.parse_assembly(f'@"{variable.name}" = common global ptr null'))
+        # Numba writes to it, though nothing here reads it
+        for variable in self._final_module.global_variables:
+            if variable.name.startswith(_ENVIRONMENT) and not engine.is_symbol_defined(
+                variable.name
+            ):
+                engine.add_module(
+                    llvm.parse_assembly(f'@"{variable.name}" = common global ptr null')
+                )
 
 
 @contextmanager

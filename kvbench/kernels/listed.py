@@ -1,7 +1,7 @@
 """Which kernels each method calls, so that they can be compiled before it does.
 
-`conf/kernels.json` has them, as `scripts/list_kernels.py` found them. What it does not list, such as those of a method
-of one's own, is compiled when it is first called.
+`conf/kernels.json` has them, as `scripts/list_kernels.py` found them. What it does not list, such
+as those of a method of one's own, is compiled when it is first called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ SHARED = "full"  # the method whose kernels all others call, too
 
 @functools.cache
 def listed() -> tuple[list[Job], dict[str, dict[str, list[int]]]]:
-    """All kernels of the list; and by dtype and name, of a method or `kv=` of a kind, the numbers of those it needs."""
+    """All kernels of the list; and by dtype and name, of a method or `kv=` of a kind, the numbers
+    of those it needs.
+    """
     kernels = json.loads((conf_dir() / "kernels.json").read_text())
-    return [Job(name, kinds, seconds, tuple(calls)) for name, kinds, seconds, calls in kernels["kernels"]], kernels[
-        "used"
-    ]
+    return [
+        Job(name, kinds, seconds, tuple(calls))
+        for name, kinds, seconds, calls in kernels["kernels"]
+    ], kernels["used"]
 
 
 def required_by(dtype: str, names: Iterable[str]) -> list[int]:
@@ -47,6 +50,8 @@ def compile_silently(dtype: str, *names: str) -> None:
     compile_listed(missing(required_by(dtype, names)))
 
 
-def compile_listed(numbers: Iterable[int], say: Callable[[int, float], None] = lambda ready, seconds: None) -> None:
+def compile_listed(
+    numbers: Iterable[int], say: Callable[[int, float], None] = lambda ready, seconds: None
+) -> None:
     """Compile these; see `kvbench.kernels.build.build`."""
     build(listed()[0], list(numbers), say)

@@ -53,7 +53,8 @@ def _mark(words, tokens):  # type: ignore[no-untyped-def]
 
 
 def count_lists(lists: NDArray[np.int64], kv_heads: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """How many ids >= 0 the lists [B, Hs, M] of each KV head name, [B, Hkv], and how many distinct ones, [B, Hkv].
+    """How many ids >= 0 the lists [B, Hs, M] of each KV head name, [B, Hkv], and how many distinct
+    ones, [B, Hkv].
 
     Hs is 1, Hkv or Hq.
     """
@@ -83,16 +84,24 @@ def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
 
 @kernel
 def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
-    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B * Hkv.
+    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B *
+    Hkv.
 
-    Args:
-        newest: [B], of each row the id of the token that is on the device anyway, or -1.
-        ids: [L, U], written where there is something.
-        source, slots, missing: [L, U], [L, Hs / Hkv * M] and [2, L * M], likewise, list and id of each missing one; or
-            [0, 0] each, if nobody asks.
+    Parameters
+    ----------
+    newest
+        [B], of each row the id of the token that is on the device anyway, or -1.
+    ids
+        [L, U], written where there is something.
+    source, slots, missing
+        [L, U], [L, Hs / Hkv * M] and [2, L * M], likewise, list and id of each missing one; or [0,
+        0] each, if nobody asks.
 
-    Returns:
-        missing tokens, ids of the longest list, whether all are there, how many are held, and how many there are.
+    Returns
+    -------
+    value
+        missing tokens, ids of the longest list, whether all are there, how many are held, and how
+        many there are.
     """
     words, lists, heads = _words(index), len(ids), len(ids) // len(index)
     lists_per_head = max(1, index.shape[1] // heads)
@@ -134,7 +143,9 @@ def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ign
 
 @inner
 def _look_up(lists, ids, slots):  # type: ignore[no-untyped-def]
-    """slots [n * M], where each id of lists [n, M] is in the ascending ids; what is below 0 is left."""
+    """slots [n * M], where each id of lists [n, M] is in the ascending ids; what is below 0 is
+    left.
+    """
     for which in range(len(lists)):
         for column in range(lists.shape[1]):
             token = lists[which, column]

@@ -1,4 +1,6 @@
-"""Something done at intervals while a block runs: signs of life of a run, and lines that say how far it is."""
+"""Something done at intervals while a block runs: signs of life of a run, and lines that say how
+far it is.
+"""
 
 from __future__ import annotations
 

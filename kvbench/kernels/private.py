@@ -1,7 +1,7 @@
 """Files that run as whoever reads them: read where nobody else can have written them, and whole.
 
-Owner and mode decide, as for the keys of ssh, of all folders above, too. What is cut short or damaged is as good as not
-there.
+Owner and mode decide, as for the keys of ssh, of all folders above, too. What is cut short or
+damaged is as good as not there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ _DIGEST = hashlib.sha256().digest_size
 def open_to_others(folder: Path) -> Path | None:
     """Of a folder and those above it the first that another user can write to; None: there is none.
 
-    Args:
-        folder: absolute, without symbolic links. It, and some above it, may not be there yet.
+    Parameters
+    ----------
+    folder
+        absolute, without symbolic links. It, and some above it, may not be there yet.
 
-    Raises:
-        OSError: one cannot be looked at.
+    Raises
+    ------
+    OSError
+        one cannot be looked at.
     """
     owners = {0, os.geteuid(), os.stat("/").st_uid}  # in a container root may have another number
     for part in (folder, *folder.parents):
@@ -33,7 +37,8 @@ def open_to_others(folder: Path) -> Path | None:
             facts = part.stat()
         except FileNotFoundError:
             continue
-        is_sticky = part != folder and facts.st_mode & stat.S_ISVTX  # as /tmp: what is ours in it stays ours
+        # as /tmp: what is ours in it stays ours
+        is_sticky = part != folder and facts.st_mode & stat.S_ISVTX
         if facts.st_uid not in owners or (_others_write(facts) and not is_sticky):
             return part
     return None
@@ -49,12 +54,17 @@ def make_private(folder: Path) -> None:
 def read_intact(path: Path, is_private: bool) -> bytes | None:
     """What `write_intact` wrote; None where there is no such file.
 
-    Args:
-        path: of the file.
-        is_private: refuse a file that another user can have written.
+    Parameters
+    ----------
+    path
+        of the file.
+    is_private
+        refuse a file that another user can have written.
 
-    Raises:
-        ValueError: it is damaged, or refused; says why.
+    Raises
+    ------
+    ValueError
+        it is damaged, or refused; says why.
     """
     try:
         file = open(path, "rb", opener=_unlinked)  # noqa: SIM115  # closed below
@@ -86,7 +96,8 @@ def write_intact(path: Path, content: bytes) -> None:
 
 
 def _unlinked(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its other end
+    # a pipe would wait for its other end
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _others_write(facts: os.stat_result) -> bool:
@@ -101,4 +112,6 @@ def _is_of_one(group: int) -> bool:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return (user.pw_gid, user.pw_name) == (group, entry.gr_name) and {*entry.gr_mem} <= {user.pw_name}
+    return (user.pw_gid, user.pw_name) == (group, entry.gr_name) and {*entry.gr_mem} <= {
+        user.pw_name
+    }

@@ -7,13 +7,19 @@ from kvbench.kernels.vectors import kernel
 
 @kernel
 def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped-def]
-    """Turn vectors by their positions, one half of the channels against the other (RoPE as Llama has it).
+    """Turn vectors by their positions, one half of the channels against the other (RoPE as Llama
+    has it).
 
-    Args:
-        vectors: [B, H, n, D] float32.
-        positions: [B, 1 or H, n] int64.
-        cosines, sines: [length, R] float32, of each position; the first R channels are turned.
-        turned: [B, H, n, D] float32; written.
+    Parameters
+    ----------
+    vectors
+        [B, H, n, D] float32.
+    positions
+        [B, 1 or H, n] int64.
+    cosines, sines
+        [length, R] float32, of each position; the first R channels are turned.
+    turned
+        [B, H, n, D] float32; written.
     """
     batch, heads, count, _ = vectors.shape
     half = cosines.shape[1] // 2

@@ -1,10 +1,12 @@
 """Stored rows of keys and values, in any number of bits, and queries that meet them.
 
-A stored row is an address: of a device block, a host block, replaced keys or extra entries. It holds numbers in their
-type (float32, or bfloat16 as uint16), or codes (`kvbench.kernels.coded`), which become numbers in the registers into
-which they are read; kernels are compiled for the type of either. The scale and the minimum of a whole row go into its
-logit, or its weight. Of 32 neighbours in bfloat16, or in 4 bits, those of even indexes are one vector, and those of odd
-indexes the next, an operation each; what meets them, and what they are added to, is laid out in that order (`lay_out`).
+A stored row is an address: of a device block, a host block, replaced keys or extra entries. It
+holds numbers in their type (float32, or bfloat16 as uint16), or codes (`kvbench.kernels.coded`),
+which become numbers in the registers into which they are read; kernels are compiled for the type of
+either. The scale and the minimum of a whole row go into its logit, or its weight. Of 32 neighbours
+in bfloat16, or in 4 bits, those of even indexes are one vector, and those of odd indexes the next,
+an operation each; what meets them, and what they are added to, is laid out in that order
+(`lay_out`).
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ grouped, scaled, ranged, spread = map(_whether, ("grouped", "scaled", "ranged", 
 
 @intrinsic
 def load_scalar(_context, row, channel, stored):  # type: ignore[no-untyped-def]
-    """One number of the row at an address, without the row's scale; not of packed codes, which are read by vectors."""
+    """One number of the row at an address, without the row's scale; not of packed codes, which are
+    read by vectors.
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         row, channel, _ = arguments
@@ -81,20 +85,27 @@ def load_scalar(_context, row, channel, stored):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_parameters(_context, rows, count, offset, stored):  # type: ignore[no-untyped-def]
-    """The scales and the minima of `count` rows, of 1 to 16, as two vectors; 1 and 0 where rows have none.
+    """The scales and the minima of `count` rows, of 1 to 16, as two vectors; 1 and 0 where rows
+    have none.
 
     Lanes after the last row's are as its own.
 
-    Args:
-        rows: address of the rows' addresses.
-        offset: bytes from a row to its parameters.
+    Parameters
+    ----------
+    rows
+        address of the rows' addresses.
+    offset
+        bytes from a row to its parameters.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         rows, count, offset, _ = arguments
         facts, word = Facts.of(signature.args[3]), rows.type
         of, many = TYPES[facts.parameter], {"none": 0, "scale": 1, "range": 2}[facts.parameters]
-        per_lane, last = [ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0)], builder.sub(count, word(1))
+        per_lane, last = (
+            [ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0)],
+            builder.sub(count, word(1)),
+        )
         for lane in range(LANES if many else 0):
             index = builder.select(builder.icmp_unsigned("<", word(lane), count), word(lane), last)
             at = builder.add(rows, builder.mul(index, word(word.width // 8)))
@@ -111,32 +122,45 @@ def load_parameters(_context, rows, count, offset, stored):  # type: ignore[no-u
 
 @intrinsic(prefer_literal=True)
 def score_four(_context, queries, stride, rows, parameters, whole, stored, logits, count):  # type: ignore[no-untyped-def]
-    """Write the products of `count` queries with four rows, a vector of 4 to each row of logits [count, BLOCK].
+    """Write the products of `count` queries with four rows, a vector of 4 to each row of logits
+    [count, BLOCK].
 
-    A row is read once for all queries: their sums stay in registers, which is why `count` is a literal.
+    A row is read once for all queries: their sums stay in registers, which is why `count` is a
+    literal.
 
-    Args:
-        queries, logits: addresses of the first; a query, float32 as `lay_out` has it, is `stride` bytes from the
-            next.
-        rows, parameters: addresses of the four rows and of their parameters.
-        whole: numbers of a row that are read, a multiple of `LANES`.
+    Parameters
+    ----------
+    queries, logits
+        addresses of the first; a query, float32 as `lay_out` has it, is `stride` bytes from the
+        next.
+    rows, parameters
+        addresses of the four rows and of their parameters.
+    whole
+        numbers of a row that are read, a multiple of `LANES`.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         queries, stride, rows, parameters, whole, stored_value, logits, _ = arguments
         word = queries.type
-        rows, parameters = ([builder.extract_value(four, n) for n in range(4)] for four in (rows, parameters))
+        rows, parameters = (
+            [builder.extract_value(four, n) for n in range(4)] for four in (rows, parameters)
+        )
         four, nothing = list(zip(rows, parameters, strict=True)), ir.Constant(FLOATS, [0.0] * LANES)
         reader = Reader(context, builder, signature.args[5], stored_value, whole)
         unit = reader.facts.unit
         query_addresses = [
-            builder.add(queries, builder.mul(stride, word(q))) for q in range(signature.args[7].literal_value)
+            builder.add(queries, builder.mul(stride, word(q)))
+            for q in range(signature.args[7].literal_value)
         ]
-        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in query_addresses]
+        sums = [
+            [cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in query_addresses
+        ]
         squares = [cgutils.alloca_once_value(builder, nothing) for _ in four] if unit else []
 
         def meet(read: list[Any], first: Any) -> None:
-            """Add the products of a vector of each row with those of the queries, `first` bytes on, and with itself."""
+            """Add the products of a vector of each row with those of the queries, `first` bytes on,
+            and with itself.
+            """
             for sum, y in zip(squares, read, strict=unit):
                 builder.store(fma(builder, y, y, builder.load(sum)), sum)
             for query, query_sums in zip(query_addresses, sums, strict=True):
@@ -156,31 +180,48 @@ def score_four(_context, queries, stride, rows, parameters, whole, stored, logit
             meet(read, builder.mul(pairs, word(4 * PAIR)))
         if unit:
             lengths = four_sums(builder, *(builder.load(sum) for sum in squares))
-            lengths = builder.fadd(lengths, ir.Constant(lengths.type, [float(np.float32(1e-16))] * 4))
+            lengths = builder.fadd(
+                lengths, ir.Constant(lengths.type, [float(np.float32(1e-16))] * 4)
+            )
             lengths = called(builder, "llvm.sqrt.v4f32", lengths.type, lengths)
         for q, query_sums in enumerate(sums):
             products = four_sums(builder, *(builder.load(sum) for sum in query_sums))
             if unit:
                 products = builder.fdiv(products, lengths)
-            builder.store(products, pointer(builder, builder.add(logits, word(4 * BLOCK * q)), products.type), align=4)
+            builder.store(
+                products,
+                pointer(builder, builder.add(logits, word(4 * BLOCK * q)), products.type),
+                align=4,
+            )
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
-    return types.void(types.intp, types.intp, four, four, types.intp, stored, types.intp, count), generate
+    return types.void(
+        types.intp, types.intp, four, four, types.intp, stored, types.intp, count
+    ), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_rows(_context, weights, rows, offset, many, block, whole, stored, sums, stride, count, vectors):  # type: ignore[no-untyped-def]
-    """Add `many` rows to each of `count` sums, one vector or two of them, by weights [count, BLOCK]; see `score_four`.
+def add_rows(  # type: ignore[no-untyped-def]
+    _context, weights, rows, offset, many, block, whole, stored, sums, stride, count, vectors
+):
+    """Add `many` rows to each of `count` sums, one vector or two of them, by weights [count,
+    BLOCK]; see `score_four`.
 
     The sums stay in registers.
 
-    Args:
-        weights: address of the first.
-        rows: address of the rows' addresses.
-        offset: bytes from a row to its parameters.
-        block: which of the rows' vectors, or which two.
-        sums: address of the first, as `lay_out` has it; a sum is `stride` bytes from the next.
+    Parameters
+    ----------
+    weights
+        address of the first.
+    rows
+        address of the rows' addresses.
+    offset
+        bytes from a row to its parameters.
+    block
+        which of the rows' vectors, or which two.
+    sums
+        address of the first, as `lay_out` has it; a sum is `stride` bytes from the next.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -192,14 +233,21 @@ def add_rows(_context, weights, rows, offset, many, block, whole, stored, sums, 
         places = [
             [
                 pointer(
-                    builder, builder.add(first, builder.add(builder.mul(stride, word(q)), word(4 * LANES * n))), FLOATS
+                    builder,
+                    builder.add(
+                        first, builder.add(builder.mul(stride, word(q)), word(4 * LANES * n))
+                    ),
+                    FLOATS,
                 )
                 for n in range(vectors)
             ]
             for q in range(count)
         ]
         accumulators = [
-            [cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in per_query]
+            [
+                cgutils.alloca_once_value(builder, builder.load(place, align=4))
+                for place in per_query
+            ]
             for per_query in places
         ]
         with cgutils.for_range(builder, many) as loop:
@@ -208,8 +256,12 @@ def add_rows(_context, weights, rows, offset, many, block, whole, stored, sums, 
             by = builder.add(row, offset)
             read = reader.two(row, by, block) if vectors == 2 else [reader.vector(row, by, block)]
             for q, per_query in enumerate(accumulators):
-                at = builder.add(weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4))))
-                weight = splatted(builder, builder.load(pointer(builder, at, ir.FloatType()), align=4))
+                at = builder.add(
+                    weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4)))
+                )
+                weight = splatted(
+                    builder, builder.load(pointer(builder, at, ir.FloatType()), align=4)
+                )
                 for sum, y in zip(per_query, read, strict=True):
                     builder.store(fma(builder, weight, y, builder.load(sum)), sum)
         for per_query, to in zip(accumulators, places, strict=True):
@@ -242,13 +294,19 @@ def lay_out(numbers, laid, stored):  # type: ignore[no-untyped-def]
 
 @inner
 def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: ignore[no-untyped-def]
-    """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to a whole vector.
+    """logits [R, BLOCK]: query [R, D] . each of the rows at the addresses keys[:count]; -inf up to
+    a whole vector.
 
-    Args:
-        query: as `lay_out` has it for keys.
-        groups: addresses of the parameters of each key's group, where this kind has groups.
-        layout: bytes from a row to its parameters; those of a row that is fetched.
-        ahead: which rows are fetched, see `_fetch_rows`.
+    Parameters
+    ----------
+    query
+        as `lay_out` has it for keys.
+    groups
+        addresses of the parameters of each key's group, where this kind has groups.
+    layout
+        bytes from a row to its parameters; those of a row that is fetched.
+    ahead
+        which rows are fetched, see `_fetch_rows`.
     """
     many, head_dim = query.shape
     offset, size = layout
@@ -258,8 +316,22 @@ def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: i
         a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
         rows, by = (a, b, c, d), (a + offset, b + offset, c + offset, d + offset)
         if grouped(stored):
-            by = groups[i], groups[min(i + 1, last)], groups[min(i + 2, last)], groups[min(i + 3, last)]
-        meet(query.ctypes.data, 4 * head_dim, many, rows, by, whole, stored, logits.ctypes.data + 4 * i)
+            by = (
+                groups[i],
+                groups[min(i + 1, last)],
+                groups[min(i + 2, last)],
+                groups[min(i + 3, last)],
+            )
+        meet(
+            query.ctypes.data,
+            4 * head_dim,
+            many,
+            rows,
+            by,
+            whole,
+            stored,
+            logits.ctypes.data + 4 * i,
+        )
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
@@ -267,7 +339,9 @@ def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: i
     if scaled(stored):
         for i in range(0, count, LANES):
             few = min(count - i, LANES)
-            scale, least = load_parameters(keys.ctypes.data + i * keys.itemsize, few, offset, stored)
+            scale, least = load_parameters(
+                keys.ctypes.data + i * keys.itemsize, few, offset, stored
+            )
             for r in range(many):
                 at = logits.ctypes.data + 4 * (r * BLOCK + i)
                 products = times(load(at), scale)
@@ -293,7 +367,9 @@ def total_of(numbers):  # type: ignore[no-untyped-def]
 
 @inner
 def meet(query, stride, many, rows, parameters, whole, stored, logits):  # type: ignore[no-untyped-def]
-    """The products of four rows with `many` queries; see `score_four`, of which these are the addresses."""
+    """The products of four rows with `many` queries; see `score_four`, of which these are the
+    addresses.
+    """
     for r in range(0, many, 4):
         first, to, remaining = query + r * stride, logits + 4 * r * BLOCK, many - r
         if remaining >= 4:
@@ -318,7 +394,9 @@ def scale_logits(logits, count, scaling):  # type: ignore[no-untyped-def]
 
 @inner
 def weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
-    """Turn logits [R, BLOCK] into weights, exp of what they are below the largest so far; scale the sums to it."""
+    """Turn logits [R, BLOCK] into weights, exp of what they are below the largest so far; scale the
+    sums to it.
+    """
     head_dim = sums.shape[1]
     for r in range(len(most)):
         at, end = logits.ctypes.data + 4 * r * BLOCK, logits.ctypes.data + 4 * (r * BLOCK + count)
@@ -343,7 +421,8 @@ def weigh(logits, count, most, total, sums):  # type: ignore[no-untyped-def]
 
 @inner
 def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ignore[no-untyped-def]
-    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK]; see `score`.
+    """Add to sums [R, D] the rows at the addresses values[:count], by weights [R, BLOCK]; see
+    `score`.
 
     Of rows that have a scale of their own, weights are multiplied with it, in place.
     """
@@ -354,7 +433,9 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
     if scaled(stored):
         for i in range(0, count, LANES):
             few = min(count - i, LANES)
-            scale, least = load_parameters(values.ctypes.data + i * values.itemsize, few, offset, stored)
+            scale, least = load_parameters(
+                values.ctypes.data + i * values.itemsize, few, offset, stored
+            )
             for r in range(many):
                 at = weights.ctypes.data + 4 * (r * BLOCK + i)
                 if ranged(stored):
@@ -366,7 +447,11 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
         _fetch_rows(ahead, i, LANES, size)
         rows, few = values.ctypes.data + i * values.itemsize, min(count - i, LANES)
         for r in range(0, many, 4):
-            by, to, remaining = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + r * stride, many - r
+            by, to, remaining = (
+                weights.ctypes.data + 4 * (r * BLOCK + i),
+                sums.ctypes.data + r * stride,
+                many - r,
+            )
             for pair in range(pairs):
                 if remaining >= 4:
                     add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 4, 2)
@@ -379,7 +464,19 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
             if pairs * PAIR < whole:
                 for q in range(min(remaining, 4)):
                     query_weights, query_sums = by + 4 * q * BLOCK, to + q * stride
-                    add_rows(query_weights, rows, offset, few, 2 * pairs, whole, stored, query_sums, stride, 1, 1)
+                    add_rows(
+                        query_weights,
+                        rows,
+                        offset,
+                        few,
+                        2 * pairs,
+                        whole,
+                        stored,
+                        query_sums,
+                        stride,
+                        1,
+                        1,
+                    )
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
@@ -388,10 +485,14 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
 
 @inner
 def _fetch_rows(ahead, first, count, size):  # type: ignore[no-untyped-def]
-    """Have rows of `size` bytes on their way to the cache; rows that lie apart wait for memory, one by one.
+    """Have rows of `size` bytes on their way to the cache; rows that lie apart wait for memory, one
+    by one.
 
-    Args:
-        ahead: the rows' addresses; and where rows are neighbours, none of these and the address of the first.
+    Parameters
+    ----------
+    ahead
+        the rows' addresses; and where rows are neighbours, none of these and the address of the
+        first.
     """
     rows, stretch = ahead
     if stretch:

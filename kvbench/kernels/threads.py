@@ -1,8 +1,9 @@
 """Compiled work in the threads that torch computes in.
 
-Between two steps of a model these wait with their eyes open, so that a parallel region of some microseconds is worth
-while; a thread of our own would sleep, and its waking takes longer than most layers' attention. Regions are opened by
-torch's own OpenMP where that is GNU's, as in its Linux wheels. Elsewhere one thread does all the work.
+Between two steps of a model these wait with their eyes open, so that a parallel region of some
+microseconds is worth while; a thread of our own would sleep, and its waking takes longer than most
+layers' attention. Regions are opened by torch's own OpenMP where that is GNU's, as in its Linux
+wheels. Elsewhere one thread does all the work.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ def _number_alone() -> int:
 
 
 def _name_functions() -> None:
-    """Tell LLVM what compiled code calls; it finds them by these names, whenever that was compiled."""
+    """Tell LLVM what compiled code calls; it finds them by these names, whenever that was
+    compiled.
+    """
     libraries = [*(Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
     gnu = ctypes.CDLL(str(libraries[0])) if libraries else None
-    functions = (_open_alone, _number_alone) if gnu is None else (gnu.GOMP_parallel, gnu.omp_get_thread_num)
+    functions = (
+        (_open_alone, _number_alone) if gnu is None else (gnu.GOMP_parallel, gnu.omp_get_thread_num)
+    )
     for name, function in zip((_OPEN, _NUMBER), functions, strict=True):
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
@@ -46,15 +51,20 @@ _name_functions()
 
 @intrinsic
 def in_threads(typing, threads, work, arguments):  # type: ignore[no-untyped-def]
-    """work(number, *arguments) in so many threads, this one among them; each has a number from 0 on.
+    """work(number, *arguments) in so many threads, this one among them; each has a number from 0
+    on.
 
-    Ends when all have. Fewer may come, so `work` shares itself out by what is left to do. It returns nothing, and what
-    it raises is lost.
+    Ends when all have. Fewer may come, so `work` shares itself out by what is left to do. It
+    returns nothing, and what it raises is lost.
 
-    Args:
-        threads: intp.
-        work: a compiled function.
-        arguments: a tuple.
+    Parameters
+    ----------
+    threads
+        intp.
+    work
+        a compiled function.
+    arguments
+        a tuple.
     """
     of = types.intp, *arguments.types
     work.get_call_type(typing, of, {})
@@ -64,15 +74,24 @@ def in_threads(typing, threads, work, arguments):  # type: ignore[no-untyped-def
         threads, _, packed = values
         context.active_code_library.add_linking_library(compiled.library)
         module, byte = builder.module, ir.IntType(8).as_pointer()
-        body = ir.Function(module, ir.FunctionType(ir.VoidType(), [byte]), module.get_unique_name("kvbench_body"))
+        body = ir.Function(
+            module, ir.FunctionType(ir.VoidType(), [byte]), module.get_unique_name("kvbench_body")
+        )
         body.linkage = "internal"
         inside = ir.IRBuilder(body.append_basic_block())
-        number_of = cgutils.get_or_insert_function(module, ir.FunctionType(ir.IntType(32), []), _NUMBER)
+        number_of = cgutils.get_or_insert_function(
+            module, ir.FunctionType(ir.IntType(32), []), _NUMBER
+        )
         number = inside.sext(inside.call(number_of, []), ir.IntType(64))
         tuple_type = signature.args[2]
         loaded = inside.load(inside.bitcast(body.args[0], packed.type.as_pointer()))
-        call_arguments = [number, *(inside.extract_value(loaded, at) for at in range(len(tuple_type.types)))]
-        context.call_internal_no_propagate(inside, compiled.fndesc, compiled.signature, call_arguments)
+        call_arguments = [
+            number,
+            *(inside.extract_value(loaded, at) for at in range(len(tuple_type.types))),
+        ]
+        context.call_internal_no_propagate(
+            inside, compiled.fndesc, compiled.signature, call_arguments
+        )
         inside.ret_void()
         opening = ir.FunctionType(ir.VoidType(), [body.type, byte, ir.IntType(32), ir.IntType(32)])
         open_region = cgutils.get_or_insert_function(module, opening, _OPEN)

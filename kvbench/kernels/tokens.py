@@ -20,7 +20,9 @@ def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         to, source, size = arguments
         byte = cgutils.int8_t
-        cgutils.raw_memcpy(builder, pointer(builder, to, byte), pointer(builder, source, byte), size, 1)
+        cgutils.raw_memcpy(
+            builder, pointer(builder, to, byte), pointer(builder, source, byte), size, 1
+        )
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), generate
@@ -37,20 +39,29 @@ def _finite(address, count, stored):  # type: ignore[no-untyped-def]
 
 @kernel
 def finite(query, key, stored):  # type: ignore[no-untyped-def]
-    """Whether no query and no key has NaN or inf: their address and how many numbers these are; of which type."""
+    """Whether no query and no key has NaN or inf: their address and how many numbers these are; of
+    which type.
+    """
     return _finite(*query, stored) and _finite(*key, stored)
 
 
 @kernel
 def put(key, value, room, used, tokens):  # type: ignore[no-untyped-def]
-    """Put the next token of each KV head into the slot after the used ones, which is used from now on.
+    """Put the next token of each KV head into the slot after the used ones, which is used from now
+    on.
 
-    Args:
-        key, value: addresses of those of H KV heads, of all rows of the batch, as they are held.
-        room: addresses of the keys and values in all slots, bytes of a key and of a value; [B, Hkv] where the slots of
-            each KV head begin, and [B, Hkv, S] ids of the tokens in them, or [B, Hkv, 0] where slot = id.
-        used: [B, Hkv] int64, slots that each uses.
-        tokens: [B], ids of the new ones.
+    Parameters
+    ----------
+    key, value
+        addresses of those of H KV heads, of all rows of the batch, as they are held.
+    room
+        addresses of the keys and values in all slots, bytes of a key and of a value; [B, Hkv] where
+        the slots of each KV head begin, and [B, Hkv, S] ids of the tokens in them, or [B, Hkv, 0]
+        where slot = id.
+    used
+        [B, Hkv] int64, slots that each uses.
+    tokens
+        [B], ids of the new ones.
     """
     keys, values, key_size, value_size, first, ids = room
     batch, heads = used.shape
@@ -66,16 +77,23 @@ def put(key, value, room, used, tokens):  # type: ignore[no-untyped-def]
 
 @kernel
 def put_in_place(rows, pool, size, slot_of, present, tokens):  # type: ignore[no-untyped-def]
-    """Put rows of so many bytes, one of each KV head, into the slots of their tokens, which are there from now on.
+    """Put rows of so many bytes, one of each KV head, into the slots of their tokens, which are
+    there from now on.
 
-    Args:
-        rows, pool: their address, and that of a block with S slots for each KV head.
-        slot_of, present: [B, Hkv, S], the slot of each token id, and whether it is there.
-        tokens: [B], the ids.
+    Parameters
+    ----------
+    rows, pool
+        their address, and that of a block with S slots for each KV head.
+    slot_of, present
+        [B, Hkv, S], the slot of each token id, and whether it is there.
+    tokens
+        [B], the ids.
     """
     batch, heads, slots = slot_of.shape
     for row in range(batch):
         for head in range(heads):
             at = row * heads + head
-            _copy(pool + (at * slots + slot_of[row, head, tokens[row]]) * size, rows + at * size, size)
+            _copy(
+                pool + (at * slots + slot_of[row, head, tokens[row]]) * size, rows + at * size, size
+            )
             present[row, head, tokens[row]] = True

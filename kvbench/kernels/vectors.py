@@ -1,7 +1,8 @@
-"""Vectors of sixteen float32 in a register, spelt out for Numba, which would compile no loop over a row as well.
+"""Vectors of sixteen float32 in a register, spelt out for Numba, which would compile no loop over a
+row as well.
 
-What other kernels are made of: how they are compiled, reading and writing float32 and bfloat16 (as uint16), arithmetic,
-sums, exp(x).
+What other kernels are made of: how they are compiled, reading and writing float32 and bfloat16 (as
+uint16), arithmetic, sums, exp(x).
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def pointer(builder: Any, address: Any, of: Any) -> Any:
 def called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """A call of one of LLVM's own functions."""
     of = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), arguments)
+    return builder.call(
+        builder.module.globals.get(name) or ir.Function(builder.module, of, name), arguments
+    )
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -68,7 +71,9 @@ def splatted(builder: Any, number: Any) -> Any:
 
 def widened(builder: Any, word: Any, to: Any) -> Any:
     """bfloat16, given as uint16, is the upper half of a float32."""
-    whole = ir.VectorType(ir.IntType(32), LANES) if isinstance(to, ir.VectorType) else ir.IntType(32)
+    whole = (
+        ir.VectorType(ir.IntType(32), LANES) if isinstance(to, ir.VectorType) else ir.IntType(32)
+    )
     shift = ir.Constant(whole, [16] * LANES if isinstance(to, ir.VectorType) else 16)
     return builder.bitcast(builder.shl(builder.zext(word, whole), shift), to)
 
@@ -96,7 +101,9 @@ def store(_context, address, numbers):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def put(_context, address, place, number, stored):  # type: ignore[no-untyped-def]
-    """Write a number, or a vector, as those from an address on, to the nearest bfloat16, of two the even one."""
+    """Write a number, or a vector, as those from an address on, to the nearest bfloat16, of two the
+    even one.
+    """
     many = isinstance(number, Vector)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -113,7 +120,9 @@ def put(_context, address, place, number, stored):  # type: ignore[no-untyped-de
             bits = builder.bitcast(number, word)
             odd = builder.and_(builder.lshr(bits, fixed(16)), fixed(1))
             nearest = builder.add(builder.add(bits, fixed(0x7FFF)), odd)
-            rounded = builder.select(builder.fcmp_unordered("uno", number, number), fixed(0x7FC00000), nearest)
+            rounded = builder.select(
+                builder.fcmp_unordered("uno", number, number), fixed(0x7FC00000), nearest
+            )
             number = builder.trunc(builder.lshr(rounded, fixed(16)), half)
         builder.store(number, pointer(builder, at, number.type), align=stored.bitwidth // 8)
         return context.get_dummy_value()
@@ -188,7 +197,9 @@ def _halves(builder: Any, numbers: Any, join: Any) -> Any:
     while count > 1:
         count //= 2
         low, high = (
-            builder.shuffle_vector(numbers, numbers, ir.Constant(ir.VectorType(ir.IntType(32), count), lanes))
+            builder.shuffle_vector(
+                numbers, numbers, ir.Constant(ir.VectorType(ir.IntType(32), count), lanes)
+            )
             for lanes in (list(range(count)), list(range(count, 2 * count)))
         )
         numbers = join(low, high)
@@ -232,16 +243,21 @@ def four_sums(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """The sums of four vectors, in four lanes."""
 
     def shuffled(x: Any, y: Any, lanes: list[int]) -> Any:
-        return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+        return builder.shuffle_vector(
+            x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+        )
 
     def added(x: Any, y: Any, lanes: list[int], offset: int) -> Any:
         """Lanes of x and y (from `LANES` on), and those `offset` lanes on."""
-        return builder.fadd(shuffled(x, y, lanes), shuffled(x, y, [lane + offset for lane in lanes]))
+        return builder.fadd(
+            shuffled(x, y, lanes), shuffled(x, y, [lane + offset for lane in lanes])
+        )
 
     quarters = range(0, LANES, 4)
     halves = [lane for q in quarters for lane in (q, q + 1, LANES + q, LANES + q + 1)]
     singles = [lane for q in quarters for lane in (q, q + 2, LANES + q, LANES + q + 2)]
-    sums = added(added(a, b, halves, 2), added(c, d, halves, 2), singles, 1)  # a, b, c, d in each quarter
+    # a, b, c, d in each quarter
+    sums = added(added(a, b, halves, 2), added(c, d, halves, 2), singles, 1)
     sums = added(sums, sums, [*range(8)], 8)
     return added(sums, sums, [*range(4)], 4)
 
@@ -258,7 +274,11 @@ def number_at(builder: Any, address: Any, place: Any, stored: Any) -> Any:
 
 
 def _as_float32(builder: Any, address: Any, stored: Any, many: Any) -> Any:
-    kind = {types.float32: ir.FloatType(), types.float16: ir.HalfType(), types.uint16: ir.IntType(16)}[stored]
+    kind = {
+        types.float32: ir.FloatType(),
+        types.float16: ir.HalfType(),
+        types.uint16: ir.IntType(16),
+    }[stored]
     loaded = builder.load(pointer(builder, address, many(kind)), align=stored.bitwidth // 8)
     if stored == types.float32:
         return loaded
@@ -266,10 +286,18 @@ def _as_float32(builder: Any, address: Any, stored: Any, many: Any) -> Any:
     return builder.fpext(loaded, to) if stored == types.float16 else widened(builder, loaded, to)
 
 
-# exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative error is below 2e-7
+# exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative
+# error is below 2e-7
 _LOG2E, _ROUND, _LOW = 1.44269504088896341, 12582912.0, -87.0
 _LN2 = (0.693359375, -2.12194440e-4)  # the first is exact in a few bits, so that n times it is, too
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 
 
 @intrinsic

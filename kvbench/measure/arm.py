@@ -1,4 +1,6 @@
-"""One sample through one arm: its prompt, its generation, its score, and which errors fail that sample alone."""
+"""One sample through one arm: its prompt, its generation, its score, and which errors fail that
+sample alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import torch
 
 from kvbench.backends.backend import Backend, GeneratedBatch, GenerationRequest, backend_of
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Choice, Decoding, Generation, Progress, QuestionTokens, Stops
+from kvbench.backends.hf.generate import (
+    Choice,
+    Decoding,
+    Generation,
+    Progress,
+    QuestionTokens,
+    Stops,
+)
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
@@ -34,8 +43,11 @@ from kvbench.models.prompts import tokenizing
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Task, Timed
 
-MOST_EXCERPTS, MARGIN = 3, 160  # of a prompt in its record, and characters on each side of an answer
-LONGER = 64  # tokens: questions about one context are not equally long, and the first one's memory must do for all
+# of a prompt in its record, and characters on each side of an answer
+MOST_EXCERPTS, MARGIN = 3, 160
+# tokens: questions about one context are not equally long, and the first one's memory must do for
+# all
+LONGER = 64
 
 
 @dataclass
@@ -60,7 +72,9 @@ class Setup:
         samples: Sequence[str] = ("",),
         kind: type[Engine] = Engine,
     ) -> Engine:
-        """A fresh engine for the prompts `rows`, with room for so many new tokens; seeds derive from `samples`."""
+        """A fresh engine for the prompts `rows`, with room for so many new tokens; seeds derive
+        from `samples`.
+        """
         return engine_for(
             self.loaded.model,
             [len(row) for row in rows],
@@ -83,7 +97,8 @@ class Setup:
 class Arm(Setup):
     """A setup and its task: all that the samples of a run share.
 
-    `decode` says whether tokens are decoded beside those of other arms and samples, "together", or "alone".
+    `decode` says whether tokens are decoded beside those of other arms and samples, "together", or
+    "alone".
     """
 
     task: Task
@@ -95,11 +110,15 @@ class Arm(Setup):
         return backend_of(self.config)
 
     def attends_whole(self, record: dict[str, Any]) -> bool:
-        """Whether a method that has sizes of its own attended everything, as with a prompt shorter than they are."""
+        """Whether a method that has sizes of its own attended everything, as with a prompt shorter
+        than they are.
+        """
         if record["error"] or self.budget.size is not None or not self.backend.has_engine:
             return False
         tokens, method = record["prompt_tokens"], self.method
-        limited = any(method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers)
+        limited = any(
+            method.rule(layer, tokens, 1) is not None for layer in method.shape.sparse_layers
+        )
         return limited and bool(record["audit"].get("attended_mean", 0.0) > tokens)
 
 
@@ -107,11 +126,17 @@ class Arm(Setup):
 class TokenizedSample:
     """A sample as the model reads it, the same for every arm of one protocol.
 
-    Attributes:
-        ids: token ids to prefill, of a batch the first row's; [] where the sample cannot run.
-        question: token ids to read after it, unless `protocol.question` is "with".
-        name: what a method's randomness derives from: the sample's id, or the context's, which its questions share.
-        record: what samples.jsonl says of it before anything is generated.
+    Attributes
+    ----------
+    ids
+        token ids to prefill, of a batch the first row's; [] where the sample cannot run.
+    question
+        token ids to read after it, unless `protocol.question` is "with".
+    name
+        what a method's randomness derives from: the sample's id, or the context's, which its
+        questions share.
+    record
+        what samples.jsonl says of it before anything is generated.
     """
 
     sample: Sample
@@ -127,12 +152,16 @@ class TokenizedSample:
 
     @property
     def room(self) -> int:
-        """Tokens to have room for after the prompt, so that other questions about it have room, too."""
+        """Tokens to have room for after the prompt, so that other questions about it have room,
+        too.
+        """
         return self.new_tokens + (LONGER if self.question else 0)
 
 
 def excerpt(sample: Sample) -> str:
-    """What a reader needs of a prompt: around its answers, where these stand in it, and its end, which asks."""
+    """What a reader needs of a prompt: around its answers, where these stand in it, and its end,
+    which asks.
+    """
     text, cuts = sample.prompt, []
     for answer in filter(None, sample.answers[:MOST_EXCERPTS]):
         if match := re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text):
@@ -143,8 +172,10 @@ def excerpt(sample: Sample) -> str:
 def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     """The prompt of a sample under an arm's protocol.
 
-    Raises:
-        ConfigError: what the protocol asks for cannot be done with it, or it does not fit the window.
+    Raises
+    ------
+    ConfigError
+        what the protocol asks for cannot be done with it, or it does not fit the window.
     """
     tokenizer, window = arm.loaded.tokenizer, arm.loaded.window
     chat = _token_ids(sample) is None and arm.protocol.uses_chat(sample, tokenizer)
@@ -172,20 +203,23 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     last = max([*ids, *(sample.forced.tokens if sample.forced else ())], default=0)
     if last >= (vocabulary := arm.loaded.vocabulary):
         raise ConfigError(
-            f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the model has {vocabulary} "
-            "tokens; expected the tokenizer that belongs to its weights"
+            f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the"
+            f" model has {vocabulary} tokens; expected the tokenizer that belongs to its weights"
         )
     if (how := arm.protocol.question) != "with":
         if not rendered.question_start or sample.question == sample.prompt:
-            raise ConfigError(f"protocol.question={how}: {sample.id} has no question apart from its context; use with")
+            raise ConfigError(
+                f"protocol.question={how}: {sample.id} has no question apart from its context; use"
+                " with"
+            )
         ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
         record["question_tokens"] = len(question)
     if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
         key = "task.lengths" if "lengths" in arm.config["task"] else "task"
         raise ConfigError(
-            f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new ones, more than the "
-            f"{window} of {arm.loaded.name}; choose a shorter prompt or another model"
-            + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
+            f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new"
+            f" ones, more than the {window} of {arm.loaded.name}; choose a shorter prompt or"
+            " another model" + hub.how_to_stretch(arm.loaded.revision.startswith("dummy-"))
         )
     name = hashlib.sha256(str(ids).encode()).hexdigest() if question else sample.base_id
     return TokenizedSample(sample, ids, question, record, name)
@@ -199,18 +233,26 @@ def _token_ids(sample: Sample) -> list[int] | None:
 
 
 def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
-    """Samples in batches of at most `size` that one generation can serve: alike in new tokens and in what ends them.
+    """Samples in batches of at most `size` that one generation can serve: alike in new tokens and
+    in what ends them.
 
     Of two prompts of a batch, which is padded to the longest, none has twice the other's letters.
 
-    Raises:
-        ConfigError: a sample cannot be in a batch.
+    Raises
+    ------
+    ConfigError
+        a sample cannot be in a batch.
     """
     waiting: dict[Any, list[Sample]] = {}
     for sample in samples:
         if size > 1 and (sample.timed or sample.forced):
             raise ConfigError(f"batch={size}: {sample.id} is measured by itself; expected 1")
-        key = (sample.max_new_tokens, sample.stop, sample.end_token, len(sample.prompt).bit_length())
+        key = (
+            sample.max_new_tokens,
+            sample.stop,
+            sample.end_token,
+            len(sample.prompt).bit_length(),
+        )
         batch = waiting.setdefault(key, [])
         batch.append(sample)
         if len(batch) == size:
@@ -221,7 +263,9 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
 def prefill_shared(
     arms: Sequence[Arm], prompts: Sequence[TokenizedSample], progress: Progress | None = None
 ) -> Prefilled:
-    """One prefill of a batch of prompts, from which each of `arms` can begin; `progress` as of a generation."""
+    """One prefill of a batch of prompts, from which each of `arms` can begin; `progress` as of a
+    generation.
+    """
     loaded, first = arms[0].loaded, prompts[0]
     total = max(len(prompt.ids) for prompt in prompts) + first.sample.max_new_tokens
     return prefill_once(
@@ -239,8 +283,10 @@ def prefill_shared(
 class Batch(NamedTuple):
     """Prompts that are generated together.
 
-    Attributes:
-        again: the next batch begins with the same contexts, or answers the same prompts.
+    Attributes
+    ----------
+    again
+        the next batch begins with the same contexts, or answers the same prompts.
     """
 
     prompts: list[TokenizedSample]
@@ -255,8 +301,10 @@ class Batch(NamedTuple):
 def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
     """Samples as the model reads them, in batches whose questions are equally long.
 
-    Raises:
-        ConfigError: a sample cannot run as the protocol asks, or not in a batch; after all before it.
+    Raises
+    ------
+    ConfigError
+        a sample cannot run as the protocol asks, or not in a batch; after all before it.
     """
     waiting: list[TokenizedSample] = []
     prompt_batches = _by_question_length(arm, batches(samples, arm.config["batch"]))
@@ -275,7 +323,9 @@ def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
         waiting = prompts
 
 
-def _by_question_length(arm: Arm, groups: Iterable[list[Sample]]) -> Iterator[list[TokenizedSample]]:
+def _by_question_length(
+    arm: Arm, groups: Iterable[list[Sample]]
+) -> Iterator[list[TokenizedSample]]:
     for group in groups:
         by_length: dict[int, list[TokenizedSample]] = {}
         for prompt in (prompt_of(arm, sample) for sample in group):
@@ -291,7 +341,8 @@ def contexts(prompts: Sequence[TokenizedSample]) -> list[tuple[str, list[int]]] 
 
 
 class PromptPrefill:
-    """One prefill for all answers to a prompt, and all questions about a context, that come one after the other.
+    """One prefill for all answers to a prompt, and all questions about a context, that come one
+    after the other.
 
     It holds the newest alone.
     """
@@ -303,12 +354,22 @@ class PromptPrefill:
 
     def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
         """Whether the prefill that is there is of these prompts."""
-        return self._of is not None and self._of == contexts(prompts) and prompts[0].new_tokens <= self._room
+        return (
+            self._of is not None
+            and self._of == contexts(prompts)
+            and prompts[0].new_tokens <= self._room
+        )
 
     def __call__(
-        self, arms: Sequence[Arm], prompts: Sequence[TokenizedSample], again: bool, progress: Progress | None
+        self,
+        arms: Sequence[Arm],
+        prompts: Sequence[TokenizedSample],
+        again: bool,
+        progress: Progress | None,
     ) -> Prefilled:
-        """The prefill of a batch of prompts from which each of `arms` can begin; `again`: the next batch can, too."""
+        """The prefill of a batch of prompts from which each of `arms` can begin; `again`: the next
+        batch can, too.
+        """
         if not self.serves(prompts):
             self._prefilled = None  # its memory, before the next takes as much
             self._prefilled = prefill_shared(arms, prompts, progress)
@@ -328,16 +389,25 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Generate for a batch of samples and score them: their records in samples.jsonl.
 
-    Running out of memory, NaN logits and a broken budget rule fail a sample, which then scores 0; other errors are not
-    the sample's. Where a batch fails, each of its samples has a generation of its own, and fails for itself.
+    Running out of memory, NaN logits and a broken budget rule fail a sample, which then scores 0;
+    other errors are not the sample's. Where a batch fails, each of its samples has a generation of
+    its own, and fails for itself.
 
-    Args:
-        arm: what generates.
-        prompts: `prompt_of` each sample, as `batches` puts them together.
-        progress: called with tokens done and tokens in all.
-        prefilled: begin from this prefill of those of the prompts that can run; a timed sample always has its own.
-        prefill: makes it, where the prompt has several answers or its context several questions.
-        again: the next batch is about the same ones.
+    Parameters
+    ----------
+    arm
+        what generates.
+    prompts
+        `prompt_of` each sample, as `batches` puts them together.
+    progress
+        called with tokens done and tokens in all.
+    prefilled
+        begin from this prefill of those of the prompts that can run; a timed sample always has its
+        own.
+    prefill
+        makes it, where the prompt has several answers or its context several questions.
+    again
+        the next batch is about the same ones.
     """
     running = [prompt for prompt in prompts if not prompt.record["error"]]
     try:
@@ -352,12 +422,16 @@ def measure(
         else:
             records = (record for prompt in running for record in measure(arm, [prompt], progress))
     return [
-        failure(arm, prompt, prompt.record["error"]) if prompt.record["error"] else next(records) for prompt in prompts
+        failure(arm, prompt, prompt.record["error"]) if prompt.record["error"] else next(records)
+        for prompt in prompts
     ]
 
 
 def _records(
-    arm: Arm, prompts: Sequence[TokenizedSample], progress: Progress | None, prefilled: Prefilled | None
+    arm: Arm,
+    prompts: Sequence[TokenizedSample],
+    progress: Progress | None,
+    prefilled: Prefilled | None,
 ) -> list[dict[str, Any]]:
     """The records of samples that are generated together."""
     sample = prompts[0].sample
@@ -369,7 +443,12 @@ def _records(
     request, comparison = _request(arm, prompts, prefilled, id(arm), progress)
     with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
         generated = arm.backend.generate(arm, request)
-    return _scored(arm, prompts, generated, {**(comparison.record() if comparison else {}), "machine": measured_on})
+    return _scored(
+        arm,
+        prompts,
+        generated,
+        {**(comparison.record() if comparison else {}), "machine": measured_on},
+    )
 
 
 def _scored(
@@ -384,7 +463,11 @@ def _scored(
             "output_ids": tokens,
             "audit": audits[row],
             **({"batch": len(prompts)} if len(prompts) > 1 else {}),
-            **measured(generation, bool(arm.config["probe"]["every"]), sample.timed.warmup if sample.timed else 0),
+            **measured(
+                generation,
+                bool(arm.config["probe"]["every"]),
+                sample.timed.warmup if sample.timed else 0,
+            ),
             **more,
         }
         if sample.keep_ids:
@@ -392,8 +475,13 @@ def _scored(
         if fields["audit"]["over_rule"]:
             records.append({**failure(arm, prompt, f"over_rule: {broken[row]}"), **fields})
             continue
-        answers, meta = tuple(fields.get("answers", sample.answers)), fields.get("meta", sample.meta)
-        scores = arm.task.score(replace(sample, id=sample.base_id, answers=answers, meta=meta), fields["output"])
+        answers, meta = (
+            tuple(fields.get("answers", sample.answers)),
+            fields.get("meta", sample.meta),
+        )
+        scores = arm.task.score(
+            replace(sample, id=sample.base_id, answers=answers, meta=meta), fields["output"]
+        )
         records.append({**prompt.record, "scores": scores, **fields})
     return records
 
@@ -405,13 +493,22 @@ def _request(
     owner: int,
     progress: Progress | None = None,
 ) -> tuple[GenerationRequest, fidelity.Comparison | None]:
-    """What a batch of samples asks for, and, where their tokens are given, the comparison with full attention.
+    """What a batch of samples asks for, and, where their tokens are given, the comparison with full
+    attention.
 
-    Args:
-        owner: by which `prefilled` knows what this arm has made of the prompts.
+    Parameters
+    ----------
+    owner
+        by which `prefilled` knows what this arm has made of the prompts.
     """
-    sample, rows, names = prompts[0].sample, [prompt.ids for prompt in prompts], [prompt.name for prompt in prompts]
-    fresh = partial(arm.engine, rows, len(sample.forced.tokens) if sample.forced else prompts[0].room, names)
+    sample, rows, names = (
+        prompts[0].sample,
+        [prompt.ids for prompt in prompts],
+        [prompt.name for prompt in prompts],
+    )
+    fresh = partial(
+        arm.engine, rows, len(sample.forced.tokens) if sample.forced else prompts[0].room, names
+    )
     shared = prefilled is not None and (prefilled.again or prefilled.has_begun(owner))
     engine = partial(prefilled.engine, owner, fresh) if prefilled is not None and shared else fresh
     if sample.forced:
@@ -419,9 +516,19 @@ def _request(
         tokens = sample.forced.tokens
         comparison = fidelity.Comparison(prefilled.reference, tokens[1:])
         more: dict[str, Any] = {"prefilled": prefilled, "progress": progress, "watch": comparison}
-        return GenerationRequest(
-            rows, engine, len(tokens), Stops(), Choice(forced_tokens=[tokens]), None, QuestionTokens(), **more
-        ), comparison
+        return (
+            GenerationRequest(
+                rows,
+                engine,
+                len(tokens),
+                Stops(),
+                Choice(forced_tokens=[tokens]),
+                None,
+                QuestionTokens(),
+                **more,
+            ),
+            comparison,
+        )
     ends, draw = stops(arm.loaded, sample), draw_of(arm, [prompt.sample for prompt in prompts])
     request = GenerationRequest(
         rows,
@@ -439,16 +546,25 @@ def _request(
 
 def _question(arm: Arm, prompts: Sequence[TokenizedSample]) -> QuestionTokens:
     rows = [prompt.question for prompt in prompts]
-    return QuestionTokens(rows, at_once=arm.protocol.question == "after") if any(rows) else QuestionTokens()
+    return (
+        QuestionTokens(rows, at_once=arm.protocol.question == "after")
+        if any(rows)
+        else QuestionTokens()
+    )
 
 
 class Begun:
-    """A batch of samples whose generation goes on beside others, with an engine and a method of its own.
+    """A batch of samples whose generation goes on beside others, with an engine and a method of its
+    own.
 
-    Args:
-        arm: whose they are.
-        prompts: those of a batch that can run.
-        prefilled: of these, divided; that of given tokens has begun its reference (`begin_reference`).
+    Parameters
+    ----------
+    arm
+        whose they are.
+    prompts
+        those of a batch that can run.
+    prefilled
+        of these, divided; that of given tokens has begun its reference (`begin_reference`).
     """
 
     def __init__(self, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled) -> None:
@@ -458,13 +574,17 @@ class Begun:
     def begin(self) -> Decoding:
         """Begin the generation; again, where that has failed.
 
-        Raises:
-            Exception: as `measure` meets them; `is_failed_sample` says which are the samples' own.
+        Raises
+        ------
+        Exception
+            as `measure` meets them; `is_failed_sample` says which are the samples' own.
         """
         loaded = self.arm.loaded
         arm = replace(self.arm, method=build(self.arm.config["method"]))
         request, self._comparison = _request(arm, self.prompts, self._prefilled, owner=id(self.arm))
-        self._machine = self._observed.enter_context(machine.observed(loaded.device, loaded.devices))
+        self._machine = self._observed.enter_context(
+            machine.observed(loaded.device, loaded.devices)
+        )
         self._decoding = self.arm.backend.begin(arm, request)
         return self._decoding
 
@@ -477,9 +597,13 @@ class Begun:
 
 
 def begin_reference(arm: Arm, prompt: TokenizedSample, prefilled: Prefilled) -> Decoding:
-    """Begin what a sample whose tokens are given is compared with, to go on ahead of those that compare."""
+    """Begin what a sample whose tokens are given is compared with, to go on ahead of those that
+    compare.
+    """
     assert prompt.sample.forced is not None
-    return fidelity.begin_full_attention(arm.loaded.model, prefilled, prompt.ids, prompt.sample.forced.tokens)
+    return fidelity.begin_full_attention(
+        arm.loaded.model, prefilled, prompt.ids, prompt.sample.forced.tokens
+    )
 
 
 def _timed(
@@ -520,7 +644,8 @@ def stops(loaded: models.Loaded, sample: Sample) -> Stops:
     tokenizer, ids, texts, not_first = loaded.tokenizer, set(loaded.stop_ids), sample.stop, False
     if sample.end_token:
         last = tokenizer(sample.end_token, add_special_tokens=False)["input_ids"][-1]
-        if PART in tokenizer.decode([last]):  # of a character, and of others that end in the same byte
+        # of a character, and of others that end in the same byte
+        if PART in tokenizer.decode([last]):
             texts = (*texts, sample.end_token[-1])
         else:
             ids.add(last)
@@ -535,17 +660,25 @@ PART = "\N{REPLACEMENT CHARACTER}"  # what tokens are decoded to that hold less 
 def ends_at(
     tokenizer: Tokenizer, stops: Sequence[str], skip_special_tokens: bool = True
 ) -> Callable[[Sequence[int]], bool]:
-    """Whether an output ends with its newest token, as `generate` asks: once its text holds one of `stops`."""
-    # A stop may begin inside a token, so texts are compared. The last tokens that have a text hold what the newest one
-    # completed: a character takes a token for each of its bytes at most.
+    """Whether an output ends with its newest token, as `generate` asks: once its text holds one of
+    `stops`.
+    """
+    # A stop may begin inside a token, so texts are compared. The last tokens that have a text hold
+    # what the newest one completed: a character takes a token for each of its bytes at most.
     tail = 4 * max(map(len, stops), default=0) + 8
     silent = set(tokenizer.all_special_ids) if skip_special_tokens else set()
     size = len(tokenizer)  # a model's vocabulary may be padded
 
     def ends(tokens: Sequence[int]) -> bool:
-        last = list(islice((token for token in reversed(tokens) if token not in silent and token < size), tail + 3))
+        last = list(
+            islice(
+                (token for token in reversed(tokens) if token not in silent and token < size),
+                tail + 3,
+            )
+        )
         last.reverse()
-        # Bytes of which the first character is cut may all be unreadable; one of four places is between two characters.
+        # Bytes of which the first character is cut may all be unreadable; one of four places is
+        # between two characters.
         text = ""
         for cut in range(4 if len(last) == tail + 3 else 1):
             text = str(tokenizer.decode(last[cut:], skip_special_tokens=skip_special_tokens))
@@ -572,23 +705,39 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str, Any]:
-    """The entries of a sample's record about the times of its generation; with probes, which cost time, about these.
+    """The entries of a sample's record about the times of its generation; with probes, which cost
+    time, about these.
 
-    What a shared prefill hides, the time to the first token, is left out; so are the first `warmup` steps of the time
-    per token. The times of a batch are those of each of its samples. Of a generation beside others there are only the
-    engine's own parts of a step.
+    What a shared prefill hides, the time to the first token, is left out; so are the first `warmup`
+    steps of the time per token. The times of a batch are those of each of its samples. Of a
+    generation beside others there are only the engine's own parts of a step.
     """
     if probed:
-        return {"probe": generation.probe, **({"decode": "together"} if generation.together else {})}
+        return {
+            "probe": generation.probe,
+            **({"decode": "together"} if generation.together else {}),
+        }
     if generation.together:
-        return {"breakdown_ms": generation.breakdown_ms, "shared_prefill": True, "decode": "together"}
+        return {
+            "breakdown_ms": generation.breakdown_ms,
+            "shared_prefill": True,
+            "decode": "together",
+        }
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:
-        cuts = statistics.quantiles(steps, n=20, method="inclusive") if len(steps) > 1 else [steps[0]] * 19
+        cuts = (
+            statistics.quantiles(steps, n=20, method="inclusive")
+            if len(steps) > 1
+            else [steps[0]] * 19
+        )
         tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
     record: dict[str, Any] = {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
     if generation.shared_prefill:
         return {**record, "shared_prefill": True}
-    first = {"ttft_s": generation.ttft_s, "tt2t_s": generation.tt2t_s, "prefill_ms": generation.prefill_ms}
+    first = {
+        "ttft_s": generation.ttft_s,
+        "tt2t_s": generation.tt2t_s,
+        "prefill_ms": generation.prefill_ms,
+    }
     return {**record, **first}

@@ -1,9 +1,10 @@
-"""Which KV heads look back to where a token stood before (RazorAttention, Tang et al. 2024, section 3), and what each
-query head asks on average (TriAttention, 2026).
+"""Which KV heads look back to where a token stood before (RazorAttention, Tang et al. 2024, section
+3), and what each query head asks on average (TriAttention, 2026).
 
-A model reads random tokens that are repeated a few times, so that nothing but the copies says what comes next. An echo
-head attends to the earlier copies of the token that it reads, an induction head to the tokens that followed them. Then
-it reads plain text, for the mean query of each query head before RoPE.
+A model reads random tokens that are repeated a few times, so that nothing but the copies says what
+comes next. An echo head attends to the earlier copies of the token that it reads, an induction head
+to the tokens that followed them. Then it reads plain text, for the mean query of each query head
+before RoPE.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ PROSE_TOKENS = 1024  # of the beginning of each text that kvbench ships
 def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]]:
     """The scores of a model's heads, and how they were measured.
 
-    Raises:
-        ConfigError: the window or the vocabulary is too small.
+    Raises
+    ------
+    ConfigError
+        the window or the vocabulary is too small.
     """
-    tokens, bos = random_tokens(loaded.tokenizer, loaded.model.config.vocab_size, loaded.window, seed)
+    tokens, bos = random_tokens(
+        loaded.tokenizer, loaded.model.config.vocab_size, loaded.window, seed
+    )
     copies = [*bos, *(tokens * COPIES)]
     scorer = CopyScorer(len(copies), len(tokens))
     _read(loaded, copies, scorer)
@@ -44,14 +49,18 @@ def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]
         means = mean_queries(loaded)
     except ConfigError:  # its keys cannot be turned
         return HeadScores(tuple(scorer.echo), tuple(scorer.induction)), how
-    return HeadScores(tuple(scorer.echo), tuple(scorer.induction), *means.averages()), how | {"prose": means.count}
+    return HeadScores(tuple(scorer.echo), tuple(scorer.induction), *means.averages()), how | {
+        "prose": means.count
+    }
 
 
 def mean_queries(loaded: Loaded) -> QueryScorer:
     """What the query heads of a model ask in each of the texts' first tokens.
 
-    Raises:
-        ConfigError: its keys cannot be turned to other positions.
+    Raises
+    ------
+    ConfigError
+        its keys cannot be turned to other positions.
     """
     scorer = QueryScorer()
     for file in sorted((ASSETS / "prose").glob("*.txt")):
@@ -64,19 +73,27 @@ def _read(loaded: Loaded, prompt: list[int], scorer: Method) -> None:
     """Let a method see a prompt in every layer."""
     model = loaded.model
     shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
-    rotary = RotaryOf(model, shape.sparse_layers, "another method") if scorer.needs.rotation else None
+    rotary = (
+        RotaryOf(model, shape.sparse_layers, "another method") if scorer.needs.rotation else None
+    )
     engine = Engine(shape, scorer, Budget(None), new_tokens=1, rotary=rotary)
     with torch.inference_mode():
         prefill(model, [prompt], EngineCache(engine))
 
 
-def random_tokens(tokenizer: Tokenizer, vocabulary: int, window: int | None, seed: int) -> tuple[list[int], list[int]]:
-    """Different ordinary tokens in random order, and what a prompt begins with: the model's first token, if it has one.
+def random_tokens(
+    tokenizer: Tokenizer, vocabulary: int, window: int | None, seed: int
+) -> tuple[list[int], list[int]]:
+    """Different ordinary tokens in random order, and what a prompt begins with: the model's first
+    token, if it has one.
 
-    They are `TOKENS`, or as many as the vocabulary has, or of which `COPIES` copies and a new token fit the window.
+    They are `TOKENS`, or as many as the vocabulary has, or of which `COPIES` copies and a new token
+    fit the window.
 
-    Raises:
-        ConfigError: these are fewer than `FEWEST`.
+    Raises
+    ------
+    ConfigError
+        these are fewer than `FEWEST`.
     """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     special = set(tokenizer.all_special_ids)
@@ -85,8 +102,8 @@ def random_tokens(tokenizer: Tokenizer, vocabulary: int, window: int | None, see
     count = min(TOKENS, len(ordinary), room)
     if count < FEWEST:
         raise ConfigError(
-            f"model: calibration takes {COPIES} copies of {FEWEST} different tokens or more; its window has room for "
-            f"{room}, its vocabulary has {len(ordinary)}"
+            f"model: calibration takes {COPIES} copies of {FEWEST} different tokens or more; its"
+            f" window has room for {room}, its vocabulary has {len(ordinary)}"
         )
     order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(seed))
     return [ordinary[place] for place in order[:count].tolist()], bos
@@ -95,9 +112,12 @@ def random_tokens(tokenizer: Tokenizer, vocabulary: int, window: int | None, see
 class CopyScorer(Method):
     """Scores the heads of each layer as the prompt is read; of a group, its best query head counts.
 
-    Args:
-        length: tokens of the prompt.
-        tokens: of a copy; copies end with the prompt.
+    Parameters
+    ----------
+    length
+        tokens of the prompt.
+    tokens
+        of a copy; copies end with the prompt.
     """
 
     def __init__(self, length: int, tokens: int) -> None:
@@ -109,23 +129,29 @@ class CopyScorer(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Layers come in order."""
         first = prompt.lengths[0] % self.tokens
-        scores = copy_scores(prompt.queries[0], prompt.keys[0], self.shape.scaling, self.tokens, first)
+        scores = copy_scores(
+            prompt.queries[0], prompt.keys[0], self.shape.scaling, self.tokens, first
+        )
         for layers, head_scores in zip((self.echo, self.induction), scores, strict=True):
             best = head_scores.unflatten(0, (self.shape.kv_heads, -1)).amax(dim=1)
             layers.append(tuple(round(score, 6) for score in best.tolist()))
 
 
 class QueryScorer(Method):
-    """The mean query of each head before RoPE, and the mean length of its pairs, over all prompts that were read.
+    """The mean query of each head before RoPE, and the mean length of its pairs, over all prompts
+    that were read.
 
-    Attributes:
-        count: tokens.
+    Attributes
+    ----------
+    count
+        tokens.
     """
 
     needs = Needs(query_window=PROSE_TOKENS, rotation=True)
 
     def __init__(self) -> None:
-        self.sums: dict[int, torch.Tensor] = {}  # of each layer, [Hq, D + D / 2]: of queries, and of lengths
+        # of each layer, [Hq, D + D / 2]: of queries, and of lengths
+        self.sums: dict[int, torch.Tensor] = {}
         self.count = 0
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
@@ -134,7 +160,9 @@ class QueryScorer(Method):
         positions = torch.arange(prompt.lengths[0], device=prompt.keys.device)[None, None]
         queries = self.context.rotation.back(prompt.queries.float(), positions)[0].double()
         lengths = torch.hypot(*queries.chunk(2, dim=-1))
-        self.sums[layer] = self.sums.get(layer, 0) + torch.cat([queries, lengths], dim=-1).sum(dim=1)
+        self.sums[layer] = self.sums.get(layer, 0) + torch.cat([queries, lengths], dim=-1).sum(
+            dim=1
+        )
         self.count += prompt.lengths[0] * (layer == self.shape.sparse_layers[0])
 
     def averages(self) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
@@ -154,15 +182,21 @@ def copy_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Echo and induction score of each query head, [Hq] each, between 0 and 1.
 
-    Attention probability that a token after the first copy gives to all earlier copies of itself, or to the tokens that
-    followed them; the mean over these tokens.
+    Attention probability that a token after the first copy gives to all earlier copies of itself,
+    or to the tokens that followed them; the mean over these tokens.
 
-    Args:
-        queries: [Hq, N, D].
-        keys: [Hkv, N, D].
-        scaling: factor on the logits.
-        tokens: of a copy.
-        first: position of the first one.
+    Parameters
+    ----------
+    queries
+        [Hq, N, D].
+    keys
+        [Hkv, N, D].
+    scaling
+        factor on the logits.
+    tokens
+        of a copy.
+    first
+        position of the first one.
     """
     heads, length, _ = queries.shape
     group = heads // keys.shape[0]
@@ -172,14 +206,19 @@ def copy_scores(
         for start in range(first + tokens, length, BLOCK):
             position = torch.arange(start, min(start + BLOCK, length), device=keys.device)
             end = int(position[-1]) + 1
-            logits = query[:, start:end].float() @ key[:end].T * scaling  # [G, BLOCK, end] is the largest tensor alive
+            # [G, BLOCK, end] is the largest tensor alive
+            logits = query[:, start:end].float() @ key[:end].T * scaling
             future = torch.arange(end, device=keys.device) > position[:, None]
             probabilities = logits.masked_fill(future, -torch.inf).softmax(dim=-1)
-            copies = position[:, None] - tokens * torch.arange(1, -(-length // tokens), device=keys.device)
+            copies = position[:, None] - tokens * torch.arange(
+                1, -(-length // tokens), device=keys.device
+            )
             there = copies >= first
             for scores, positions in ((echo, copies), (induction, copies + 1)):
                 places = positions.clamp(min=0).expand(group, -1, -1)
                 received = probabilities.gather(2, places) * there
-                scores[head * group : (head + 1) * group] += received.sum(dim=(1, 2), dtype=torch.float64)
+                scores[head * group : (head + 1) * group] += received.sum(
+                    dim=(1, 2), dtype=torch.float64
+                )
     count = length - first - tokens
     return echo / count, induction / count

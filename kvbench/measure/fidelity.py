@@ -1,7 +1,8 @@
-"""A method beside full attention on given tokens: KL divergence, agreement and perplexity, step by step.
+"""A method beside full attention on given tokens: KL divergence, agreement and perplexity, step by
+step.
 
-Both begin from the same prefill and read the same tokens, so every step compares two distributions of one next token.
-The first new token is the dense prefill's and is not compared.
+Both begin from the same prefill and read the same tokens, so every step compares two distributions
+of one next token. The first new token is the dense prefill's and is not compared.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from kvbench.method import Method
 from kvbench.models.types import Model
 
 
-def full_attention(model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]) -> None:
-    """Note in `prefilled.reference` what full attention says after each given token; nothing to do the second time.
+def full_attention(
+    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
+) -> None:
+    """Note in `prefilled.reference` what full attention says after each given token; nothing to do
+    the second time.
 
-    Args:
-        model: with "kvbench" attention.
-        prefilled: of the prompt; whoever began from it before must not go on.
-        prompt, forced_tokens: token ids; the last forced one is only predicted.
+    Parameters
+    ----------
+    model
+        with "kvbench" attention.
+    prefilled
+        of the prompt; whoever began from it before must not go on.
+    prompt, forced_tokens
+        token ids; the last forced one is only predicted.
     """
     if prefilled.reference is None:
         engine, ends = _full(model, prefilled, prompt, forced_tokens)
@@ -56,11 +64,16 @@ def _full(
 
 
 class Comparison:
-    """Compares a generation, step by step, with full attention's log-probabilities; `watch` of `generate`.
+    """Compares a generation, step by step, with full attention's log-probabilities; `watch` of
+    `generate`.
 
-    Args:
-        reference: [vocabulary] fp32 each, of full attention after each given token, there before it is compared with.
-        targets: [T], the token that came next in the text.
+    Parameters
+    ----------
+    reference
+        [vocabulary] fp32 each, of full attention after each given token, there before it is
+        compared with.
+    targets
+        [T], the token that came next in the text.
     """
 
     def __init__(self, reference: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
@@ -71,8 +84,10 @@ class Comparison:
     def __call__(self, logits: torch.Tensor) -> None:
         """Compare the next step's logits [1, vocabulary].
 
-        Raises:
-            FloatingPointError: full attention's were none, so it went no further.
+        Raises
+        ------
+        FloatingPointError
+            full attention's were none, so it went no further.
         """
         step = len(self.tokens)
         if step >= len(self._reference):
@@ -84,10 +99,12 @@ class Comparison:
         self.tokens.append(int(ours.argmax()))
 
     def record(self) -> dict[str, Any]:
-        """The sample's own part: answers and output as token numbers, and `fidelity` with its values at each step.
+        """The sample's own part: answers and output as token numbers, and `fidelity` with its
+        values at each step.
 
-        Of `fidelity`: kl_mean in nats, KL(full attention || method); nll and nll_full, the mean negative log-likelihood
-        of the text's tokens; "steps", the same by step, from which a summary has all else.
+        Of `fidelity`: kl_mean in nats, KL(full attention || method); nll and nll_full, the mean
+        negative log-likelihood of the text's tokens; "steps", the same by step, from which a
+        summary has all else.
         """
         top = [int(logits.argmax()) for logits in self._reference]
         return {
@@ -97,6 +114,9 @@ class Comparison:
                 "kl_mean": sum(self.steps["kl"]) / len(self.tokens),
                 "nll": sum(self.steps["nll"]) / len(self.tokens),
                 "nll_full": sum(self.steps["nll_full"]) / len(self.tokens),
-                "steps": {name: [round(value, 6) for value in values] for name, values in self.steps.items()},
+                "steps": {
+                    name: [round(value, 6) for value in values]
+                    for name, values in self.steps.items()
+                },
             },
         }

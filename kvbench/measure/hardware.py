@@ -1,7 +1,7 @@
 """What the hardware can do, measured, and the floor it sets under a decode step.
 
-No method is asked, and nothing here is part of a generation: bandwidths are measured before the first one, the device's
-busy time in steps of its own after the timed ones.
+No method is asked, and nothing here is part of a generation: bandwidths are measured before the
+first one, the device's busy time in steps of its own after the timed ones.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ REPEATS = 10
 class Bandwidth(NamedTuple):
     """Bytes per second.
 
-    Attributes:
-        copy: inside the device's memory, read and written bytes both counted.
-        upload: from pinned host memory to the device; None where both are one memory.
+    Attributes
+    ----------
+    copy
+        inside the device's memory, read and written bytes both counted.
+    upload
+        from pinned host memory to the device; None where both are one memory.
     """
 
     copy: float
@@ -36,7 +39,9 @@ class Bandwidth(NamedTuple):
 
 @functools.cache
 def bandwidth(device: torch.device) -> Bandwidth:
-    """The device's bandwidths, those of the quickest of a few copies; measured once in a process."""
+    """The device's bandwidths, those of the quickest of a few copies; measured once in a
+    process.
+    """
     size = COPIED[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -45,11 +50,15 @@ def bandwidth(device: torch.device) -> Bandwidth:
         return Bandwidth(copy, None)
     pinned = torch.ones(UPLOADED, dtype=torch.uint8, pin_memory=True)
     part = target[:UPLOADED]
-    return Bandwidth(copy, UPLOADED / _least_seconds(lambda: part.copy_(pinned, non_blocking=True), device))
+    return Bandwidth(
+        copy, UPLOADED / _least_seconds(lambda: part.copy_(pinned, non_blocking=True), device)
+    )
 
 
 def _least_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The least time of a call, after one that warms up: what else the machine does is not its limit."""
+    """The least time of a call, after one that warms up: what else the machine does is not its
+    limit.
+    """
     call()
     return min(seconds(call, device) for _ in range(REPEATS))
 
@@ -69,7 +78,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
         return float(before.elapsed_time(after)) / 1e3
 
 
-# -- the floor ---------------------------------------------------------------------------------------------------------
+# -- the floor -------------------------------------------------------------------------------------
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -80,8 +89,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def read_weight_bytes(model: Any, rows: int) -> int:
     """Bytes of weights that a decode step of a transformers model reads, for a batch of `rows`.
 
-    All of them once, but for an input embedding that is not the output head too: of that a row for each token; and of
-    experts that a router chooses from as many as one token has, which all tokens may share.
+    All of them once, but for an input embedding that is not the output head too: of that a row for
+    each token; and of experts that a router chooses from as many as one token has, which all tokens
+    may share.
     """
     idle = _expert_bytes(model) * (1 - _share_of_experts(model.config.get_text_config()))
     embedding = model.get_input_embeddings().weight
@@ -93,36 +103,53 @@ def read_weight_bytes(model: Any, rows: int) -> int:
 
 def _share_of_experts(config: Any) -> float:
     """The share of a layer's experts that a token has; 1 where there are none."""
-    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts, per_token = next(filter(None, counts), None), getattr(config, "num_experts_per_tok", None)
+    counts = (
+        getattr(config, name, None)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts")
+    )
+    experts, per_token = (
+        next(filter(None, counts), None),
+        getattr(config, "num_experts_per_tok", None),
+    )
     return min(1.0, per_token / experts) if experts and per_token else 1.0
 
 
 def _expert_bytes(model: torch.nn.Module) -> int:
     """Bytes of all experts that a router chooses from."""
     named = model.named_parameters()
-    return sum(parameter.numel() * parameter.element_size() for name, parameter in named if ".experts." in name)
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in named
+        if ".experts." in name
+    )
 
 
 def whole_kv_bytes(shape: Shape, steps: int) -> int:
-    """Bytes that full attention holds on the device after `steps` steps: every key and value of all layers.
+    """Bytes that full attention holds on the device after `steps` steps: every key and value of all
+    layers.
 
     A layer with a window holds those before the next token in it.
     """
     tokens = len(shape.full_layers) * (sum(shape.lengths) + shape.batch * steps)
-    tokens += sum(min(window - 1, length + steps) for window in shape.windows.values() for length in shape.lengths)
+    tokens += sum(
+        min(window - 1, length + steps)
+        for window in shape.windows.values()
+        for length in shape.lengths
+    )
     return tokens * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
 
 
 def floor_seconds(weights: float, attended: float, copy_bandwidth: float) -> float:
-    """The least time of a decode step: (weights + keys and values attended, in bytes) / bandwidth of a copy.
+    """The least time of a decode step: (weights + keys and values attended, in bytes) / bandwidth
+    of a copy.
 
-    What a method reads to find its entries, and what comes up from the host, is not in it: that is the method's price.
+    What a method reads to find its entries, and what comes up from the host, is not in it: that is
+    the method's price.
     """
     return (weights + attended) / copy_bandwidth
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def restart_peak(device: torch.device) -> None:
@@ -136,7 +163,7 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# -- how busy the device is --------------------------------------------------------------------------------------------
+# -- how busy the device is ------------------------------------------------------------------------
 
 
 def can_watch(device: torch.device) -> bool:
@@ -145,10 +172,11 @@ def can_watch(device: torch.device) -> bool:
 
 
 def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds in which a GPU computed or copied during a call; None where the profiler has no permission.
+    """Seconds in which a GPU computed or copied during a call; None where the profiler has no
+    permission.
 
-    The profiler lets go of the device then. Where it stays, it makes every later launch of the process slower: on an
-    H200 9.0 us in place of 6.9, and a decode step 43 ms in place of 33.
+    The profiler lets go of the device then. Where it stays, it makes every later launch of the
+    process slower: on an H200 9.0 us in place of 6.9, and a decode step 43 ms in place of 33.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -169,7 +197,9 @@ def busy_seconds(call: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def union_length(ranges: Iterable[tuple[float, float]]) -> float:
-    """The length of what intervals (start, end) cover together: where they overlap, streams ran side by side."""
+    """The length of what intervals (start, end) cover together: where they overlap, streams ran
+    side by side.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(ranges):
         total += max(0.0, end - max(start, reached))

@@ -1,6 +1,7 @@
 """Generations that go on side by side in one decode pass, as many as memory has room for.
 
-Who brings one waits here until there is room, while those that are there go on; each is handed back once it has ended.
+Who brings one waits here until there is room, while those that are there go on; each is handed back
+once it has ended.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ from kvbench.measure.room import room
 
 MOST_ROWS = 128  # of one pass; more make a row hardly quicker
 
-# Given a generation that is over, or None and why there is none. Its engine holds keys and values for this call alone.
+# Given a generation that is over, or None and why there is none. Its engine holds keys and values
+# for this call alone.
 Ended = Callable[[Decoding | None, Exception | None], object]
 
 
 class Admission(NamedTuple):
     """What a generation takes, and whose it is.
 
-    Attributes:
-        owner: for `Lane.drop`.
-        size: bytes that it takes by itself.
-        prompt: what it shares with others, and the bytes that this takes as long as any of them goes on.
-        ended: called once, when it joins or later.
+    Attributes
+    ----------
+    owner
+        for `Lane.drop`.
+    size
+        bytes that it takes by itself.
+    prompt
+        what it shares with others, and the bytes that this takes as long as any of them goes on.
+    ended
+        called once, when it joins or later.
     """
 
     owner: object
@@ -38,14 +45,20 @@ class Admission(NamedTuple):
 
 
 class Lane:
-    """A decode pass with as much in it as fits; of a model that decodes nothing together, one generation.
+    """A decode pass with as much in it as fits; of a model that decodes nothing together, one
+    generation.
 
-    Args:
-        loaded: the model.
-        stepped: called after each pass with its rows and its seconds.
+    Parameters
+    ----------
+    loaded
+        the model.
+    stepped
+        called after each pass with its rows and its seconds.
     """
 
-    def __init__(self, loaded: Loaded, stepped: Callable[[int, float], object] = lambda rows, seconds: None) -> None:
+    def __init__(
+        self, loaded: Loaded, stepped: Callable[[int, float], object] = lambda rows, seconds: None
+    ) -> None:
         self._pass, self._stepped, self._room = DecodePass(loaded.model), stepped, room(loaded)
         self._most = 1 if unfit(loaded.model) else MOST_ROWS
         self._running: dict[Decoding, Admission] = {}
@@ -57,19 +70,25 @@ class Lane:
 
     def clear(self, required_bytes: float, rows: int) -> None:
         """Go on until there is room for so many bytes and rows, or nothing is left to wait for."""
-        while self._running and (self._pass.rows + rows > self._most or self._taken() + required_bytes > self._room):
+        while self._running and (
+            self._pass.rows + rows > self._most or self._taken() + required_bytes > self._room
+        ):
             self.step()
 
     def _taken(self) -> float:
-        prompts = {id(admission.prompt[0]): admission.prompt[1] for admission in self._running.values()}
+        prompts = {
+            id(admission.prompt[0]): admission.prompt[1] for admission in self._running.values()
+        }
         return sum(prompts.values()) + sum(admission.size for admission in self._running.values())
 
     def join(self, begin: Callable[[], Decoding], rows: int, admission: Admission) -> None:
         """A generation goes on here, once there is room for it.
 
-        Args:
-            begin: begins it; where that takes more memory than there is, which no estimate knows for sure, again when
-                others have left.
+        Parameters
+        ----------
+        begin
+            begins it; where that takes more memory than there is, which no estimate knows for sure,
+            again when others have left.
         """
         self.clear(admission.size, rows)
         while True:
@@ -104,7 +123,9 @@ class Lane:
 
     def drop(self, owner: object) -> None:
         """Nothing of an owner goes on; what did has ended for no reason of its own."""
-        for decoding in [decoding for decoding, admission in self._running.items() if admission.owner == owner]:
+        for decoding in [
+            decoding for decoding, admission in self._running.items() if admission.owner == owner
+        ]:
             if decoding in self._running:
                 self._pass.leave(decoding)
                 self._end(decoding, Dropped())

@@ -1,7 +1,8 @@
-"""A timed sample: a rehearsal, a generation that nothing ends early, and the hardware's limits for it.
+"""A timed sample: a rehearsal, a generation that nothing ends early, and the hardware's limits for
+it.
 
-Loading kernels and compiling take longer than any step, so the same runs first with a short prompt and is thrown away.
-On a GPU a few more steps after the timed ones measure how long it is busy.
+Loading kernels and compiling take longer than any step, so the same runs first with a short prompt
+and is thrown away. On a GPU a few more steps after the timed ones measure how long it is busy.
 """
 
 from __future__ import annotations
@@ -40,27 +41,45 @@ def time_sample(
 ) -> tuple[Generation, Engine, dict[str, Any]]:
     """Generate for a timed sample.
 
-    Args:
-        model: with "kvbench" attention.
-        timed: the prompts, and how they are timed.
-        new_tokens: of each row.
-        make: a fresh engine for the rows that it is given; of a sample with synthetic keys a `SyntheticEngine`.
-        prefill_chunk, progress: as for `generate`.
-        rehearsed: prompt tokens of the rehearsal, at most.
-        probed: with probes there is nothing to time: no rehearsal, and no `hardware` part.
+    Parameters
+    ----------
+    model
+        with "kvbench" attention.
+    timed
+        the prompts, and how they are timed.
+    new_tokens
+        of each row.
+    make
+        a fresh engine for the rows that it is given; of a sample with synthetic keys a
+        `SyntheticEngine`.
+    prefill_chunk, progress
+        as for `generate`.
+    rehearsed
+        prompt tokens of the rehearsal, at most.
+    probed
+        with probes there is nothing to time: no rehearsal, and no `hardware` part.
 
-    Returns:
-        The generation, whose breakdown leaves the warm-up steps out, its engine, and what the sample's record holds
-        besides: `machine`, and as `hardware` what the hardware can do, the floor, and memory.
+    Returns
+    -------
+    tuple[Generation, Engine, dict[str, Any]]
+        The generation, whose breakdown leaves the warm-up steps out, its engine, and what the
+        sample's record holds besides: `machine`, and as `hardware` what the hardware can do, the
+        floor, and memory.
     """
     device = model.device
     gc.collect()  # the stores of the sample before: caches and engines refer to each other
     if probed:
         engine = make(timed.rows, new_tokens)
-        return _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, progress), engine, {}
+        return (
+            _generate(model, timed.rows, timed, engine, new_tokens, prefill_chunk, progress),
+            engine,
+            {},
+        )
     bandwidth = hardware.bandwidth(device)
     short = [row[:rehearsed] for row in timed.rows]
-    _generate(model, short, timed, make(short, REHEARSED_STEPS), REHEARSED_STEPS, prefill_chunk, None)
+    _generate(
+        model, short, timed, make(short, REHEARSED_STEPS), REHEARSED_STEPS, prefill_chunk, None
+    )
     gc.collect()
 
     watched = WATCHED if hardware.can_watch(device) else 0
@@ -111,10 +130,13 @@ def _generate(
 
 
 class _Watch:
-    """Follows a generation from outside its timed parts: the peak of the prefill's memory is not that of the steps.
+    """Follows a generation from outside its timed parts: the peak of the prefill's memory is not
+    that of the steps.
 
-    Attributes:
-        prefill_bytes: the most that the device held until the first new token; None without a GPU.
+    Attributes
+    ----------
+    prefill_bytes
+        the most that the device held until the first new token; None without a GPU.
     """
 
     def __init__(self, device: torch.device, prompt: int, progress: Progress | None) -> None:
@@ -131,7 +153,9 @@ class _Watch:
             self._progress(done, total)
 
 
-def _floor(model: Model, generation: Generation, engine: Engine, bandwidth: float) -> dict[str, float]:
+def _floor(
+    model: Model, generation: Generation, engine: Engine, bandwidth: float
+) -> dict[str, float]:
     """The bytes that a step must read, and the milliseconds that they take at least."""
     read = hardware.read_weight_bytes(model, engine.shape.batch)
     attended = generation.audit["attended_bytes_per_step"]
@@ -139,7 +163,9 @@ def _floor(model: Model, generation: Generation, engine: Engine, bandwidth: floa
     return {"must_read_bytes": read + attended, "floor_ms": 1e3 * seconds}
 
 
-def _memory(model: Model, generation: Generation, engine: Engine, peak: int | None) -> dict[str, Any]:
+def _memory(
+    model: Model, generation: Generation, engine: Engine, peak: int | None
+) -> dict[str, Any]:
     """The device's memory: the peak of what was allocated, or without a GPU what is counted."""
     weights = hardware.weight_bytes(model)
     counted = weights + engine.allocated_bytes() + generation.audit["index_bytes"]
@@ -151,7 +177,9 @@ def _memory(model: Model, generation: Generation, engine: Engine, peak: int | No
     }
 
 
-def _python_ms(model: Model, timed: Timed, generation: Generation, engine: Engine, steps: int) -> float | None:
+def _python_ms(
+    model: Model, timed: Timed, generation: Generation, engine: Engine, steps: int
+) -> float | None:
     """Milliseconds of a step in which the device waits for the host."""
     step_ms = statistics.fmean(generation.step_ms[timed.warmup :])
     busy = _busy_ms(model, generation, engine, steps)
@@ -160,7 +188,9 @@ def _python_ms(model: Model, timed: Timed, generation: Generation, engine: Engin
 
 @torch.inference_mode()
 def _busy_ms(model: Model, generation: Generation, engine: Engine, steps: int) -> float | None:
-    """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the generated ones."""
+    """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the
+    generated ones.
+    """
     cache = EngineCache(engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])
 

@@ -1,8 +1,8 @@
 """What a time was measured on: the device and its threads, and what else the machine did meanwhile.
 
-A time is of one machine that does nothing else. Every sample says where it was measured and what took the cores away
-from it; `kvbench.runs.summary` decides which times may stand together. All is read before and after a generation,
-outside of its times.
+A time is of one machine that does nothing else. Every sample says where it was measured and what
+took the cores away from it; `kvbench.runs.summary` decides which times may stand together. All is
+read before and after a generation, outside of its times.
 """
 
 from __future__ import annotations
@@ -24,25 +24,37 @@ STAT, CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")  # where there are suc
 
 @contextmanager
 def observed(device: torch.device, count: int = 1) -> Iterator[dict[str, Any]]:
-    """What the machine is, and what it does while the block runs: the `machine` part of a sample's record.
+    """What the machine is, and what it does while the block runs: the `machine` part of a sample's
+    record.
 
-    Args:
-        device: that computes.
-        count: such devices, of a model that is spread over them.
+    Parameters
+    ----------
+    device
+        that computes.
+    count
+        such devices, of a model that is spread over them.
 
-    Yields:
-        A dict, whole once the block has ended: `device` (the GPU's or the CPU's name), `threads` of torch, `cores` that
-        this process may use, `load` (the machine's mean of the minute before) and, where Linux says so, how many of
-        these cores were taken away in the mean: by `others`, processes that are not this one, and by `steal`, other
-        guests of the same host.
+    Yields
+    ------
+    Iterator[dict[str, Any]]
+        A dict, whole once the block has ended: `device` (the GPU's or the CPU's name), `threads` of
+        torch, `cores` that this process may use, `load` (the machine's mean of the minute before)
+        and, where Linux says so, how many of these cores were taken away in the mean: by `others`,
+        processes that are not this one, and by `steal`, other guests of the same host.
     """
-    record = {"device": name_of(device, count), "threads": torch.get_num_threads(), "cores": len(_cores())}
+    record = {
+        "device": name_of(device, count),
+        "threads": torch.get_num_threads(),
+        "cores": len(_cores()),
+    }
     record["load"] = round(os.getloadavg()[0], 2)
     before = _spent()
     yield record
     after = _spent()
     if before and after:
-        wall, process, busy, stolen = (end - start for start, end in zip(before, after, strict=True))
+        wall, process, busy, stolen = (
+            end - start for start, end in zip(before, after, strict=True)
+        )
         tick = len(_cores()) / os.sysconf("SC_CLK_TCK")  # what /proc/stat may be wrong by
         record["others"] = round(max(0.0, busy - process - tick) / wall, 3)
         record["steal"] = round(max(0.0, stolen) / wall, 3)
@@ -74,7 +86,9 @@ def _cpu() -> str:
 
 
 class _Spent(NamedTuple):
-    """Seconds so far: on the clock, and of CPU by this process, by all processes, and by other guests."""
+    """Seconds so far: on the clock, and of CPU by this process, by all processes, and by other
+    guests.
+    """
 
     wall: float
     process: float
@@ -89,7 +103,9 @@ def _spent() -> _Spent | None:
     except OSError:
         return None
     names = {f"cpu{core}" for core in _cores()}
-    ticks = [[int(word) for word in words] for name, *words in map(str.split, lines) if name in names]
+    ticks = [
+        [int(word) for word in words] for name, *words in map(str.split, lines) if name in names
+    ]
     second = os.sysconf("SC_CLK_TCK")
     # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already
     busy = sum(sum(spent[:3]) + sum(spent[5:7]) for spent in ticks) / second
@@ -99,4 +115,8 @@ def _spent() -> _Spent | None:
 
 def _cores() -> set[int]:
     """The cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )

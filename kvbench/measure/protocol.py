@@ -1,7 +1,9 @@
-"""The protocol of a run: all that changes a score and is not the method, the budget or the task's own data.
+"""The protocol of a run: all that changes a score and is not the method, the budget or the task's
+own data.
 
-Two results may stand in one table only if their protocols have the same digest. Here too a sample's prompt becomes
-token ids, raw or through the chat template, the same way for every method. Nothing imports torch.
+Two results may stand in one table only if their protocols have the same digest. Here too a sample's
+prompt becomes token ids, raw or through the chat template, the same way for every method. Nothing
+imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Chat = Literal["auto", "on", "off"]
 Generated = Literal["free", "counted"]
 Question = Literal["with", "after", "decode"]
 
-# How tokens are drawn by default. A run id holds what is otherwise, and else nothing: greedy runs keep theirs.
+# How tokens are drawn by default. A run id holds what is otherwise, and else nothing: greedy runs
+# keep theirs.
 COLDEST = 1e-6  # temperature: logits divided by much less are no longer finite
 GREEDY: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "samples": 1}
 
@@ -33,23 +36,39 @@ GREEDY: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "sampl
 class Protocol:
     """How a run is counted and prompted.
 
-    Attributes:
-        accounting: how the budget counts, "paper" (the published rule) or "unified" (everything attended is inside).
-        dense_layers: layers that attend everything: "auto" (the model's conf), "method" (the published set of the
-            method), or true layer indices, kept sorted.
-        chat: use the tokenizer's chat template: "on", "off", or "auto", where the task asks for it and there is one.
-        prefill_chunk: prompt tokens prefilled at a time, None = all at once.
-        question: when the question is read: "with" the context, before a method compresses; "after" it has, all tokens
-            at once, as a later turn of a conversation; or then token by token, as "decode" steps through the method.
-        generated: "free", generated tokens stay outside the budget where a method's published rule leaves them;
-            "counted", they count for every method.
-        temperature: of the softmax that tokens are drawn from; 0: the likeliest is taken.
-        top_p: the fewest likeliest tokens with this probability together are drawn from.
-        top_k: so many likeliest tokens are drawn from; 0: all.
-        samples: answers to each prompt, all from one prefill.
+    Attributes
+    ----------
+    accounting
+        how the budget counts, "paper" (the published rule) or "unified" (everything attended is
+        inside).
+    dense_layers
+        layers that attend everything: "auto" (the model's conf), "method" (the published set of the
+        method), or true layer indices, kept sorted.
+    chat
+        use the tokenizer's chat template: "on", "off", or "auto", where the task asks for it and
+        there is one.
+    prefill_chunk
+        prompt tokens prefilled at a time, None = all at once.
+    question
+        when the question is read: "with" the context, before a method compresses; "after" it has,
+        all tokens at once, as a later turn of a conversation; or then token by token, as "decode"
+        steps through the method.
+    generated
+        "free", generated tokens stay outside the budget where a method's published rule leaves
+        them; "counted", they count for every method.
+    temperature
+        of the softmax that tokens are drawn from; 0: the likeliest is taken.
+    top_p
+        the fewest likeliest tokens with this probability together are drawn from.
+    top_k
+        so many likeliest tokens are drawn from; 0: all.
+    samples
+        answers to each prompt, all from one prefill.
 
-    Raises:
-        ValueError: a value outside these, named by its key.
+    Raises
+    ------
+    ValueError
+        a value outside these, named by its key.
     """
 
     accounting: Accounting = "paper"
@@ -68,69 +87,103 @@ class Protocol:
         _check_choice("protocol.question", self.question, get_args(Question))
         _check_choice("protocol.generated", self.generated, get_args(Generated))
         _check_choice("protocol.chat", self.chat, get_args(Chat))
-        if self.prefill_chunk is not None and (not _is_int(self.prefill_chunk) or self.prefill_chunk < 1):
-            raise ValueError(f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or null")
+        if self.prefill_chunk is not None and (
+            not _is_int(self.prefill_chunk) or self.prefill_chunk < 1
+        ):
+            raise ValueError(
+                f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or"
+                " null"
+            )
         if self.dense_layers not in ("auto", "method"):
             object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
         self._check_drawing()
 
     def _check_drawing(self) -> None:
         """How tokens are drawn; 1 and 1.0 are one protocol."""
-        if not _is_real(self.temperature) or not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
+        if not _is_real(self.temperature) or not (
+            self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        ):
             raise ValueError(
-                f"protocol.temperature={self.temperature!r}: 0 (greedy), or {COLDEST:g} and more, such as 0.6"
+                f"protocol.temperature={self.temperature!r}: 0 (greedy), or {COLDEST:g} and more,"
+                " such as 0.6"
             )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"protocol.top_p={self.top_p!r}: a probability above 0, 1 at most (all tokens)")
+            raise ValueError(
+                f"protocol.top_p={self.top_p!r}: a probability above 0, 1 at most (all tokens)"
+            )
         if not _is_int(self.top_k) or self.top_k < 0:
-            raise ValueError(f"protocol.top_k={self.top_k!r}: a number of tokens, 1 or more, or 0 (all)")
+            raise ValueError(
+                f"protocol.top_k={self.top_k!r}: a number of tokens, 1 or more, or 0 (all)"
+            )
         if not _is_int(self.samples) or self.samples < 1:
-            raise ValueError(f"protocol.samples={self.samples!r}: a number of answers to each prompt, 1 or more")
+            raise ValueError(
+                f"protocol.samples={self.samples!r}: a number of answers to each prompt, 1 or more"
+            )
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
         needless = next((key for key, value in self.drawn().items() if key != "temperature"), None)
         if needless and not self.temperature:
             raise ValueError(
-                f"protocol.{needless}={getattr(self, needless)}: nothing is drawn with protocol.temperature=0; set a "
-                "temperature, such as 0.6"
+                f"protocol.{needless}={getattr(self, needless)}: nothing is drawn with"
+                " protocol.temperature=0; set a temperature, such as 0.6"
             )
 
     def drawn(self) -> dict[str, float]:
-        """How tokens are drawn, where that is not greedily: the fields of `GREEDY` with other values than there."""
-        return {key: getattr(self, key) for key, value in GREEDY.items() if getattr(self, key) != value}
+        """How tokens are drawn, where that is not greedily: the fields of `GREEDY` with other
+        values than there.
+        """
+        return {
+            key: getattr(self, key) for key, value in GREEDY.items() if getattr(self, key) != value
+        }
 
     def digest(self) -> str:
         """12 hex digits, the same for equal protocols in any process and version."""
-        values = {key: value for key, value in asdict(self).items() if key not in GREEDY} | self.drawn()
+        values = {
+            key: value for key, value in asdict(self).items() if key not in GREEDY
+        } | self.drawn()
         if (question := values.pop("question")) == "after":
             values["question"] = question
-        values["question_as_decode"] = question == "decode"  # its name when there were two of them: old digests hold
+        # its name when there were two of them: old digests hold
+        values["question_as_decode"] = question == "decode"
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
-    def dense_layers_of(self, auto: Sequence[int], published: Sequence[int], layers: int) -> tuple[int, ...]:
+    def dense_layers_of(
+        self, auto: Sequence[int], published: Sequence[int], layers: int
+    ) -> tuple[int, ...]:
         """The true indices of the dense layers of a model, sorted.
 
-        Args:
-            auto: what the model's conf names.
-            published: what the method was published with.
-            layers: number of layers of the model.
+        Parameters
+        ----------
+        auto
+            what the model's conf names.
+        published
+            what the method was published with.
+        layers
+            number of layers of the model.
 
-        Raises:
-            ValueError: one of them is not a layer of the model.
+        Raises
+        ------
+        ValueError
+            one of them is not a layer of the model.
         """
         choices = {"auto": auto, "method": published}
-        chosen = choices[self.dense_layers] if isinstance(self.dense_layers, str) else self.dense_layers
+        chosen = (
+            choices[self.dense_layers] if isinstance(self.dense_layers, str) else self.dense_layers
+        )
         dense = _layers(chosen)
         outside = [layer for layer in dense if not 0 <= layer < layers]
         if outside:
             where = "" if dense == self.dense_layers else f" ({self.dense_layers})"
             raise ValueError(
-                f"protocol.dense_layers={list(dense)}{where}: the model has layers 0 to {layers - 1}, not {outside}"
+                f"protocol.dense_layers={list(dense)}{where}: the model has layers 0 to"
+                f" {layers - 1}, not {outside}"
             )
         return dense
 
     def uses_chat(self, sample: Sample, tokenizer: Tokenizer) -> bool:
-        """Whether the prompt of `sample` goes through the chat template; "auto": where the benchmark does and can."""
+        """Whether the prompt of `sample` goes through the chat template; "auto": where the
+        benchmark does and can.
+        """
         if self.chat == "auto":
             return bool(sample.chat and tokenizer.chat_template)
         return self.chat == "on"
@@ -138,22 +191,30 @@ class Protocol:
     def check_chat(self, tokenizer: Tokenizer) -> None:
         """Refuse a tokenizer that cannot do what `chat` asks for.
 
-        Raises:
-            ValueError: chat is "on" and there is no template; "auto" then means a raw prompt (base models).
+        Raises
+        ------
+        ValueError
+            chat is "on" and there is no template; "auto" then means a raw prompt (base models).
         """
         if self.chat == "on" and not tokenizer.chat_template:
-            raise ValueError("protocol.chat=on: this model's tokenizer has no chat template; use auto or off")
+            raise ValueError(
+                "protocol.chat=on: this model's tokenizer has no chat template; use auto or off"
+            )
 
 
 @dataclass(frozen=True)
 class Rendered:
     """A prompt as the model sees it.
 
-    Attributes:
-        ids: token ids, special tokens included, BOS at most once.
-        question_start: index of the token that holds the first character of `Sample.question`; None where the sample
-            has no question or the tokenizer (a slow one) keeps no offsets.
-        cut: tokens that the middle of the raw prompt lost.
+    Attributes
+    ----------
+    ids
+        token ids, special tokens included, BOS at most once.
+    question_start
+        index of the token that holds the first character of `Sample.question`; None where the
+        sample has no question or the tokenizer (a slow one) keeps no offsets.
+    cut
+        tokens that the middle of the raw prompt lost.
     """
 
     ids: list[int]
@@ -164,15 +225,23 @@ class Rendered:
 def render(sample: Sample, tokenizer: Tokenizer, chat: bool, window: int | None = None) -> Rendered:
     """Token ids of a sample's prompt.
 
-    Args:
-        sample: its prompt is used as it is, or as the one user message of the chat template.
-        tokenizer: adds its own special tokens to a raw prompt; a template's text brings its own, so there it adds none.
-        chat: what `Protocol.uses_chat` says.
-        window: tokens that the model's positions reach; a prompt that may be cut, is cut until it and the new tokens
-            fit. None: no end.
+    Parameters
+    ----------
+    sample
+        its prompt is used as it is, or as the one user message of the chat template.
+    tokenizer
+        adds its own special tokens to a raw prompt; a template's text brings its own, so there it
+        adds none.
+    chat
+        what `Protocol.uses_chat` says.
+    window
+        tokens that the model's positions reach; a prompt that may be cut, is cut until it and the
+        new tokens fit. None: no end.
 
-    Raises:
-        ValueError: the template does not keep the question as it was, or the window has no room for any prompt.
+    Raises
+    ------
+    ValueError
+        the template does not keep the question as it was, or the window has no room for any prompt.
     """
     whole = _rendered(sample, sample.prompt, tokenizer, chat)
     if not sample.truncate:
@@ -180,7 +249,9 @@ def render(sample: Sample, tokenizer: Tokenizer, chat: bool, window: int | None 
     # LongBench cuts the raw prompt, special tokens counted, before it meets the template.
     raw: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
     room = math.inf if window is None else window - sample.max_new_tokens
-    most = min(len(raw), sample.max_length or len(raw), room - (len(whole.ids) - len(raw) if chat else 0))
+    most = min(
+        len(raw), sample.max_length or len(raw), room - (len(whole.ids) - len(raw) if chat else 0)
+    )
     rendered = whole if most == len(raw) else None
     # Two halves of a text may make a few tokens more than they were.
     while rendered is None or len(rendered.ids) > room:
@@ -188,11 +259,13 @@ def render(sample: Sample, tokenizer: Tokenizer, chat: bool, window: int | None 
             most -= len(rendered.ids) - room
         if most < 2:
             raise ValueError(
-                f"the model's window of {window} tokens has no room for a prompt beside {sample.max_new_tokens} new "
-                "tokens; choose another model"
+                f"the model's window of {window} tokens has no room for a prompt beside"
+                f" {sample.max_new_tokens} new tokens; choose another model"
             )
         half = int(most) // 2
-        rendered = _rendered(sample, _halves(raw, half, tokenizer), tokenizer, chat, len(raw) - 2 * half)
+        rendered = _rendered(
+            sample, _halves(raw, half, tokenizer), tokenizer, chat, len(raw) - 2 * half
+        )
     return rendered
 
 
@@ -202,28 +275,39 @@ def _halves(ids: list[int], half: int, tokenizer: Tokenizer) -> str:
     return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
 
 
-def _rendered(sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut: int = 0) -> Rendered:
+def _rendered(
+    sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut: int = 0
+) -> Rendered:
     text = (chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
     locate = bool(sample.question) and tokenizer.is_fast
-    encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False)
+    encoded = tokenizer(
+        text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False
+    )
     ids = list(encoded["input_ids"])
     if not chat:
         ids = ids[: len(ids) - appended(tokenizer)]
     start = _question_character(text, sample.question) if locate else None
     if start is None and locate and not cut:
-        raise ValueError(f"the chat template changed the question {sample.question!r}: use protocol.chat=off")
+        raise ValueError(
+            f"the chat template changed the question {sample.question!r}: use protocol.chat=off"
+        )
     if start is None:
         return Rendered(ids, cut=cut)
     # Special tokens have empty offsets: they hold no character and are passed over.
     offsets = enumerate(encoded["offset_mapping"])
     question = next((index for index, (_, end) in offsets if end > start), None)
     if question is None:
-        raise ValueError(f"the tokenizer drops the question {sample.question!r}; expected a tokenizer that keeps texts")
+        raise ValueError(
+            f"the tokenizer drops the question {sample.question!r}; expected a tokenizer that keeps"
+            " texts"
+        )
     return Rendered(ids, question, cut)
 
 
 def _question_character(text: str, question: str) -> int | None:
-    """Where the question starts in the rendered text; the last place, since a prompt may repeat it (few-shot)."""
+    """Where the question starts in the rendered text; the last place, since a prompt may repeat it
+    (few-shot).
+    """
     start = text.rfind(question)
     if start < 0:  # many templates trim the message
         start = text.rfind(question.strip())
@@ -232,7 +316,9 @@ def _question_character(text: str, question: str) -> int | None:
 
 def _layers(values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_int, values)):
-        raise ValueError(f"protocol.dense_layers={values!r}: auto, method, or a list of layer indices")
+        raise ValueError(
+            f"protocol.dense_layers={values!r}: auto, method, or a list of layer indices"
+        )
     return tuple(sorted(set(values)))
 
 

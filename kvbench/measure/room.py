@@ -1,4 +1,6 @@
-"""How many generations fit side by side: an estimate of what each takes, before it begins, and what is free."""
+"""How many generations fit side by side: an estimate of what each takes, before it begins, and what
+is free.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +29,50 @@ def room(loaded: Loaded) -> float:
 
 
 def prompt_bytes(setup: Setup, lengths: Sequence[int]) -> int:
-    """Bytes of the keys and values of prompts, which all generations share that begin from their prefill."""
+    """Bytes of the keys and values of prompts, which all generations share that begin from their
+    prefill.
+    """
     shape = _shape(setup, lengths)
     return _entries(shape, len(shape.full_layers)) * _token_bytes(shape)
 
 
 def recorded_bytes(setup: Setup, lengths: Sequence[int], needs: Iterable[Needs]) -> int:
-    """Bytes of what a shared prefill keeps besides, for methods with these needs: queries, sums, replays."""
+    """Bytes of what a shared prefill keeps besides, for methods with these needs: queries, sums,
+    replays.
+    """
     needs, shape = list(needs), _shape(setup, lengths)
     longest, number = max(lengths), shape.dtype.itemsize
-    query, both = (heads * shape.head_dim * number for heads in (shape.query_heads, shape.query_heads + shape.kv_heads))
+    query, both = (
+        heads * shape.head_dim * number
+        for heads in (shape.query_heads, shape.query_heads + shape.kv_heads)
+    )
     every = union(needs)
-    layer_bytes = min(every.query_window, longest) * query + every.attention_sums * longest * shape.query_heads * 4
+    layer_bytes = (
+        min(every.query_window, longest) * query
+        + every.attention_sums * longest * shape.query_heads * 4
+    )
     layer_bytes += len({need.replay for need in needs} - {None}) * longest * both
     return shape.batch * shape.layers * layer_bytes
 
 
 def reference_bytes(setup: Setup, steps: int) -> int:
-    """Bytes of what full attention says at so many steps, which all share that are compared with it."""
-    return steps * int(setup.loaded.model.config.get_text_config().vocab_size) * torch.float32.itemsize
+    """Bytes of what full attention says at so many steps, which all share that are compared with
+    it.
+    """
+    return (
+        steps * int(setup.loaded.model.config.get_text_config().vocab_size) * torch.float32.itemsize
+    )
 
 
-def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share: float | None = None) -> int:
+def row_bytes(
+    setup: Setup, lengths: Sequence[int], new_tokens: int, index_share: float | None = None
+) -> int:
     """Bytes that a generation takes beside the prompts that it shares, by its method's rule.
 
-    Args:
-        index_share: what the method's index took of the keys and values of an earlier prompt; None: not known.
+    Parameters
+    ----------
+    index_share
+        what the method's index took of the keys and values of an earlier prompt; None: not known.
     """
     shape, kv, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
     layers = len(shape.sparse_layers)
@@ -64,8 +84,12 @@ def row_bytes(setup: Setup, lengths: Sequence[int], new_tokens: int, index_share
     elif size is not None:  # who evicts copies what it keeps
         total += min(sparse, layers * sum(map(setup.budget.tokens, shape.lengths))) * plain
     if kv.coded:
-        layer_kvs = [kv.of_layer(layer, shape.layers, len(shape.windows)) for layer in shape.full_layers]
-        total += _entries(shape, 1) * sum(_token_bytes(shape, layer_kv) for layer_kv in layer_kvs if layer_kv.coded)
+        layer_kvs = [
+            kv.of_layer(layer, shape.layers, len(shape.windows)) for layer in shape.full_layers
+        ]
+        total += _entries(shape, 1) * sum(
+            _token_bytes(shape, layer_kv) for layer_kv in layer_kvs if layer_kv.coded
+        )
     return total if shares_pages(shape.device) else total + prompt_bytes(setup, lengths)
 
 

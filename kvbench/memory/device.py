@@ -1,7 +1,9 @@
-"""The device tier of a layer's store: slots filled in the order of the token ids, in pages a kernel reads in place.
+"""The device tier of a layer's store: slots filled in the order of the token ids, in pages a kernel
+reads in place.
 
-All slots are one pool, in which each KV head of each row has room of its own: as much for each, until `keep` leaves
-them unequal numbers of tokens. Then each has what its tokens take, in whole pages.
+All slots are one pool, in which each KV head of each row has room of its own: as much for each,
+until `keep` leaves them unequal numbers of tokens. Then each has what its tokens take, in whole
+pages.
 """
 
 from __future__ import annotations
@@ -39,11 +41,17 @@ NO_IDS = np.empty((0, 0, 0), np.int64)  # of slots that are ids
 class Located:
     """Where tokens lie on the device.
 
-    Attributes:
-        pool: what holds them all.
-        slots: [B, Hkv, M] int64, the pool's slot of each token asked for; where no token was asked for, any slot.
-        present: [B, Hkv, M] bool, whether a token was asked for; None: everywhere.
-        codecs: how the pool holds them.
+    Attributes
+    ----------
+    pool
+        what holds them all.
+    slots
+        [B, Hkv, M] int64, the pool's slot of each token asked for; where no token was asked for,
+        any slot.
+    present
+        [B, Hkv, M] bool, whether a token was asked for; None: everywhere.
+    codecs
+        how the pool holds them.
     """
 
     pool: Pool
@@ -52,7 +60,9 @@ class Located:
     codecs: Codecs
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where none was asked for."""
+        """Keys and values of the tokens, gathered: [B, Hkv, M, D] each; any finite content where
+        none was asked for.
+        """
         return self.codecs.decode(*self.stored_rows())
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,12 +73,18 @@ class Located:
 class Span(NamedTuple):
     """A stretch of slots of each KV head that one codec holds, in place.
 
-    Attributes:
-        pool: what holds it.
-        codecs: how, of keys and of values.
-        first: [B, Hkv] int64, the pool's slot that is, or would be, slot 0 of each KV head.
-        begin, end: [B, Hkv] int64 on the CPU, the first slot of the stretch and the one after its last.
-        parameters: [groups, 2, D], of keys that have them by groups of tokens.
+    Attributes
+    ----------
+    pool
+        what holds it.
+    codecs
+        how, of keys and of values.
+    first
+        [B, Hkv] int64, the pool's slot that is, or would be, slot 0 of each KV head.
+    begin, end
+        [B, Hkv] int64 on the CPU, the first slot of the stretch and the one after its last.
+    parameters
+        [groups, 2, D], of keys that have them by groups of tokens.
     """
 
     pool: Pool
@@ -80,16 +96,27 @@ class Span(NamedTuple):
 
 
 class Slotted:
-    """Which token is in which slot: those of a row and head are filled from 0 without holes, in order of token id.
+    """Which token is in which slot: those of a row and head are filled from 0 without holes, in
+    order of token id.
 
-    Attributes:
-        first: [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
-        ids: [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None: slot = id.
-        numbers: [B, Hkv] int64, slots filled; a new token is counted in it, or in a new one where slots may have moved.
-        longest: slots filled by the KV head that has filled most.
-        total: slots filled by all.
-        uniform: all KV heads of all rows have filled as many slots.
-        writable: rows of tokens that are here may be written anew.
+    Attributes
+    ----------
+    first
+        [B, Hkv] int64 on the device, where the room of each KV head begins in the pool.
+    ids
+        [B, Hkv, capacity] int64, the token in each slot (`NO_TOKEN` after the used ones), or None:
+        slot = id.
+    numbers
+        [B, Hkv] int64, slots filled; a new token is counted in it, or in a new one where slots may
+        have moved.
+    longest
+        slots filled by the KV head that has filled most.
+    total
+        slots filled by all.
+    uniform
+        all KV heads of all rows have filled as many slots.
+    writable
+        rows of tokens that are here may be written anew.
     """
 
     writable = True
@@ -122,7 +149,9 @@ class Slotted:
         self.used = torch.tensor(lengths).unsqueeze(1).repeat(1, self.numbers.shape[1])
 
     def crop(self, count: int) -> None:
-        """Take back the last `count` tokens of every KV head; none of its tokens may have been dropped."""
+        """Take back the last `count` tokens of every KV head; none of its tokens may have been
+        dropped.
+        """
         self.used = self.used - count
 
     def token_ids(self) -> torch.Tensor:
@@ -134,9 +163,11 @@ class Slotted:
         return slots if self.uniform else torch.where(slots < self.filled[..., None], slots, -1)
 
     def upload(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An index of token ids as the device needs it, and a mask of its entries that are ids (None: all are).
+        """An index of token ids as the device needs it, and a mask of its entries that are ids
+        (None: all are).
 
-        An index that is on a GPU already gets a mask in any case: to look at it, the host would have to wait.
+        An index that is on a GPU already gets a mask in any case: to look at it, the host would
+        have to wait.
         """
         present = index >= 0
         if not index.is_cuda and bool(present.all()):
@@ -144,10 +175,15 @@ class Slotted:
         return uploaded(index, self.first.device), uploaded(present, self.first.device)
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and which are here."""
+        """Slots, in the room of their head, of token ids [B, Hkv, M] on the device (0: none), and
+        which are here.
+        """
         tokens = index.clamp(min=0)
         if self.ids is None:
-            slots, present = tokens, tokens < (self.longest if self.uniform else self.filled[..., None])
+            slots, present = (
+                tokens,
+                tokens < (self.longest if self.uniform else self.filled[..., None]),
+            )
         else:
             slots, present = find(self.ids, tokens)
         present = present & (index >= 0)
@@ -157,37 +193,57 @@ class Slotted:
     def refuse_lost(index: torch.Tensor, present: torch.Tensor) -> None:
         """Refuse token ids [B, Hkv, M] that are not here.
 
-        Raises:
-            LookupError: one is not. On a GPU the kernel is aborted instead.
+        Raises
+        ------
+        LookupError
+            one is not. On a GPU the kernel is aborted instead.
         """
         present = present | (index < 0)
         if index.is_cuda:
             torch._assert_async(present.all())
         elif not bool(present.all()):
-            raise LookupError(f"token {index[~present][0].item()} is not in the store: dropped earlier, or not seen")
+            raise LookupError(
+                f"token {index[~present][0].item()} is not in the store: dropped earlier, or not"
+                " seen"
+            )
 
 
 class DeviceTier(Slotted):
     """Keys and values on the device.
 
-    Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots after them are
-    zero or stale, finite, and never attended. The prompt stays in the model's dtype until `encode`.
+    Slots of a row and head are filled from 0 without holes, in ascending order of token id. Slots
+    after them are zero or stale, finite, and never attended. The prompt stays in the model's dtype
+    until `encode`.
 
-    Args:
-        key, value: [B, Hkv, capacity, D], whole pages; used in place.
-        reserved: slots that may be used.
-        grows: the blocks may be reallocated when they are full; else they move in `keep` and `encode` only.
+    Parameters
+    ----------
+    key, value
+        [B, Hkv, capacity, D], whole pages; used in place.
+    reserved
+        slots that may be used.
+    grows
+        the blocks may be reallocated when they are full; else they move in `keep` and `encode`
+        only.
 
-    Attributes:
-        pool: all slots.
-        codecs: how they hold keys and values.
-        room: [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
-        capacity: slots of the KV head that has most.
-        even: all KV heads have as many.
-        reserved: slots asked for, of the KV head that has filled most; whole pages may be a few more.
+    Attributes
+    ----------
+    pool
+        all slots.
+    codecs
+        how they hold keys and values.
+    room
+        [B, Hkv] int64 on the CPU, slots of each KV head, whole pages.
+    capacity
+        slots of the KV head that has most.
+    even
+        all KV heads have as many.
+    reserved
+        slots asked for, of the KV head that has filled most; whole pages may be a few more.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False) -> None:
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False
+    ) -> None:
         self.codecs = Codecs.native(key.shape[3], key.dtype)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
         self.ids, self.used = None, torch.zeros_like(self.room)
@@ -196,14 +252,22 @@ class DeviceTier(Slotted):
 
     @classmethod
     def zeros(
-        cls, size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, grows: bool = False
+        cls,
+        size: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        grows: bool = False,
     ) -> DeviceTier:
         """A tier with nothing in it; size is (B, Hkv, slots to reserve, D)."""
         batch, kv_heads, reserved, head_dim = size
         whole = (batch, kv_heads, whole_pages(reserved), head_dim)
         # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
         key, value = (
-            large.zeros(whole, dtype) if device.type == "cpu" else torch.zeros(whole, dtype=dtype, device=device)
+            (
+                large.zeros(whole, dtype)
+                if device.type == "cpu"
+                else torch.zeros(whole, dtype=dtype, device=device)
+            )
             for _ in range(2)
         )
         return cls(key, value, reserved, grows)
@@ -221,7 +285,9 @@ class DeviceTier(Slotted):
 
     @property
     def key(self) -> torch.Tensor:
-        """Keys as they are held, in place, [B, Hkv, capacity, width], of a tier whose KV heads have equal room."""
+        """Keys as they are held, in place, [B, Hkv, capacity, width], of a tier whose KV heads have
+        equal room.
+        """
         return self._block(self.pool.key)
 
     @property
@@ -252,9 +318,11 @@ class DeviceTier(Slotted):
         """All that is held."""
         return [*self.pool]
 
-    # -- writing ---------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
-    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]) -> None:
+    def write_prompt(
+        self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]
+    ) -> None:
         """Store a prefill chunk; see `LayerStore.write_prompt`."""
         end = column + key.shape[2]
         self.reserve(end)
@@ -270,7 +338,9 @@ class DeviceTier(Slotted):
                 self.value[row, :, slots] = value[row, :, skip:]
 
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, D]."""
+        """Store the next token of every row, whose id is `lengths[b]`; key, value [B,
+        Hkv, 1, D].
+        """
         if self.longest == self.reserved:
             self.reserve(self.longest + 1)
         self._put(lengths, key, value)
@@ -284,8 +354,16 @@ class DeviceTier(Slotted):
         if self._put_arguments is None:  # where the slots are, until they move
             ids = NO_IDS if self.ids is None else self.ids.numpy()
             addresses = (part.data_ptr() for part in self.pool)
-            self._put_arguments = *addresses, self.codecs.key.nbytes, self.codecs.value.nbytes, self.first.numpy(), ids
-        kernels.put(key.data_ptr(), value.data_ptr(), self._put_arguments, self.numbers, np.array(lengths))
+            self._put_arguments = (
+                *addresses,
+                self.codecs.key.nbytes,
+                self.codecs.value.nbytes,
+                self.first.numpy(),
+                ids,
+            )
+        kernels.put(
+            key.data_ptr(), value.data_ptr(), self._put_arguments, self.numbers, np.array(lengths)
+        )
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -312,8 +390,10 @@ class DeviceTier(Slotted):
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.
 
-        Raises:
-            RuntimeError: the tier may not grow.
+        Raises
+        ------
+        RuntimeError
+            the tier may not grow.
         """
         if slots <= self.reserved:
             return
@@ -326,22 +406,36 @@ class DeviceTier(Slotted):
             key, value, _ = self.stored_rows()
         self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids[:, :, : min(old_reserved, self.ids.shape[2])], self.capacity)
+            self.ids = with_free_slots(
+                self.ids[:, :, : min(old_reserved, self.ids.shape[2])], self.capacity
+            )
 
     def _room(self) -> torch.Tensor:
-        """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a page at least."""
+        """Slots in whole pages that each KV head takes, with those reserved for tokens to come; a
+        page at least.
+        """
         return whole_pages((self.used + (self.reserved - self.longest)).clamp(min=1))
 
     def keep(
-        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+        self,
+        ids: torch.Tensor,
+        used: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        room: int | None = None,
     ) -> None:
         """Hold these tokens and no others, in newly allocated memory.
 
-        Args:
-            ids: [B, Hkv, M] ascending, `NO_TOKEN` after.
-            used: [B, Hkv] on the CPU, tokens in each list; M is the most.
-            key, value: [B, Hkv, M, width], as they are held here.
-            room: slots to reserve for tokens to come; None: as many as were.
+        Parameters
+        ----------
+        ids
+            [B, Hkv, M] ascending, `NO_TOKEN` after.
+        used
+            [B, Hkv] on the CPU, tokens in each list; M is the most.
+        key, value
+            [B, Hkv, M, width], as they are held here.
+        room
+            slots to reserve for tokens to come; None: as many as were.
         """
         free = self.reserved - self.longest if room is None else room
         self.reserved, self.used = ids.shape[2] + free, used
@@ -366,10 +460,11 @@ class DeviceTier(Slotted):
         self.used = torch.zeros_like(self.used)
         self.reserved = 0
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all
+        used).
 
         They are in place where KV heads have equal room and nothing is coded, else a copy.
         """
@@ -400,17 +495,20 @@ class DeviceTier(Slotted):
         return ids, key.cpu(), value.cpu()
 
     def locate(self, index: torch.Tensor) -> Located:
-        """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may be.
+        """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may
+        be.
 
-        Raises:
-            LookupError: a token that is not here. On a GPU the kernel is aborted instead.
+        Raises
+        ------
+        LookupError
+            a token that is not here. On a GPU the kernel is aborted instead.
         """
         index, present = self.upload(index)
         slots, here = self.find(index)
         self.refuse_lost(index, here)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
-    # -- for tests -------------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
@@ -422,14 +520,20 @@ def _check_slots(tier: DeviceTier) -> None:
     assert len(tier.pool.key) == int(tier.room.sum()), "every slot is some head's"
     assert bool((tier.room % PAGE == 0).all()), "room is whole pages"
     assert 0 <= tier.reserved <= tier.capacity, "what is reserved is there"
-    assert int(tier.used.min()) >= 0 and int(tier.used.max()) <= tier.reserved, "what is used was reserved"
+    assert int(tier.used.min()) >= 0 and int(tier.used.max()) <= tier.reserved, (
+        "what is used was reserved"
+    )
     free = tier.reserved - int(tier.used.max())
     assert bool((tier.used + free <= tier.room).all()), "every head has room for the tokens to come"
-    assert all(bool(part.isfinite().all()) for part in tier.codecs.decode(*tier.pool)), "every slot is finite"
+    assert all(bool(part.isfinite().all()) for part in tier.codecs.decode(*tier.pool)), (
+        "every slot is finite"
+    )
     if tier.ids is not None:
         assert tier.ids.shape == (*tier.room.shape, tier.capacity), "a slot has an id"
         assert ascending(tier.ids), "tokens ascend from slot 0 without holes, none of them twice"
-        assert torch.equal((tier.ids != NO_TOKEN).sum(dim=2).cpu(), tier.used), "a used slot has a token"
+        assert torch.equal((tier.ids != NO_TOKEN).sum(dim=2).cpu(), tier.used), (
+            "a used slot has a token"
+        )
 
 
 def _first(room: torch.Tensor) -> torch.Tensor:
@@ -437,11 +541,17 @@ def _first(room: torch.Tensor) -> torch.Tensor:
     return room.view(-1).cumsum(0).view_as(room) - room
 
 
-def packed_pool(key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor) -> Pool:
-    """A newly allocated pool with room [B, Hkv] for each head, its first slots from blocks [B, Hkv, n, D].
+def packed_pool(
+    key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, room: torch.Tensor
+) -> Pool:
+    """A newly allocated pool with room [B, Hkv] for each head, its first slots from blocks [B, Hkv,
+    n, D].
 
-    Args:
-        used: [B, Hkv] on the CPU, what of each head of the blocks is copied where heads have unequal room; else all is.
+    Parameters
+    ----------
+    used
+        [B, Hkv] on the CPU, what of each head of the blocks is copied where heads have unequal
+        room; else all is.
     """
     if int(room.min()) == int(room.max()):
         return Pool.of(with_slots(key, int(room.max())), with_slots(value, int(room.max())))

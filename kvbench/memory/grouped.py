@@ -1,8 +1,10 @@
-"""KIVI's tier on the device: groups of tokens in few bits, and a window of the newest ones in full precision.
+"""KIVI's tier on the device: groups of tokens in few bits, and a window of the newest ones in full
+precision.
 
-Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", section 3. Here a token's key and
-value are coded together, a group at a time, once the window is full: 97 to 128 tokens stay in full precision. As
-published the window of values has exactly 128 tokens and that of keys 0 to 127, 128 of which are coded at once.
+Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", section 3. Here a
+token's key and value are coded together, a group at a time, once the window is full: 97 to 128
+tokens stay in full precision. As published the window of values has exactly 128 tokens and that of
+keys 0 to 127, 128 of which are coded at once.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ WINDOW = 128  # tokens in full precision at most
 class GroupedTier(DeviceTier):
     """A device tier whose slots are coded in whole groups, but for those of the newest tokens.
 
-    Args:
-        plain: the tier that this one takes the place of; its memory is not used any more.
-        codecs: of coded keys, which have their parameters by groups of tokens, and of coded values.
+    Parameters
+    ----------
+    plain
+        the tier that this one takes the place of; its memory is not used any more.
+    codecs
+        of coded keys, which have their parameters by groups of tokens, and of coded values.
 
-    Attributes:
-        coded: [B, Hkv] int64 on the CPU, slots of each KV head that are coded, whole groups; the window has the others.
-        parameters: [slots / GROUP, 2, D], scale and minimum of each group's keys.
-        window: each KV head's `WINDOW` rows; slot s is row s % WINDOW.
+    Attributes
+    ----------
+    coded
+        [B, Hkv] int64 on the CPU, slots of each KV head that are coded, whole groups; the window
+        has the others.
+    parameters
+        [slots / GROUP, 2, D], scale and minimum of each group's keys.
+    window
+        each KV head's `WINDOW` rows; slot s is row s % WINDOW.
     """
 
     def __init__(self, plain: DeviceTier, codecs: Codecs) -> None:
@@ -39,16 +49,21 @@ class GroupedTier(DeviceTier):
         key, value, _ = plain.resident()
         self.coded = ((self.used - WINDOW).clamp(min=0) + GROUP - 1) // GROUP * GROUP
         slot = torch.arange(WINDOW)
-        newest = uploaded(self.coded[..., None] + (slot - self.coded[..., None]) % WINDOW, key.device)
+        newest = uploaded(
+            self.coded[..., None] + (slot - self.coded[..., None]) % WINDOW, key.device
+        )
         newest = newest.clamp(max=key.shape[2] - 1)
         self.window = Pool.of(rows(key, newest), rows(value, newest))
-        key, value = (torch.nn.functional.pad(part, (0, 0, 0, -part.shape[2] % GROUP)) for part in (key, value))
+        key, value = (
+            torch.nn.functional.pad(part, (0, 0, 0, -part.shape[2] % GROUP))
+            for part in (key, value)
+        )
         codes, parameters = codecs.key.encode(key.unflatten(2, (-1, GROUP)))
         self._pack(codes.flatten(2, 3), codecs.value.encode(value), parameters)
 
     def _pack(self, key: torch.Tensor, value: torch.Tensor, parameters: torch.Tensor) -> None:
-        """Take newly allocated room for all slots reserved, with codes [B, Hkv, n, width] and their groups' parameters
-        [B, Hkv, n / GROUP, 2, D].
+        """Take newly allocated room for all slots reserved, with codes [B, Hkv, n, width] and their
+        groups' parameters [B, Hkv, n / GROUP, 2, D].
         """
         room = (self.used + (self.reserved - int(self.used.max()))).clamp(min=1)
         room = -(-room // GROUP) * GROUP
@@ -57,7 +72,9 @@ class GroupedTier(DeviceTier):
         self.parameters = torch.stack(groups, dim=1)
         self._hold(packed_pool(key, value, self.coded, room), room)
         if self.ids is not None:
-            self.ids = with_free_slots(self.ids[:, :, : min(self.ids.shape[2], self.capacity)], self.capacity)
+            self.ids = with_free_slots(
+                self.ids[:, :, : min(self.ids.shape[2], self.capacity)], self.capacity
+            )
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +91,13 @@ class GroupedTier(DeviceTier):
         """All that is held."""
         return [*self.pool, self.parameters, *self.window]
 
-    # -- writing ---------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put tokens [B, Hkv, 1, D] into the window; of a full one the oldest group is coded first."""
+        """Put tokens [B, Hkv, 1, D] into the window; of a full one the oldest group is
+        coded first.
+        """
         full = (self.used - self.coded == WINDOW).view(-1).nonzero()
         if len(full):
             self._code_oldest(full)
@@ -92,9 +111,15 @@ class GroupedTier(DeviceTier):
         """Code a group of each KV head [n, 1], counted over the rows."""
         slot = self.coded.view(-1)[head] + torch.arange(GROUP)
         source = uploaded(head * WINDOW + slot % WINDOW, self.first.device)
-        target = uploaded(slot, self.first.device) + self.first.view(-1)[uploaded(head, self.first.device)]
+        target = (
+            uploaded(slot, self.first.device)
+            + self.first.view(-1)[uploaded(head, self.first.device)]
+        )
         codes, parameters = self._coded.key.encode(self.window.key[source])
-        self.pool.key[target], self.pool.value[target] = codes, self._coded.value.encode(self.window.value[source])
+        self.pool.key[target], self.pool.value[target] = (
+            codes,
+            self._coded.value.encode(self.window.value[source]),
+        )
         self.parameters[target[:, 0] // GROUP] = parameters
         self.coded.view(-1)[head] += GROUP
 
@@ -110,24 +135,35 @@ class GroupedTier(DeviceTier):
         self._pack(key, value, self.parameters[group])
 
     def keep(
-        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+        self,
+        ids: torch.Tensor,
+        used: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        room: int | None = None,
     ) -> None:
         """Refused: it would take tokens out of their groups.
 
-        Raises:
-            ValueError: always.
+        Raises
+        ------
+        ValueError
+            always.
         """
-        raise ValueError("kv=kivi2 and kivi4 code groups of tokens, of which none can be dropped alone")
+        raise ValueError(
+            "kv=kivi2 and kivi4 code groups of tokens, of which none can be dropped alone"
+        )
 
     def crop(self, count: int) -> None:
         """Refused, as `keep`.
 
-        Raises:
-            ValueError: always.
+        Raises
+        ------
+        ValueError
+            always.
         """
         raise ValueError("kv=kivi2 and kivi4 code groups of tokens, which cannot be taken back")
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As `resident`: a copy, decoded."""
@@ -137,13 +173,18 @@ class GroupedTier(DeviceTier):
         return key, value, None if self.uniform else slots < filled
 
     def spans(self) -> list[Span]:
-        """See `DeviceTier.spans`: the coded slots, then those of the window, in two stretches where it goes round."""
+        """See `DeviceTier.spans`: the coded slots, then those of the window, in two stretches where
+        it goes round.
+        """
         none, turn = torch.zeros_like(self.coded), self.coded // WINDOW * WINDOW
-        row = WINDOW * torch.arange(turn.numel()).view_as(turn)  # of the window, where each KV head's begin
+        # of the window, where each KV head's begin
+        row = WINDOW * torch.arange(turn.numel()).view_as(turn)
         again = torch.minimum(turn + WINDOW, self.used)  # the first slot that is back at them
         spans = [
             Span(self.pool, self._coded, self.first, none, self.coded, self.parameters),
-            Span(self.window, self.codecs, uploaded(row - turn, self.first.device), self.coded, again),
+            Span(
+                self.window, self.codecs, uploaded(row - turn, self.first.device), self.coded, again
+            ),
         ]
         if bool((again < self.used).any()):
             first = uploaded(row - turn - WINDOW, self.first.device)
@@ -170,19 +211,33 @@ class GroupedTier(DeviceTier):
         """Keys and values [B, Hkv, M, D] of slots [B, Hkv, M], each in the room of its head."""
         at = slots + self.first[..., None]
         key, value = self.pool.at(at)
-        coded = self._coded.key.decode(key, self.parameters[at // GROUP]), self._coded.value.decode(value)
+        coded = (
+            self._coded.key.decode(key, self.parameters[at // GROUP]),
+            self._coded.value.decode(value),
+        )
         near = self.window.at(flat(slots % WINDOW, WINDOW))
         whole = (slots >= uploaded(self.coded, slots.device)[..., None])[..., None]
-        key, value = (torch.where(whole, here, there) for here, there in zip(near, coded, strict=True))
+        key, value = (
+            torch.where(whole, here, there) for here, there in zip(near, coded, strict=True)
+        )
         return key, value
 
-    # -- for tests -------------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        assert len(self.pool.key) == len(self.pool.value) == int(self.room.sum()) == GROUP * len(self.parameters)
+        assert (
+            len(self.pool.key)
+            == len(self.pool.value)
+            == int(self.room.sum())
+            == GROUP * len(self.parameters)
+        )
         assert bool((self.room % GROUP == 0).all()), "a KV head begins with a group of its own"
         assert bool((self.coded % GROUP == 0).all()), "groups are coded whole"
         window = self.used - self.coded
-        assert int(window.min()) >= 0 and int(window.max()) <= WINDOW, "the newest tokens are in the window"
-        assert all(bool(part.isfinite().all()) for part in self.stored_rows()[:2]), "every token is finite"
+        assert int(window.min()) >= 0 and int(window.max()) <= WINDOW, (
+            "the newest tokens are in the window"
+        )
+        assert all(bool(part.isfinite().all()) for part in self.stored_rows()[:2]), (
+            "every token is finite"
+        )

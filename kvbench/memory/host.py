@@ -1,8 +1,9 @@
 """The host tier of a layer's store, and how tokens travel between it and the device.
 
-Without a GPU host memory is a second block of the same RAM: the same code runs and the same bytes are counted. With one
-it is pinned, and copies run beside the computation: the prompt leaves on a side stream, a new token lands in a small
-buffer and is put into its slot a step later. The host waits for the device only where it needs the result.
+Without a GPU host memory is a second block of the same RAM: the same code runs and the same bytes
+are counted. With one it is pinned, and copies run beside the computation: the prompt leaves on a
+side stream, a new token lands in a small buffer and is put into its slot a step later. The host
+waits for the device only where it needs the result.
 """
 
 from __future__ import annotations
@@ -29,22 +30,38 @@ from kvbench.memory.transfer import side_stream
 class HostTier:
     """Keys and values in host memory, a slot reserved for every token.
 
-    Args:
-        rows: B and Hkv.
-        codecs: how it holds keys and values.
-        device: that its tokens go to.
-        capacity: token ids to make room for.
-        grows: more may come; the blocks are then reallocated.
-        read_in_place: a method reads the keys in place, so coded ones are there decoded, too.
+    Parameters
+    ----------
+    rows
+        B and Hkv.
+    codecs
+        how it holds keys and values.
+    device
+        that its tokens go to.
+    capacity
+        token ids to make room for.
+    grows
+        more may come; the blocks are then reallocated.
+    read_in_place
+        a method reads the keys in place, so coded ones are there decoded, too.
 
-    Attributes:
-        key, value: [B, Hkv, capacity, width], pinned where there is a GPU.
-        codecs: how they hold keys and values.
-        slot_of: [B, Hkv, capacity] int64, slot of each token id.
-        present: [B, Hkv, capacity] bool, token ids that live here.
-        total: how many these are.
-        arranged: slots are no longer in the order of the ids.
-        copied: the event after the prompt's copy from the device, for which readers wait; None: it is complete.
+    Attributes
+    ----------
+    key, value
+        [B, Hkv, capacity, width], pinned where there is a GPU.
+    codecs
+        how they hold keys and values.
+    slot_of
+        [B, Hkv, capacity] int64, slot of each token id.
+    present
+        [B, Hkv, capacity] bool, token ids that live here.
+    total
+        how many these are.
+    arranged
+        slots are no longer in the order of the ids.
+    copied
+        the event after the prompt's copy from the device, for which readers wait; None: it is
+        complete.
     """
 
     def __init__(
@@ -60,7 +77,9 @@ class HostTier:
         size = (*rows, capacity)
         self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
         twice = read_in_place and codecs.key.stored != codecs.key.dtype
-        self._decoded = self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
+        self._decoded = (
+            self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
+        )
         self.slot_of = torch.arange(capacity).repeat(*rows, 1)
         self.present = torch.zeros(size, dtype=torch.bool)
         self.total = 0
@@ -73,16 +92,25 @@ class HostTier:
         if self._device.type != "cuda":
             return large.zeros(size, dtype)
         block = pinned_zeros(size, dtype, self)
-        return block.zero_() if dtype == torch.uint8 else block  # bytes of an earlier use may be no numbers
+        # bytes of an earlier use may be no numbers
+        return block.zero_() if dtype == torch.uint8 else block
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostTier:
         """A tier of its own, pinned where this one is."""
         self.settle()
         twin = memo[id(self)] = copy.copy(self)
-        twin.key, twin.value = (twin._zeros(block.shape, block.dtype).copy_(block) for block in (self.key, self.value))
+        twin.key, twin.value = (
+            twin._zeros(block.shape, block.dtype).copy_(block) for block in (self.key, self.value)
+        )
         if self._decoded is not None:
-            twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(self._decoded)
-        twin.slot_of, twin.present, twin._landing = self.slot_of.clone(), self.present.clone(), deque()
+            twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(
+                self._decoded
+            )
+        twin.slot_of, twin.present, twin._landing = (
+            self.slot_of.clone(),
+            self.present.clone(),
+            deque(),
+        )
         twin._put_arguments = None
         return twin
 
@@ -93,7 +121,9 @@ class HostTier:
 
     @property
     def plain_keys(self) -> torch.Tensor:
-        """[B, Hkv, capacity, D], the keys decoded; in place where they are not coded, or are read in place."""
+        """[B, Hkv, capacity, D], the keys decoded; in place where they are not coded, or are read
+        in place.
+        """
         return self.codecs.key.decode(self.key) if self._decoded is None else self._decoded
 
     @property
@@ -108,7 +138,8 @@ class HostTier:
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
         """Store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D].
 
-        They are coded first. From a GPU they are copied on a side stream, beside what the device computes next.
+        They are coded first. From a GPU they are copied on a side stream, beside what the device
+        computes next.
         """
         for row, length in enumerate(lengths):
             self.present[row, :, :length] = True
@@ -123,12 +154,14 @@ class HostTier:
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
             for row, length in enumerate(lengths):
-                for head in range(key.shape[1]):  # each a contiguous block: one copy without a buffer between
+                # each a contiguous block: one copy without a buffer between
+                for head in range(key.shape[1]):
                     for block, part in zip(self.blocks(), parts, strict=True):
                         block[row, head, :length].copy_(part[row, head, :length], non_blocking=True)
             self.copied = side.record_event()
         for part in parts:
-            part.record_stream(side)  # freed earlier, it is not used again before the copies are through
+            # freed earlier, it is not used again before the copies are through
+            part.record_stream(side)
 
     def arrived(self) -> None:
         """Wait until the prompt is here."""
@@ -143,21 +176,26 @@ class HostTier:
         self._land()
 
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1, width], as held here.
+        """Store the next token of every row, whose id is `lengths[b]`; key, value [B, Hkv, 1,
+        width], as held here.
 
-        From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it is read.
+        From a GPU it lands in a buffer and is in its slot when the next one is appended, or when it
+        is read.
         """
         self.total += self.present[..., 0].numel()
         if not key.is_cuda:
             return self._put(lengths, key, value)
         self._land()  # of earlier steps: there by now
         for row, length in enumerate(lengths):
-            self.present.numpy()[row, :, length] = True  # torch may refuse to, outside the mode that it was made in
+            # torch may refuse to, outside the mode that it was made in
+            self.present.numpy()[row, :, length] = True
         new = key[:, :, 0], value[:, :, 0]
         buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in new]
         for buffer, part in zip(buffers, new, strict=True):
             buffer.copy_(part, non_blocking=True)
-        self._landing.append(_Landing(tuple(lengths), buffers, torch.cuda.current_stream(key.device).record_event()))
+        self._landing.append(
+            _Landing(tuple(lengths), buffers, torch.cuda.current_stream(key.device).record_event())
+        )
 
     def _land(self) -> None:
         """Put new tokens that have left the device into their slots; waits for the last of them."""
@@ -168,13 +206,19 @@ class HostTier:
             self._put(landing.lengths, *landing.tokens)
 
     def _put(self, lengths: Sequence[int], *rows: torch.Tensor) -> None:
-        """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU, into their slots."""
+        """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU,
+        into their slots.
+        """
         if self._put_arguments is None:  # where tokens go, until the blocks are others
-            addresses = [(block.data_ptr(), block.shape[3] * block.itemsize) for block in self.blocks()]
+            addresses = [
+                (block.data_ptr(), block.shape[3] * block.itemsize) for block in self.blocks()
+            ]
             self._put_arguments = addresses, (self.slot_of.numpy(), self.present.numpy())
         blocks, slots = self._put_arguments
         ids = np.array(lengths)
-        for block, source in zip(blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True):
+        for block, source in zip(
+            blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True
+        ):
             kernels.put_in_place(source.data_ptr(), *block, *slots, ids)
 
     def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,18 +226,24 @@ class HostTier:
         return (key, value) if self._decoded is None else (key, value, self.codecs.key.decode(key))
 
     def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either side, as held here."""
+        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either
+        side, as held here.
+        """
         row, head, _ = at = (ids >= 0).cpu().nonzero(as_tuple=True)
         token = ids.cpu()[at]
         slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
-        for block, source in zip(self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True):
+        for block, source in zip(
+            self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True
+        ):
             block[row, head, slot] = source.cpu()
         self.total += int((~self.present[row, head, token]).sum())
         self.present[row, head, token] = True
 
     def remove(self, ids: torch.Tensor) -> None:
-        """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their slots."""
+        """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their
+        slots.
+        """
         row, head, at = (ids >= 0).nonzero(as_tuple=True)
         gone = row.cpu(), head.cpu(), ids[row, head, at].cpu()
         self.total -= int(self.present[gone].sum())
@@ -202,8 +252,10 @@ class HostTier:
     def reserve(self, capacity: int) -> None:
         """Make room for token ids up to capacity - 1.
 
-        Raises:
-            RuntimeError: the tier may not grow.
+        Raises
+        ------
+        RuntimeError
+            the tier may not grow.
         """
         if capacity > self.capacity:
             self._grow(more_slots(capacity, self.capacity, self._grows))
@@ -211,16 +263,23 @@ class HostTier:
     def read(
         self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
     ) -> torch.Tensor:
-        """Of single tokens, all three [n] on the CPU, what `rows_in` finds in one (pinned) buffer."""
+        """Of single tokens, all three [n] on the CPU, what `rows_in` finds in one
+        (pinned) buffer.
+        """
         if not bool(self.present[row, head, token].all()):
             lost = token[~self.present[row, head, token]][0].item()
             raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
         self.arrived()
-        if any(bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing):
+        if any(
+            bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing
+        ):
             self._land()
         slot = self.slot_of[row, head, token]
         pinned = self._device.type == "cuda"
-        blocks, flat = self.moving(values_only), (row * self.key.shape[1] + head) * self.capacity + slot
+        blocks, flat = (
+            self.moving(values_only),
+            (row * self.key.shape[1] + head) * self.capacity + slot,
+        )
         buffer = torch.empty(sum(_sizes(blocks, len(token))), dtype=torch.uint8, pin_memory=pinned)
         for block, out in zip(blocks, rows_in(buffer, blocks, len(token)), strict=True):
             torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
@@ -231,7 +290,9 @@ class HostTier:
         return [self.value] if values_only else [self.key, self.value]
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite content for -1."""
+        """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite
+        content for -1.
+        """
         self.settle()
         slot = self.slot_of.gather(2, index.clamp(min=0))
         return rows(self.key, slot), rows(self.value, slot)
@@ -256,12 +317,16 @@ class HostTier:
         self.present, self._put_arguments = torch.nn.functional.pad(self.present, (0, more)), None
 
     def arrange(self, order: torch.Tensor) -> None:
-        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a permutation of 0 .. S - 1."""
+        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a
+        permutation of 0 .. S - 1.
+        """
         self.settle()
         order = order.cpu()
         count = order.shape[2]
         if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
-            raise ValueError(f"arrange needs each of the tokens 0 to {count - 1} once in every KV head")
+            raise ValueError(
+                f"arrange needs each of the tokens 0 to {count - 1} once in every KV head"
+            )
         source = self.slot_of.gather(2, order)
         occupied = self.slot_of[:, :, :count].sort(dim=2).values
         if not torch.equal(occupied, torch.arange(count).expand_as(occupied)):
@@ -278,25 +343,38 @@ class HostTier:
 
 
 def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
-    """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any number may."""
+    """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any
+    number may.
+    """
     return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in blocks]
 
 
 def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """So many rows of each of blocks [..., width], [n, width], in the bytes of a buffer on either side."""
+    """So many rows of each of blocks [..., width], [n, width], in the bytes of a buffer on either
+    side.
+    """
     parts = zip(buffer.split(_sizes(blocks, count)), blocks, strict=True)
-    return [part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts]
+    return [
+        part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts
+    ]
 
 
 def _check_slots(tier: HostTier) -> None:
     assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
     if tier._decoded is not None:
-        keys = tier.codecs.key.decode(tier.key)  # rows that are turned differ in their last bits by how many they are
-        assert torch.allclose(tier._decoded, keys, rtol=2**-7, atol=1e-5), "keys read in place are those held"
-    assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], "a slot for every token id"
+        # rows that are turned differ in their last bits by how many they are
+        keys = tier.codecs.key.decode(tier.key)
+        assert torch.allclose(tier._decoded, keys, rtol=2**-7, atol=1e-5), (
+            "keys read in place are those held"
+        )
+    assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], (
+        "a slot for every token id"
+    )
     identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
     assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
-    assert tier.arranged or torch.equal(tier.slot_of, identity), "slots keep the order of the ids until arranged"
+    assert tier.arranged or torch.equal(tier.slot_of, identity), (
+        "slots keep the order of the ids until arranged"
+    )
     for landing in tier._landing:
         for row, length in enumerate(landing.lengths):
             assert bool(tier.present[row, :, length].all()), "a token that is landing lives here"
@@ -306,9 +384,12 @@ def _check_slots(tier: HostTier) -> None:
 class _Landing:
     """A step's new tokens on their way from the device.
 
-    Attributes:
-        lengths: their ids, one a row.
-        tokens: keys and values [B, Hkv, width], pinned; there once `event` is over.
+    Attributes
+    ----------
+    lengths
+        their ids, one a row.
+    tokens
+        keys and values [B, Hkv, width], pinned; there once `event` is over.
     """
 
     lengths: tuple[int, ...]
@@ -317,9 +398,17 @@ class _Landing:
 
 
 class Arrival(Future[tuple[torch.Tensor, torch.Tensor]]):
-    """Held keys and values in host memory; `result` waits until their copies have arrived, in the thread that asks."""
+    """Held keys and values in host memory; `result` waits until their copies have arrived, in the
+    thread that asks.
+    """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, codecs: Codecs, copied: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        codecs: Codecs,
+        copied: torch.cuda.Event | None,
+    ) -> None:
         super().__init__()
         self._copied, self._codecs = copied, codecs
         self.set_result((key, value))

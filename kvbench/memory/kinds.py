@@ -1,6 +1,7 @@
 """How keys and values are held in each tier: what `kv=` chooses. No torch.
 
-`ROWS` code each token by itself. `GROUPED`, KIVI's, share parameters among tokens that stand together, on the device.
+`ROWS` code each token by itself. `GROUPED`, KIVI's, share parameters among tokens that stand
+together, on the device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from kvbench.config import ConfigError, show
 if TYPE_CHECKING:  # it imports torch
     from kvbench.method import Method
 
-PUBLISHED = ("turboquant_k8v4", "turboquant_4bit", "turboquant_k3v4", "turboquant_3bit")  # TurboQuant's, of vLLM
-PAPERS = ("turboquant_mse4", "turboquant_mse3", "turboquant_prod4", "turboquant_prod3")  # and of its paper
-HADAMARD = {"turboquant_4bit", "turboquant_k3v4", "turboquant_3bit"}  # turn rows by a Hadamard matrix
+# TurboQuant's, of vLLM
+PUBLISHED = ("turboquant_k8v4", "turboquant_4bit", "turboquant_k3v4", "turboquant_3bit")
+# and of its paper
+PAPERS = ("turboquant_mse4", "turboquant_mse3", "turboquant_prod4", "turboquant_prod3")
+# turn rows by a Hadamard matrix
+HADAMARD = {"turboquant_4bit", "turboquant_k3v4", "turboquant_3bit"}
 ROWS = ("native", "fp8", "int8", "int4", *PUBLISHED, *PAPERS)
 GROUPED = ("kivi4", "kivi2")
 EVERY = (*ROWS, *GROUPED)
@@ -32,11 +36,16 @@ TIERS: tuple[Tier, Tier] = ("device", "host")
 class KV(NamedTuple):
     """How keys and values are held.
 
-    Attributes:
-        device, host: the kind of each tier's tokens.
-        key, value: of keys, and of values, another kind than their tier's; None: their tier's.
-        rotate: "hadamard" turns rows before they are coded.
-        native_layers: so many first, and so many last layers hold their tokens as they came.
+    Attributes
+    ----------
+    device, host
+        the kind of each tier's tokens.
+    key, value
+        of keys, and of values, another kind than their tier's; None: their tier's.
+    rotate
+        "hadamard" turns rows before they are coded.
+    native_layers
+        so many first, and so many last layers hold their tokens as they came.
     """
 
     device: str = "native"
@@ -50,7 +59,9 @@ class KV(NamedTuple):
         """Of a tier's keys, and of its values."""
         tier_kind: str = getattr(self, tier)
         requested = [getattr(self, side) or tier_kind for side in SIDES]
-        key, value = (tier_kind if tier == "host" and kind in GROUPED else kind for kind in requested)
+        key, value = (
+            tier_kind if tier == "host" and kind in GROUPED else kind for kind in requested
+        )
         return key, value
 
     @property
@@ -79,17 +90,24 @@ class KV(NamedTuple):
         return self.kinds("device")[0] in GROUPED
 
     def of_layer(self, layer: int, layers: int, windows: int) -> KV:
-        """That of one of so many layers, of which some have a window; then none is left native for its place."""
+        """That of one of so many layers, of which some have a window; then none is left native for
+        its place.
+        """
         ends = 0 if windows else min(self.native_layers, layers // 2)
         return NATIVE if layer < ends or layer >= layers - ends else self
 
     def stored(self) -> dict[str, Any]:
         """As a run's identity has it: the tiers' kinds, and what else differs from none."""
-        return {key: value for key, value in self._asdict().items() if key in TIERS or value != getattr(NATIVE, key)}
+        return {
+            key: value
+            for key, value in self._asdict().items()
+            if key in TIERS or value != getattr(NATIVE, key)
+        }
 
     def __str__(self) -> str:
         key, value = self.kinds("device")
-        host_default = "native" if self.device in GROUPED else self.device  # what goes with it on the host
+        # what goes with it on the host
+        host_default = "native" if self.device in GROUPED else self.device
         parts = [key if key == value else f"{key}+{value}"]
         if self.kinds("host") != self._replace(host=host_default).kinds("host"):
             parts.append("+".join(dict.fromkeys(self.kinds("host"))))
@@ -104,8 +122,8 @@ NATIVE = KV()
 
 
 def native_layers(kind: str) -> int:
-    """First and last layers that a kind leaves native as published: vLLM's `turboquant_*` two, if no layer has a
-    window.
+    """First and last layers that a kind leaves native as published: vLLM's `turboquant_*` two, if
+    no layer has a window.
     """
     return 2 if kind in PUBLISHED else 0
 
@@ -113,24 +131,34 @@ def native_layers(kind: str) -> int:
 def kv_of(choice: str | Mapping[str, Any]) -> KV:
     """What is asked for: one kind for both tiers, or some of the keys of `KV`.
 
-    Raises:
-        ConfigError: there is no such kind, or no such key.
+    Raises
+    ------
+    ConfigError
+        there is no such kind, or no such key.
     """
     if isinstance(choice, str):
         if choice not in EVERY:
             raise ConfigError(f"kv={choice}: expected {' | '.join(EVERY)}")
-        return KV(choice, choice if choice in ROWS else "native", native_layers=native_layers(choice))
+        return KV(
+            choice, choice if choice in ROWS else "native", native_layers=native_layers(choice)
+        )
     if not isinstance(choice, Mapping):
-        raise ConfigError(f"kv={show(choice)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}")
+        raise ConfigError(
+            f"kv={show(choice)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}"
+        )
     for key, value in choice.items():
         if key not in KV._fields:
-            raise ConfigError(f"kv.{key}={show(value)}: no such key; one of {', '.join(KV._fields)}")
+            raise ConfigError(
+                f"kv.{key}={show(value)}: no such key; one of {', '.join(KV._fields)}"
+            )
         expected = KINDS.get(key)
         if expected and value not in expected and not (value is None and key in SIDES):
             raise ConfigError(f"kv.{key}={show(value)}: expected {' | '.join(expected)}")
     kv = KV(**choice)
     if type(kv.native_layers) is not int or kv.native_layers < 0:
-        raise ConfigError(f"kv.native_layers={show(kv.native_layers)}: expected a whole number, 0 or more")
+        raise ConfigError(
+            f"kv.native_layers={show(kv.native_layers)}: expected a whole number, 0 or more"
+        )
     return kv
 
 
@@ -140,31 +168,63 @@ def kv_in(config: Mapping[str, Any]) -> KV:
 
 
 def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]:
-    """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside its budget."""
-    needs, evicts = method.needs, method.evicts == "always" or (method.evicts == "counted" and counted)
+    """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside its
+    budget.
+    """
+    needs, evicts = (
+        method.needs,
+        method.evicts == "always" or (method.evicts == "counted" and counted),
+    )
     if kv.grouped and (needs.home != "device" or needs.on_drop == "offload"):
-        yield f"kv={kv}: {name} keeps tokens on the host, which leave their groups; expected {' | '.join(ROWS)}"
+        yield (
+            f"kv={kv}: {name} keeps tokens on the host, which leave their groups; expected"
+            f" {' | '.join(ROWS)}"
+        )
     elif kv.grouped and evicts:
-        yield f"kv={kv}: {name} drops tokens out of their groups as it generates; expected {' | '.join(ROWS)}"
+        yield (
+            f"kv={kv}: {name} drops tokens out of their groups as it generates; expected"
+            f" {' | '.join(ROWS)}"
+        )
 
 
-def unfit(kv: KV, head_dim: int | None, layers: int | None = None, windows: int = 0) -> Iterator[str]:
-    """Why keys and values cannot be held so, with heads of this size and so many layers, some with a window (None: not
-    known yet).
+def unfit(
+    kv: KV, head_dim: int | None, layers: int | None = None, windows: int = 0
+) -> Iterator[str]:
+    """Why keys and values cannot be held so, with heads of this size and so many layers, some with
+    a window (None: not known yet).
     """
     key, value = kv.kinds("device")
     kinds = kv.named - {"native"}
     if value in GROUPED and key not in GROUPED:
-        yield f"kv.value={value}: codes values with their keys, in groups of tokens; expected kv.key={value}, or int4"
+        yield (
+            f"kv.value={value}: codes values with their keys, in groups of tokens; expected"
+            f" kv.key={value}, or int4"
+        )
     if kv.rotate != "none" and not kinds:
-        yield f"kv.rotate={kv.rotate}: turns rows before they are coded, and kv=native codes none; expected none"
+        yield (
+            f"kv.rotate={kv.rotate}: turns rows before they are coded, and kv=native codes none;"
+            " expected none"
+        )
     if kv.rotate != "none" and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
         yield f"kv.rotate={kv.rotate}: {turning[0]} turns rows itself; expected none"
-    if kv.coded and layers and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers)):
-        yield f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded; expected fewer"
+    if (
+        kv.coded
+        and layers
+        and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers))
+    ):
+        yield (
+            f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded;"
+            " expected fewer"
+        )
     if head_dim is None:
         return
     if (kv.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):
-        yield f"kv={kv}: turns rows by a Hadamard matrix, of a power of two; the model's heads have {head_dim} channels"
+        yield (
+            f"kv={kv}: turns rows by a Hadamard matrix, of a power of two; the model's heads have"
+            f" {head_dim} channels"
+        )
     elif kinds - {"fp8", "int8"} and head_dim % 32:
-        yield f"kv={kv}: packs 32 channels, and the model's heads have {head_dim}; expected native | fp8 | int8"
+        yield (
+            f"kv={kv}: packs 32 channels, and the model's heads have {head_dim}; expected native |"
+            " fp8 | int8"
+        )

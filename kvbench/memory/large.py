@@ -1,8 +1,8 @@
 """Memory in large pages: weights, and keys and values.
 
-A CPU looks up the address of each page that it reads. Weights, which are read whole for every token, and rows from all
-over a cache are read more quickly from pages of 2 MiB than from those of 4 KiB. Linux gives such pages to a process
-that asks for them, unless the system's settings forbid it.
+A CPU looks up the address of each page that it reads. Weights, which are read whole for every
+token, and rows from all over a cache are read more quickly from pages of 2 MiB than from those of 4
+KiB. Linux gives such pages to a process that asks for them, unless the system's settings forbid it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ LINE = 64  # bytes of a cache's line, in which a weight begins
 
 
 def move(weights: Iterable[torch.Tensor]) -> None:
-    """Have weights on a CPU in large pages from now on, each with a storage of its own; elsewhere they stay."""
+    """Have weights on a CPU in large pages from now on, each with a storage of its own; elsewhere
+    they stay.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     for group in _groups(weights):
@@ -36,8 +38,10 @@ def move(weights: Iterable[torch.Tensor]) -> None:
 def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on a CPU, in large pages where they fill one.
 
-    Raises:
-        RuntimeError: the system gives no more memory.
+    Raises
+    ------
+    RuntimeError
+        the system gives no more memory.
     """
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -50,14 +54,18 @@ def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class Original:
     """Tensors of which any number of copies can be had, to read and to write.
 
-    Under Linux those of a CPU are private mappings of one file in memory: what no copy has written, a 4 KiB page at a
-    time, is in memory once. Elsewhere every copy is whole.
+    Under Linux those of a CPU are private mappings of one file in memory: what no copy has written,
+    a 4 KiB page at a time, is in memory once. Elsewhere every copy is whole.
 
-    Args:
-        parts: contiguous, on one device; their memory is not used any more.
+    Parameters
+    ----------
+    parts
+        contiguous, on one device; their memory is not used any more.
 
-    Raises:
-        RuntimeError: the system gives no more memory.
+    Raises
+    ------
+    RuntimeError
+        the system gives no more memory.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -79,8 +87,10 @@ class Original:
     def copy(self) -> list[torch.Tensor]:
         """The tensors anew.
 
-        Raises:
-            RuntimeError: the system gives no more memory.
+        Raises
+        ------
+        RuntimeError
+            the system gives no more memory.
         """
         if self._whole:
             return [part.clone() for part in self._whole]
@@ -88,7 +98,9 @@ class Original:
             return self._mapped(mmap.MAP_PRIVATE)
 
     def _mapped(self, flags: int) -> list[torch.Tensor]:
-        region = mmap.mmap(self._file, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        region = mmap.mmap(
+            self._file, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
         return [
             torch.frombuffer(region, dtype=dtype, count=shape.numel(), offset=place).view(shape)
             for place, (shape, dtype) in zip(self._places, self._kinds, strict=True)

@@ -1,7 +1,8 @@
 """Large blocks of pinned host memory, kept for the next generation.
 
-torch's own pinned allocator rounds every block up to a power of two, which can double tens of gigabytes, and pinning is
-slow. So a host tier's blocks are plain memory that is registered with CUDA at its own size, once, and lent again.
+torch's own pinned allocator rounds every block up to a power of two, which can double tens of
+gigabytes, and pinning is slow. So a host tier's blocks are plain memory that is registered with
+CUDA at its own size, once, and lent again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-PORTABLE_AND_MAPPED = 3  # cudaHostRegister: pinned for every context, and readable by the device itself
+# cudaHostRegister: pinned for every context, and readable by the device itself
+PORTABLE_AND_MAPPED = 3
 
 _free: dict[int, list[torch.Tensor]] = defaultdict(list)  # blocks [n] uint8 by size
 
@@ -22,8 +24,10 @@ _free: dict[int, list[torch.Tensor]] = defaultdict(list)  # blocks [n] uint8 by 
 def pinned_zeros(size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
     """Pinned memory for as long as `owner` lives; finite everywhere, zero when it is new.
 
-    Raises:
-        RuntimeError: the system gives or pins no more memory.
+    Raises
+    ------
+    RuntimeError
+        the system gives or pins no more memory.
     """
     nbytes = -(-max(1, math.prod(size)) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     block = _free[nbytes].pop() if _free[nbytes] else _registered(nbytes)
@@ -43,7 +47,8 @@ def _registered(nbytes: int) -> torch.Tensor:
     try:
         return _register(nbytes)
     except RuntimeError:
-        release()  # blocks of other sizes, of earlier generations, may take the memory that is missing
+        # blocks of other sizes, of earlier generations, may take the memory that is missing
+        release()
         return _register(nbytes)
 
 
@@ -53,5 +58,7 @@ def _register(nbytes: int) -> torch.Tensor:
         block = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
     except OSError as error:
         raise RuntimeError(f"can't allocate memory: {nbytes} bytes on the host") from error
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, PORTABLE_AND_MAPPED))
+    torch.cuda.check_error(
+        torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, PORTABLE_AND_MAPPED)
+    )
     return block

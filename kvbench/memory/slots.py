@@ -1,7 +1,7 @@
 """Blocks and pools of slots: what the tiers of a store share.
 
-A block is [B, H, slots, D], a slot holds one token, and a list beside the block says which. A pool is the slots of all
-rows and heads one after the other, as many for each as it takes.
+A block is [B, H, slots, D], a slot holds one token, and a list beside the block says which. A pool
+is the slots of all rows and heads one after the other, as many for each as it takes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-PAGE = 16  # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
+# slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
+PAGE = 16
 GROWTH = 256  # slots added at least when a tier of unknown final length is full
 NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
 
@@ -26,8 +27,10 @@ def whole_pages(slots: Slots) -> Slots:
 def more_slots(slots: int, reserved: int, grows: bool) -> int:
     """Slots to reserve where `slots` are needed and fewer, `reserved`, are there.
 
-    Raises:
-        RuntimeError: the tier may not grow.
+    Raises
+    ------
+    RuntimeError
+        the tier may not grow.
     """
     if not grows:
         raise RuntimeError(f"the store reserved {reserved} tokens and was asked to hold {slots}")
@@ -35,7 +38,9 @@ def more_slots(slots: int, reserved: int, grows: bool) -> int:
 
 
 class Pool(NamedTuple):
-    """Keys and values in slots of all rows and heads, [T, width] each, without holes; T is whole pages."""
+    """Keys and values in slots of all rows and heads, [T, width] each, without holes; T is whole
+    pages.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -46,11 +51,17 @@ class Pool(NamedTuple):
         return cls(key.view(-1, key.shape[3]), value.view(-1, value.shape[3]))
 
     def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What slots [B, H, M] of the pool hold, [B, H, M, width] each; zeros where the pool has none."""
+        """What slots [B, H, M] of the pool hold, [B, H, M, width] each; zeros where the pool has
+        none.
+        """
 
         def at(part: torch.Tensor) -> torch.Tensor:
             size = (*slots.shape, part.shape[1])
-            return part.index_select(0, slots.reshape(-1)).view(size) if len(part) else part.new_zeros(size)
+            return (
+                part.index_select(0, slots.reshape(-1)).view(size)
+                if len(part)
+                else part.new_zeros(size)
+            )
 
         return at(self.key), at(self.value)
 
@@ -62,15 +73,24 @@ def flat(slots: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def rows(block: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """block [B, H, n, D] at slots [B, H, M]: [B, H, M, D]. Much quicker than torch.gather on a CPU."""
+    """block [B, H, n, D] at slots [B, H, M]: [B, H, M, D].
+
+    Much quicker than torch.gather on a CPU.
+    """
     batch, heads, count, width = block.shape
     if not count or not slots.shape[2]:
         return block.new_zeros(batch, heads, slots.shape[2], width)
-    return block.reshape(-1, width).index_select(0, flat(slots, count).view(-1)).view(batch, heads, -1, width)
+    return (
+        block.reshape(-1, width)
+        .index_select(0, flat(slots, count).view(-1))
+        .view(batch, heads, -1, width)
+    )
 
 
 def find(lists: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of each of ids [B, H, M] in the ascending lists [B, H, n], and whether it is there (if not: any index)."""
+    """Index of each of ids [B, H, M] in the ascending lists [B, H, n], and whether it is there (if
+    not: any index).
+    """
     if not lists.shape[2]:
         return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     index = torch.searchsorted(lists, ids).clamp(max=lists.shape[2] - 1)
@@ -90,13 +110,19 @@ def repeated(lists: torch.Tensor) -> torch.Tensor:
 
 
 def of_kv_heads(index: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as a list of each KV head, [B, Hkv, n]: a query group's in one."""
+    """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as a list of each KV head, [B, Hkv, n]: a query
+    group's in one.
+    """
     batch, heads, _ = index.shape
-    return index.expand(-1, kv_heads, -1) if heads <= kv_heads else index.reshape(batch, kv_heads, -1)
+    return (
+        index.expand(-1, kv_heads, -1) if heads <= kv_heads else index.reshape(batch, kv_heads, -1)
+    )
 
 
 def joined(lists: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Ascending lists [B, Hs, n], Hs = 1, Hkv or Hq, as those of the KV heads: a query group's without repeats."""
+    """Ascending lists [B, Hs, n], Hs = 1, Hkv or Hq, as those of the KV heads: a query group's
+    without repeats.
+    """
     if lists.shape[1] <= kv_heads:
         return of_kv_heads(lists, kv_heads)
     both = of_kv_heads(lists, kv_heads).sort(dim=2).values
@@ -121,7 +147,9 @@ def _globally(index: torch.Tensor) -> torch.Tensor:
 
 
 def ascending(lists: torch.Tensor) -> bool:
-    """Each of lists [B, H, n] is distinct ids >= 0 in ascending order, then `NO_TOKEN` only; waits for the device."""
+    """Each of lists [B, H, n] is distinct ids >= 0 in ascending order, then `NO_TOKEN` only; waits
+    for the device.
+    """
     rises = (lists[..., 1:] > lists[..., :-1]) | (lists[..., 1:] == NO_TOKEN)
     return bool((lists >= 0).all()) and bool(rises.all())
 

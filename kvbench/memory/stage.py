@@ -1,8 +1,9 @@
 """The stage of a layer: copies of host tokens on the device, and how they get there.
 
-A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made on the device stays
-there, and the device reads the host's memory itself. What is staged already is not moved again. Where attention reads
-the host's memory in place, no copy is made: the stage only counts what would have been held and moved.
+A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made
+on the device stays there, and the device reads the host's memory itself. What is staged already is
+not moved again. Where attention reads the host's memory in place, no copy is made: the stage only
+counts what would have been held and moved.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from kvbench.memory.transfer import side_stream, uploaded
 from kvbench.method import DeviceCache
 
 LAST = DeviceCache()
-Newest = list[int] | None  # of each row, the id of the token whose key and value are on the device anyway
+# of each row, the id of the token whose key and value are on the device anyway
+Newest = list[int] | None
 Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that lie together
 
 
@@ -43,10 +45,15 @@ Blocks = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values that l
 class Staged:
     """Copies of host tokens: of the last selection, and what else stays.
 
-    Attributes:
-        ids: [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
-        rows: keys and values [B, Hkv, U, width] on the device, as held on the host; None where attention is in place.
-        total: how many ids these are, a number on the device where the selection was made there.
+    Attributes
+    ----------
+    ids
+        [B, Hkv, U] ascending, `NO_TOKEN` after the last; on the side where the selection was made.
+    rows
+        keys and values [B, Hkv, U, width] on the device, as held on the host; None where attention
+        is in place.
+    total
+        how many ids these are, a number on the device where the selection was made there.
     """
 
     ids: torch.Tensor
@@ -58,10 +65,15 @@ class Staged:
 class Pending:
     """Tokens to be staged, some of them still on their way up.
 
-    Attributes:
-        ids, total: [B, Hkv, U] and their number, as of `Staged`.
-        source: [B, Hkv, U] int64 on the CPU, the row of each in `blocks` taken one after the other.
-        blocks: keys and values, [..., D] each, on the device; the last is there for who waits on `event`, if any.
+    Attributes
+    ----------
+    ids, total
+        [B, Hkv, U] and their number, as of `Staged`.
+    source
+        [B, Hkv, U] int64 on the CPU, the row of each in `blocks` taken one after the other.
+    blocks
+        keys and values, [..., D] each, on the device; the last is there for who waits on `event`,
+        if any.
     """
 
     ids: torch.Tensor
@@ -74,18 +86,30 @@ class Pending:
 class Stage:
     """What of a host tier is on the device.
 
-    Args:
-        host: the tier.
-        device: where the stage is.
-        moved: called with the number of tokens that were moved up, by the host or by the device.
-        in_place: attention reads the host's memory, so nothing is copied; the device is the CPU.
-        cache: what stays beside the last selection.
-        count_hits: called with the attended tokens, newest ones left out, that were here and that were moved up.
-        values_only: keys are not moved; zeros stand in their place.
+    Parameters
+    ----------
+    host
+        the tier.
+    device
+        where the stage is.
+    moved
+        called with the number of tokens that were moved up, by the host or by the device.
+    in_place
+        attention reads the host's memory, so nothing is copied; the device is the CPU.
+    cache
+        what stays beside the last selection.
+    count_hits
+        called with the attended tokens, newest ones left out, that were here and that were moved
+        up.
+    values_only
+        keys are not moved; zeros stand in their place.
 
-    Attributes:
-        newest: keys and values [B, Hkv, 1, width] of the current token, which come from the device anyway.
-        values_only: as above.
+    Attributes
+    ----------
+    newest
+        keys and values [B, Hkv, 1, width] of the current token, which come from the device anyway.
+    values_only
+        as above.
     """
 
     def __init__(
@@ -104,11 +128,14 @@ class Stage:
         self._keeper, self._count_hits = keeper_of(cache), count_hits
         self._retained: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self.values_only = values_only
-        self._nothing = tuple(block.new_empty(0, block.shape[3], device=device) for block in (host.key, host.value))
+        self._nothing = tuple(
+            block.new_empty(0, block.shape[3], device=device) for block in (host.key, host.value)
+        )
         self._staged: Staged | None = None
         self._noted: deque[Callable[[], None]] = deque()  # what is still to be planned, in order
         self._pending: Pending | None = None
-        self._fetched: torch.Tensor | int = 0  # tokens that the device itself has read, not yet counted as moved
+        # tokens that the device itself has read, not yet counted as moved
+        self._fetched: torch.Tensor | int = 0
         self._here: torch.Tensor | int = 0  # and those that it had, not yet counted as found
 
     @property
@@ -123,20 +150,28 @@ class Stage:
         self._staged = self._pending = None
 
     def locate(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
-        """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and of others what the cache keeps.
+        """Stage the tokens of index [B, Hkv, M] (-1 = none, repeats allowed), and of others what
+        the cache keeps.
 
-        Args:
-            index: on the CPU, or on the device; there it may name any token that was seen.
-            lengths: tokens seen by each row.
+        Parameters
+        ----------
+        index
+            on the CPU, or on the device; there it may name any token that was seen.
+        lengths
+            tokens seen by each row.
 
-        Raises:
-            LookupError: a token that is not in the tier. An index on a GPU aborts the kernel instead.
+        Raises
+        ------
+        LookupError
+            a token that is not in the tier. An index on a GPU aborts the kernel instead.
         """
         self.receive()
         if index.is_cuda and not self._host.arranged and self._keeper is None:
             self._staged, rows = self._read_by_device(index, lengths)
             slots, _ = find(self._staged.ids, index.clamp(min=0))
-            return Located(Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0, self._host.codecs)
+            return Located(
+                Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0, self._host.codecs
+            )
         index = index.cpu()
         if index.numel() and (last := int(index.max())) >= self._host.capacity:
             raise LookupError(f"token {last} is not in the store: not seen yet")
@@ -158,25 +193,33 @@ class Stage:
         def begin() -> None:
             self._receive()
             plan = self._plan(index, newest, self._in_place)
-            self._pending = self._sent(self._with_retained(plan, index, newest, self._in_place), in_background=True)
+            self._pending = self._sent(
+                self._with_retained(plan, index, newest, self._in_place), in_background=True
+            )
 
         self._noted.append(begin)
         if not self._in_place:
             self._settle()
 
     def attended(self, index: Callable[[], torch.Tensor], lengths: Sequence[int]) -> None:
-        """Note that tokens of the tier were attended where they lie; they are staged and counted later.
+        """Note that tokens of the tier were attended where they lie; they are staged and counted
+        later.
 
-        Args:
-            index: gives the [B, Hs, M] ids of those that were, Hs = 1, Hkv or Hq, -1 for others; called before the next
-                change.
-            lengths: as for `locate`.
+        Parameters
+        ----------
+        index
+            gives the [B, Hs, M] ids of those that were, Hs = 1, Hkv or Hq, -1 for others; called
+            before the next change.
+        lengths
+            as for `locate`.
         """
         newest = self._newest(lengths)
 
         def bring() -> None:
             self._receive()
-            self._staged = self._received(self._sent(self._plan_step(index(), lengths, newest, self._in_place)))
+            self._staged = self._received(
+                self._sent(self._plan_step(index(), lengths, newest, self._in_place))
+            )
 
         self._noted.append(bring)
 
@@ -186,7 +229,9 @@ class Stage:
         self._receive()
 
     def count_fetched(self) -> None:
-        """Count as moved what the device itself has read, for which this waits, or would have been sent."""
+        """Count as moved what the device itself has read, for which this waits, or would have been
+        sent.
+        """
         self._settle()
         tokens, here, self._fetched, self._here = int(self._fetched), int(self._here), 0, 0
         if tokens:
@@ -202,7 +247,7 @@ class Stage:
         if self._pending is not None:
             self._staged, self._pending = self._received(self._pending), None
 
-    # -- planned on the CPU ----------------------------------------------------------------------------------------
+    # -- planned on the CPU ------------------------------------------------------------------------
 
     def _newest(self, lengths: Sequence[int]) -> Newest:
         """Of each row, the id of the token in `newest`."""
@@ -212,7 +257,9 @@ class Stage:
         staged = None if self._staged is None else self._staged.ids.cpu()
         return plan_stage(index, self._host.key.shape[1], staged, newest, counted)
 
-    def _plan_step(self, index: torch.Tensor, lengths: Sequence[int], newest: Newest, counted: bool) -> StagePlan:
+    def _plan_step(
+        self, index: torch.Tensor, lengths: Sequence[int], newest: Newest, counted: bool
+    ) -> StagePlan:
         """The plan of a step that attends index [B, Hs, M], which is passed to the keeper, too."""
         plan = self._plan(index, newest, counted)
         self._count_hits(plan.hits, plan.moving)
@@ -220,7 +267,9 @@ class Stage:
             self._retained = self._keeper.after(index_of(plan.ids), lengths)
         return self._with_retained(plan, index, newest, counted)
 
-    def _with_retained(self, plan: StagePlan, index: torch.Tensor, newest: Newest, counted: bool) -> StagePlan:
+    def _with_retained(
+        self, plan: StagePlan, index: torch.Tensor, newest: Newest, counted: bool
+    ) -> StagePlan:
         """The plan of `index`, with what the keeper keeps beside it."""
         if self._retained is None:
             return plan
@@ -237,13 +286,19 @@ class Stage:
         if not plan.moving:
             return Pending(plan.ids, plan.total, plan.source, blocks)
         heads = self._host.key.shape[1]
-        buffer = self._host.read(plan.head // heads, plan.head % heads, plan.token, self.values_only)
+        buffer = self._host.read(
+            plan.head // heads, plan.head % heads, plan.token, self.values_only
+        )
         self._moved(plan.moving)
         aside = in_background and self._device.type == "cuda"
         with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
-            parts = rows_in(uploaded(buffer, self._device), self._host.moving(self.values_only), plan.moving)
+            parts = rows_in(
+                uploaded(buffer, self._device), self._host.moving(self.values_only), plan.moving
+            )
             event = torch.cuda.current_stream(self._device).record_event() if aside else None
-        return Pending(plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event)
+        return Pending(
+            plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event
+        )
 
     def _received(self, pending: Pending) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
@@ -255,10 +310,12 @@ class Stage:
             pending.blocks[-1][1].record_stream(stream)
         source = uploaded(pending.source.reshape(-1), self._device)
         sides = _joined(pending.blocks, self._nothing)
-        key, value = (side.index_select(0, source).view(*pending.ids.shape, side.shape[1]) for side in sides)
+        key, value = (
+            side.index_select(0, source).view(*pending.ids.shape, side.shape[1]) for side in sides
+        )
         return Staged(pending.ids, (key, value), pending.total)
 
-    # -- on the device alone ---------------------------------------------------------------------------------------
+    # -- on the device alone -----------------------------------------------------------------------
 
     def _read_by_device(
         self, index: torch.Tensor, lengths: Sequence[int]
@@ -275,12 +332,18 @@ class Stage:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
         here, there = _joined(self._blocks(), self._nothing), self._host.moving(self.values_only)
         sides = zip(here[-len(there) :], there, strict=True)
-        parts = _with_keys([fetch(near, far, block, host.flatten(0, 2)) for block, host in sides], self._nothing[0])
+        parts = _with_keys(
+            [fetch(near, far, block, host.flatten(0, 2)) for block, host in sides], self._nothing[0]
+        )
         rows = parts[0].reshape(*ids.shape, -1), parts[1].reshape(*ids.shape, -1)
         return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
 
-    def _origins(self, ids: torch.Tensor, device_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else of the host's."""
+    def _origins(
+        self, ids: torch.Tensor, device_lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else
+        of the host's.
+        """
         batch, heads, _ = ids.shape
         head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
         near, first = torch.full_like(ids, -1), 0
@@ -293,26 +356,36 @@ class Stage:
         far = torch.where((near < 0) & (ids != NO_TOKEN), head * self._host.capacity + ids, -1)
         return near.masked_fill(ids == NO_TOKEN, -1).view(-1), far.view(-1)
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    # -- what is there -----------------------------------------------------------------------------
 
     def _blocks(self) -> Blocks:
         """The staged tokens, then the newest of each row."""
         staged = () if self._staged is None or self._staged.rows is None else (self._staged.rows,)
         return staged if self.newest is None else (*staged, self.newest)
 
-    # -- for tests -------------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
         if self.staged is not None:
             self._check_ids(self.staged.ids)
-            for row, block in zip(self.staged.rows or (), (self._host.key, self._host.value), strict=False):
-                assert row.shape == (*self.staged.ids.shape, block.shape[3]), "what is staged has a key and a value"
+            for row, block in zip(
+                self.staged.rows or (), (self._host.key, self._host.value), strict=False
+            ):
+                assert row.shape == (*self.staged.ids.shape, block.shape[3]), (
+                    "what is staged has a key and a value"
+                )
         if self._pending is not None:
             self._check_ids(self._pending.ids)
-            rows = sum(value.numel() for _, value in self._pending.blocks) // self._host.value.shape[3]
-            assert self._in_place or self._pending.source.shape == self._pending.ids.shape, "what comes has a source"
-            assert bool((self._pending.source < max(rows, 1)).all()), "a source is a row of the blocks"
+            rows = (
+                sum(value.numel() for _, value in self._pending.blocks) // self._host.value.shape[3]
+            )
+            assert self._in_place or self._pending.source.shape == self._pending.ids.shape, (
+                "what comes has a source"
+            )
+            assert bool((self._pending.source < max(rows, 1)).all()), (
+                "a source is a row of the blocks"
+            )
 
     def _check_ids(self, ids: torch.Tensor) -> None:
         ids = ids.cpu()
@@ -322,23 +395,32 @@ class Stage:
         assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
 
 
-def _with_keys(parts: Sequence[torch.Tensor], nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [n, width] that were moved; in the place of keys that were not zeros, as wide as `nothing`."""
+def _with_keys(
+    parts: Sequence[torch.Tensor], nothing: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, width] that were moved; in the place of keys that were not zeros, as wide
+    as `nothing`.
+    """
     *key, value = parts
     return key[0] if key else nothing.new_zeros(1, nothing.shape[1]).expand(len(value), -1), value
 
 
 def _joined(blocks: Blocks, nothing: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all blocks, keys and values, [n, width] each; where there are none, `nothing` [0, width] of each."""
+    """The rows of all blocks, keys and values, [n, width] each; where there are none, `nothing` [0,
+    width] of each.
+    """
     sides = zip(*blocks, strict=True) if blocks else [(none,) for none in nothing]
     key, value = (
-        torch.cat([part.reshape(-1, none.shape[1]) for part in side]) for side, none in zip(sides, nothing, strict=True)
+        torch.cat([part.reshape(-1, none.shape[1]) for part in side])
+        for side, none in zip(sides, nothing, strict=True)
     )
     return key, value
 
 
 def _distinct(index: torch.Tensor) -> torch.Tensor:
-    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` after; as many columns, in whole pages."""
+    """Distinct ids >= 0 of index [B, H, M], ascending, `NO_TOKEN` after; as many columns, in whole
+    pages.
+    """
     ids = lists_of(index)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
     repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]

@@ -1,4 +1,7 @@
-"""Which token of a layer is in which tier, and how many bytes that takes. Nothing here changes a tier but its order."""
+"""Which token of a layer is in which tier, and how many bytes that takes.
+
+Nothing here changes a tier but its order.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +31,33 @@ DROPPED, DEVICE, HOST = 0, 1, 2
 class Tiers:
     """The tiers of one layer: a token of a KV head is in one of them, or dropped.
 
-    Args:
-        device: the device tier.
-        home: where tokens live once the prompt is read.
-        kinds: how the tiers hold keys and values once the prompt is over; until then the device has them as they came.
+    Parameters
+    ----------
+    device
+        the device tier.
+    home
+        where tokens live once the prompt is read.
+    kinds
+        how the tiers hold keys and values once the prompt is over; until then the device has them
+        as they came.
 
-    Attributes:
-        home: as above.
-        lengths: tokens seen by each row, kept or not.
-        device: the device tier.
-        host: the host tier, where there is one.
-        stage: what of the host tier is on the device, where there is one.
+    Attributes
+    ----------
+    home
+        as above.
+    lengths
+        tokens seen by each row, kept or not.
+    device
+        the device tier.
+    host
+        the host tier, where there is one.
+    stage
+        what of the host tier is on the device, where there is one.
     """
 
-    def __init__(self, device: DeviceTier, home: Literal["device", "host"] = "device", kinds: KV = NATIVE) -> None:
+    def __init__(
+        self, device: DeviceTier, home: Literal["device", "host"] = "device", kinds: KV = NATIVE
+    ) -> None:
         self.lengths = [0] * len(device.used)
         self.device = device
         self.host: HostTier | None = None
@@ -54,7 +70,8 @@ class Tiers:
         return self.__dict__ | {"_worked_out": ((), {})}
 
     def worked_out(self, find: Callable[[Any], Result]) -> Result:
-        """find(store), which is asked again where the tiers hold their tokens elsewhere than they did.
+        """find(store), which is asked again where the tiers hold their tokens elsewhere than they
+        did.
 
         A token that is appended in place changes none of it but the numbers in `device.numbers`.
         """
@@ -82,7 +99,7 @@ class Tiers:
     def _staged(self) -> Staged | None:
         return None if self.stage is None else self.stage.staged
 
-    # -- tokens ----------------------------------------------------------------------------------------------------
+    # -- tokens ------------------------------------------------------------------------------------
 
     def resident_counts(self) -> torch.Tensor:
         """[B, Hkv] tokens on the device, staged ones included."""
@@ -91,7 +108,9 @@ class Tiers:
         return self.device.used + (self._staged.ids != NO_TOKEN).sum(dim=2).cpu()
 
     def resident_ids(self) -> torch.Tensor:
-        """Token ids on the device, staged ones included, ascending, [B, Hkv, n] with trailing -1."""
+        """Token ids on the device, staged ones included, ascending, [B, Hkv, n] with
+        trailing -1.
+        """
         ids = self.device.token_ids()
         if self._staged is None:
             return ids
@@ -99,7 +118,9 @@ class Tiers:
         return index_of(lists_of(both))[..., : int(self.resident_counts().max())]
 
     def tiers(self) -> torch.Tensor:
-        """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED` beyond a row)."""
+        """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` for each token seen (`DROPPED`
+        beyond a row).
+        """
         tiers = torch.zeros(*self.device.used.shape, max(self.lengths), dtype=torch.int8)
         device_ids = self.device.token_ids().cpu()
         at = (device_ids >= 0).nonzero(as_tuple=True)
@@ -111,31 +132,42 @@ class Tiers:
         return tiers
 
     def everything(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any tier, on the CPU."""
+        """Ids [n] ascending, keys and values [n, D], of all tokens one KV head still has in any
+        tier, on the CPU.
+        """
         tokens = self.device.tokens(row, head)
         if self.host is None:
             return tokens
-        ids, key, value = (torch.cat(both) for both in zip(tokens, self.host.tokens(row, head), strict=True))
+        ids, key, value = (
+            torch.cat(both) for both in zip(tokens, self.host.tokens(row, head), strict=True)
+        )
         ids, order = ids.sort()
         return ids, key[order], value[order]
 
     def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is the host."""
+        """The first `count` keys and values in host memory, [B, Hkv, count, D], where the home is
+        the host.
+        """
         host = self.host
         if host is None:
             return None
         return Arrival(host.key[:, :, :count], host.value[:, :, :count], host.codecs, host.copied)
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all used).
+        """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all
+        used).
 
         They are in place but where KV heads were left unequal numbers of tokens.
 
-        Raises:
-            LookupError: the home is the host.
+        Raises
+        ------
+        LookupError
+            the home is the host.
         """
         if self.home == "host":
-            raise LookupError("a method whose tokens live on the host must select: nothing is resident to attend")
+            raise LookupError(
+                "a method whose tokens live on the host must select: nothing is resident to attend"
+            )
         return self.device.resident()
 
     @property
@@ -144,8 +176,9 @@ class Tiers:
         return self.host is None and self.device.ids is None
 
     def remaining(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of all tokens that any tier still has, [B, Hkv, n, D] each on the device, and where in
-        [B, Hkv, n] there are some (None: everywhere). Those of the host are brought up, and come last.
+        """Keys and values of all tokens that any tier still has, [B, Hkv, n, D] each on the device,
+        and where in [B, Hkv, n] there are some (None: everywhere). Those of the host are brought
+        up, and come last.
         """
         key, value, mask = self.device.resident()
         if self.host is None:
@@ -154,12 +187,18 @@ class Tiers:
         there = self.host.present[:, :, : everyone.shape[2]]
         far = self.host.codecs.decode(*self.host.gather(everyone))
         more = [uploaded(block, key.device) for block in (*far, there)]
-        here = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) if mask is None else mask
-        key, value, mask = (torch.cat(both, dim=2) for both in zip((key, value, here), more, strict=True))
+        here = (
+            torch.ones(key.shape[:3], dtype=torch.bool, device=key.device) if mask is None else mask
+        )
+        key, value, mask = (
+            torch.cat(both, dim=2) for both in zip((key, value, here), more, strict=True)
+        )
         return key, value, None if bool(there.all()) and not self.device.used.any() else mask
 
     def far(self, index: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as lists of KV heads, -1 for those that do not live on the host."""
+        """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as lists of KV heads, -1 for those that do not
+        live on the host.
+        """
         assert self.host is not None
         index = of_kv_heads(index, self.kv_heads)
         return torch.where(self.host.present.gather(2, index.clamp(min=0)), index, -1)
@@ -170,27 +209,35 @@ class Tiers:
         return self.stage is not None and self.stage.values_only
 
     def with_stored_keys(self, selection: Selection) -> Selection:
-        """A selection whose keys are the stored ones of tokens on the device, where only the host's are rebuilt."""
+        """A selection whose keys are the stored ones of tokens on the device, where only the host's
+        are rebuilt.
+        """
         if selection.keys is None or not self.rebuilds_keys:
             return selection
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
         slots, on_device = self.device.find(index)
-        stored = self.device.codecs.key.decode(self.device.pool.key[slots + self.device.first[..., None]])
+        stored = self.device.codecs.key.decode(
+            self.device.pool.key[slots + self.device.first[..., None]]
+        )
         rebuilt = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
         return replace(selection, keys=torch.where(on_device[..., None], stored, rebuilt))
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order of the host tier; see `HostTier.arrange`.
 
-        Raises:
-            ValueError: there is no host tier, or the order is no permutation.
+        Raises
+        ------
+        ValueError
+            there is no host tier, or the order is no permutation.
         """
         if self.host is None:
             raise ValueError("arrange sets the order of host memory; declare Needs(home='host')")
         self.host.arrange(order)
 
     def encode(self) -> None:
-        """Code the device's tokens as its kind says; called after the prompt and the method's eviction of it."""
+        """Code the device's tokens as its kind says; called after the prompt and the method's
+        eviction of it.
+        """
         if self._kinds.grouped:
             self.device = GroupedTier(self.device, self._codecs("device"))
         else:
@@ -201,10 +248,12 @@ class Tiers:
         plain = self.device.codecs.key
         return Codecs.of(self._kinds, tier, plain.head_dim, plain.dtype)
 
-    # -- bytes -----------------------------------------------------------------------------------------------------
+    # -- bytes -------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> int:
-        """Bytes of the tokens on the device, staged ones included; not those of slots without a token."""
+        """Bytes of the tokens on the device, staged ones included; not those of slots without a
+        token.
+        """
         if self.host is None:
             return self.device.nbytes
         staged = 0 if self._staged is None else int(self._staged.total)
@@ -223,9 +272,9 @@ class Tiers:
     def allocated_bytes(self) -> int:
         """Bytes that the layer's keys and values take on the device, staged copies included.
 
-        That is more than `resident_bytes` by the slots reserved for tokens to come, by what is left of each KV head's
-        last page, and where the prompts of a batch are of unequal length and nothing was evicted: each row takes as
-        much as the longest.
+        That is more than `resident_bytes` by the slots reserved for tokens to come, by what is left
+        of each KV head's last page, and where the prompts of a batch are of unequal length and
+        nothing was evicted: each row takes as much as the longest.
         """
         entry_bytes = 0 if self.host is None else self.host.codecs.nbytes
         staged = 0 if self._staged is None else self._staged.ids.numel() * entry_bytes
@@ -237,7 +286,9 @@ class Tiers:
 
     @property
     def entry_bytes(self) -> float:
-        """Bytes of a token's key and value in one KV head, the mean over the tokens of both tiers."""
+        """Bytes of a token's key and value in one KV head, the mean over the tokens of
+        both tiers.
+        """
         tokens = self.device.total + (0 if self.host is None else self.host.total)
         return (self.device.nbytes + self.remote_bytes()) / max(1, tokens)
 
@@ -248,17 +299,23 @@ class Tiers:
             return self.device.sizes
         return self.host.codecs.key.nbytes, self.host.codecs.value.nbytes
 
-    # -- for tests -------------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Assert what holds between any two calls once the prompt has left; waits for the device."""
+        """Assert what holds between any two calls once the prompt has left; waits for the
+        device.
+        """
         self.device.check_integrity()
         assert (self.host is None) == (self.stage is None), "a host tier has a stage"
         if self.host is not None and self.stage is not None:
             self.host.check_integrity()
             self.stage.check_integrity()
             beyond = torch.arange(self.host.capacity) >= torch.tensor(self.lengths)[:, None, None]
-            assert not bool((self.host.present & beyond).any()), "the host holds no token that was not seen"
+            assert not bool((self.host.present & beyond).any()), (
+                "the host holds no token that was not seen"
+            )
         lengths = torch.tensor(self.lengths)[:, None, None]
-        assert bool((self.device.token_ids().cpu() < lengths).all()), "the device holds no token that was not seen"
+        assert bool((self.device.token_ids().cpu() < lengths).all()), (
+            "the device holds no token that was not seen"
+        )
         self.tiers()

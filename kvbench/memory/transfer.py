@@ -11,7 +11,9 @@ _ANYWHERE = nullcontext()
 
 
 def computing_on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one for a block of code: kernels that are no operations of torch run on that one."""
+    """Make a GPU the current one for a block of code: kernels that are no operations of torch run
+    on that one.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else _ANYWHERE
 
 
@@ -22,9 +24,13 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on `device`, without a wait for it: to a GPU through pinned memory, which takes nothing expanded."""
+    """A CPU tensor on `device`, without a wait for it: to a GPU through pinned memory, which takes
+    nothing expanded.
+    """
     if tensor.device == device:
         return tensor
     if device.type != "cuda":
         return tensor.to(device)
-    return (tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()).to(device, non_blocking=True)
+    return (tensor if tensor.is_pinned() else tensor.contiguous().pin_memory()).to(
+        device, non_blocking=True
+    )

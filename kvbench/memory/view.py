@@ -14,9 +14,12 @@ from kvbench.method import View
 class StoreView(View):
     """`View` over the stores of a generation.
 
-    Args:
-        stores: of each layer.
-        read: called with the bytes of every metered read.
+    Parameters
+    ----------
+    stores
+        of each layer.
+    read
+        called with the bytes of every metered read.
     """
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
@@ -37,12 +40,16 @@ class StoreView(View):
         return counts
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie. Metered.
+        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie.
+
+        Metered.
 
         Ids may be on the CPU, which counts them without a wait for the device.
 
-        Raises:
-            LookupError: an id that was dropped, or not seen yet.
+        Raises
+        ------
+        LookupError
+            an id that was dropped, or not seen yet.
         """
         return self._read(layer, ids, 0)
 
@@ -51,12 +58,15 @@ class StoreView(View):
         return self._read(layer, ids, 1)
 
     def host_keys(self, layer: int) -> torch.Tensor:
-        """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt is there.
+        """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt
+        is there.
 
         Coded keys are in place for a method whose `Needs` say `host_keys`, else a decoded copy.
 
-        Raises:
-            ValueError: nothing of this layer has its home on the host.
+        Raises
+        ------
+        ValueError
+            nothing of this layer has its home on the host.
         """
         host = self._stores[layer].host
         if host is None:
@@ -67,7 +77,11 @@ class StoreView(View):
     def count_read(self, layer: int, keys: int) -> None:
         """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
         host = self._stores[layer].host
-        size = self._stores[layer].sizes[0] if host is None else host.decoded_bytes or host.codecs.key.nbytes
+        size = (
+            self._stores[layer].sizes[0]
+            if host is None
+            else host.decoded_bytes or host.codecs.key.nbytes
+        )
         self._metered(keys * size)
 
     def resident(self, layer: int) -> torch.Tensor:
@@ -80,19 +94,34 @@ class StoreView(View):
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def write(
-        self, layer: int, ids: torch.Tensor, values: torch.Tensor | None = None, keys: torch.Tensor | None = None
+        self,
+        layer: int,
+        ids: torch.Tensor,
+        values: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
     ) -> None:
-        """Other values, or keys, [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep` left on the device.
+        """Other values, or keys, [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep`
+        left on the device.
 
-        Raises:
-            ValueError: it has dropped nothing, so that the memory may be shared; or the device's tokens are coded.
-            LookupError: a token that is not on the device.
+        Raises
+        ------
+        ValueError
+            it has dropped nothing, so that the memory may be shared; or the device's tokens are
+            coded.
+        LookupError
+            a token that is not on the device.
         """
         device, there = self._stores[layer].device, ids >= 0
         if not device.writable:
-            raise ValueError("the method writes keys or values anew, and this memory is the engine's; backend=hf can")
+            raise ValueError(
+                "the method writes keys or values anew, and this memory is the engine's;"
+                " backend=hf can"
+            )
         if device.ids is None or device.pool.value.dtype != device.codecs.value.dtype:
-            raise ValueError("write is for tokens that keep has left on the device, before end_prefill has coded them")
+            raise ValueError(
+                "write is for tokens that keep has left on the device, before end_prefill has coded"
+                " them"
+            )
         slots = device.locate(ids).slots[there]
         for block, rows in ((device.pool.key, keys), (device.pool.value, values)):
             if rows is not None:

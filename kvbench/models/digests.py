@@ -1,7 +1,10 @@
-"""What files hold, as a hash: all of their bytes count. A large file is read once for as long as it stays as it is.
+"""What files hold, as a hash: all of their bytes count.
 
-What a file held is remembered under `$KVBENCH_HOME` by its place on the disk, its size and the times of its last
-changes. What lies there is read as data, and only if it is the user's own. Imports no torch.
+A large file is read once for as long as it stays as it is.
+
+What a file held is remembered under `$KVBENCH_HOME` by its place on the disk, its size and the
+times of its last changes. What lies there is read as data, and only if it is the user's own.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(files: Iterable[Path], kind: str) -> str:
-    """`<kind>-<hash>` of files, by name, size and all of their bytes; a line on stderr says where that takes long."""
+    """`<kind>-<hash>` of files, by name, size and all of their bytes; a line on stderr says where
+    that takes long.
+    """
     digest, listed = hashlib.sha256(), sorted(files)
     large = digests_of(file for file in listed if file.stat().st_size > LARGE)
     for file in listed:
@@ -53,7 +58,9 @@ def digests_of(files: Iterable[Path]) -> dict[Path, str]:
 
 
 class ReadProgress:
-    """Says on stderr how long it takes yet to read so many bytes, where that is more than a moment."""
+    """Says on stderr how long it takes yet to read so many bytes, where that is more than
+    a moment.
+    """
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -67,7 +74,10 @@ class ReadProgress:
         if now >= self.next:
             remaining = (self.total - self.done) * (now - self.begin) / self.done
             size = f"{self.total / 1e9:.1f} GB of weights"
-            print(f"reading all {size}, which a run is named by, once: some {remaining:.0f} s left", file=sys.stderr)
+            print(
+                f"reading all {size}, which a run is named by, once: some {remaining:.0f} s left",
+                file=sys.stderr,
+            )
             self.next = now + REPORT_INTERVAL
 
 
@@ -81,7 +91,9 @@ def _read(file: Path, progress: ReadProgress) -> str:
 
 
 def _key(status: os.stat_result) -> str:
-    """What names a file's content for as long as nobody writes to it; the last time changes whatever others are set."""
+    """What names a file's content for as long as nobody writes to it; the last time changes
+    whatever others are set.
+    """
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return "-".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
@@ -89,24 +101,32 @@ def _key(status: os.stat_result) -> str:
 def _is_settled(file: Path, key: str) -> bool:
     """Whether a file is as it was before it was read, and for some time."""
     after = file.stat()
-    return _key(after) == key and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > SETTLED
+    return (
+        _key(after) == key and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > SETTLED
+    )
 
 
 def _remembered() -> dict[str, str]:
     file = home() / "digests.json"
     try:
         status = file.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > MOST_BYTES:
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_size > MOST_BYTES
+        ):
             return {}
         listed = json.loads(file.read_bytes())
         return {key: value for key, value in listed.items() if _SHA256.fullmatch(value)}
-    except (AttributeError, OSError, RecursionError, TypeError, ValueError):  # a damaged file is made anew
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError):
+        # a damaged file is made anew
         return {}
 
 
 def _remember(new: dict[str, str]) -> None:
     newest = list((_remembered() | new).items())[-MOST_REMEMBERED:]
-    with contextlib.suppress(ConfigError, OSError):  # where nothing can be written, files are read again
+    # where nothing can be written, files are read again
+    with contextlib.suppress(ConfigError, OSError):
         home().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".digests-", dir=home()) as folder:
             file = Path(folder, "digests.json")

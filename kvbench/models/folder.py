@@ -1,7 +1,8 @@
-"""A model's folder as data, before anything in it is used: what is no file, or nothing of its kind, is refused by name.
+"""A model's folder as data, before anything in it is used: what is no file, or nothing of its kind,
+is refused by name.
 
-`kvbench.models.hub` asks before it reads config.json, so that a pipe, a device or a file of any size keeps nobody
-waiting. Imports no torch.
+`kvbench.models.hub` asks before it reads config.json, so that a pipe, a device or a file of any
+size keeps nobody waiting. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,26 +19,41 @@ from kvbench.config import ConfigError, first_line, show
 # What transformers reads of a folder, by pattern.
 WEIGHTS = ("*.safetensors", "*.bin")
 TEXTS = (
-    *("*config*.json", "*.index.json", "*token*.json", "vocab.*", "merges.*", "*.model", "*.tiktoken", "kvbench.json"),
+    *(
+        "*config*.json",
+        "*.index.json",
+        "*token*.json",
+        "vocab.*",
+        "merges.*",
+        "*.model",
+        "*.tiktoken",
+        "kvbench.json",
+    ),
     *("chat_template.*", "additional_chat_templates/*"),
 )
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 MOST_BYTES = 1 << 27  # of a text; the largest tokenizers have some 2**26
 MOST_OF_CONFIG = 1 << 22
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "kvbench.json")
-MOST_HEADER = 100_000_000  # bytes before the weights of a safetensors file, which its own library sets
+# bytes before the weights of a safetensors file, which its own library sets
+MOST_HEADER = 100_000_000
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def refuse_strange_files(folder: Path, path: str) -> None:
     """Refuse a model's folder where something that is read is no file of a size to be read.
 
-    Args:
-        folder: of the model.
-        path: what messages call it.
+    Parameters
+    ----------
+    folder
+        of the model.
+    path
+        what messages call it.
 
-    Raises:
-        ConfigError: names the file, and a generation_config.json whose stop tokens are none.
+    Raises
+    ------
+    ConfigError
+        names the file, and a generation_config.json whose stop tokens are none.
     """
     for file in sorted(file for pattern in (*TEXTS, *WEIGHTS) for file in folder.glob(pattern)):
         if reason := _strange(file):
@@ -47,7 +63,9 @@ def refuse_strange_files(folder: Path, path: str) -> None:
         try:
             eos = json.loads(file.read_bytes()).get("eos_token_id")
         except (AttributeError, OSError, RecursionError, ValueError) as error:
-            raise ConfigError(f"model.path={path}: {file.name} cannot be read: {first_line(error)}") from error
+            raise ConfigError(
+                f"model.path={path}: {file.name} cannot be read: {first_line(error)}"
+            ) from error
         stop_ids(eos, f"model.path={path}: {file.name}: ")
 
 
@@ -70,23 +88,34 @@ def _strange(file: Path) -> str:
 def stop_ids(eos: Any, where: str) -> tuple[int, ...]:
     """The tokens that an `eos_token_id` names.
 
-    Raises:
-        ConfigError: it is neither a whole number nor a list of them; `where` stands before the key in the message.
+    Raises
+    ------
+    ConfigError
+        it is neither a whole number nor a list of them; `where` stands before the key in the
+        message.
     """
     ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
     if any(type(token) is not int for token in ids):
-        raise ConfigError(f"{where}eos_token_id={show(eos)[:100]}: expected a whole number, or a list of them")
+        raise ConfigError(
+            f"{where}eos_token_id={show(eos)[:100]}: expected a whole number, or a list of them"
+        )
     return ids
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:
-    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a broken download.
+    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a
+    broken download.
 
-    Raises:
-        ConfigError: names the file.
+    Raises
+    ------
+    ConfigError
+        names the file.
     """
     if not holds_weights(folder):
-        raise ConfigError(f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside config.json")
+        raise ConfigError(
+            f"model.path={path}: no weights in it; expected *.safetensors or *.bin beside"
+            " config.json"
+        )
     files = {file.name for file in folder.glob("*.safetensors")}
     for name in sorted(files):
         if reason := _damage(folder / name):
@@ -100,11 +129,15 @@ def refuse_no_weights(folder: Path, path: str) -> None:
 def refuse_no_tokenizer(folder: Path, path: str) -> None:
     """Refuse a model's folder without any file that a tokenizer is read from.
 
-    Raises:
-        ConfigError: says which are meant.
+    Raises
+    ------
+    ConfigError
+        says which are meant.
     """
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise ConfigError(f"model.path={path}: no tokenizer in it; expected tokenizer.json, or other files of one")
+        raise ConfigError(
+            f"model.path={path}: no tokenizer in it; expected tokenizer.json, or other files of one"
+        )
 
 
 def holds_weights(folder: Path) -> bool:
@@ -113,7 +146,9 @@ def holds_weights(folder: Path) -> bool:
 
 
 def tensor_types(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Each tensor of the safetensors files in a folder: its file, its name, and its type, such as BF16 or I16."""
+    """Each tensor of the safetensors files in a folder: its file, its name, and its type, such as
+    BF16 or I16.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             yield file.name, name, str(entry["dtype"])
@@ -122,8 +157,10 @@ def tensor_types(folder: Path) -> Iterator[tuple[str, str, str]]:
 def _header(file: Path) -> dict[str, Mapping[str, Any]]:
     """What a safetensors file says of its tensors, by their names.
 
-    Raises:
-        ValueError: nothing that can be read, with the reason.
+    Raises
+    ------
+    ValueError
+        nothing that can be read, with the reason.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -134,7 +171,9 @@ def _header(file: Path) -> dict[str, Mapping[str, Any]]:
         try:
             header = json.loads(stream.read(min(length, MOST_HEADER)))
             header.pop("__metadata__", None)
-            whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            whole = (
+                8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            )
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
             raise ValueError("is no safetensors file") from None
     if size != whole:
@@ -143,7 +182,9 @@ def _header(file: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file by its header, which says where its tensors end; "" for nothing."""
+    """What is wrong with a safetensors file by its header, which says where its tensors end; "" for
+    nothing.
+    """
     try:
         _header(file)
     except (OSError, ValueError) as error:

@@ -1,8 +1,9 @@
-"""What a run takes of memory at least, from the shape of its model alone, and what is free: asked before it is taken.
+"""What a run takes of memory at least, from the shape of its model alone, and what is free: asked
+before it is taken.
 
-The estimates are lower bounds, so that nothing is refused that might run: weights, keys and values of the longest
-prompt, and the widest tensors of one chunk of its prefill. What cannot be known here (indexes, buffers, what a library
-keeps) comes on top.
+The estimates are lower bounds, so that nothing is refused that might run: weights, keys and values
+of the longest prompt, and the widest tensors of one chunk of its prefill. What cannot be known here
+(indexes, buffers, what a library keeps) comes on top.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ GIB = 2**30
 class Prompts(NamedTuple):
     """The largest prompts of a run.
 
-    Attributes:
-        tokens: of a row, the generated ones included; 0 where they are not known before the tokenizer is.
-        rows: that are generated together.
-        chunk: tokens of a forward pass; None: all.
+    Attributes
+    ----------
+    tokens
+        of a row, the generated ones included; 0 where they are not known before the tokenizer is.
+    rows
+        that are generated together.
+    chunk
+        tokens of a forward pass; None: all.
     """
 
     tokens: int
@@ -42,10 +47,14 @@ class Prompts(NamedTuple):
 class Footprint(NamedTuple):
     """Bytes that a run takes at least.
 
-    Attributes:
-        weights: of the model.
-        cache: keys and values of all layers.
-        activations: of one forward pass of the prefill.
+    Attributes
+    ----------
+    weights
+        of the model.
+    cache
+        keys and values of all layers.
+    activations
+        of one forward pass of the prefill.
     """
 
     weights: int
@@ -56,8 +65,8 @@ class Footprint(NamedTuple):
 def footprint(
     model_config: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, kv: KV = NATIVE
 ) -> Footprint | None:
-    """The bytes of a model and its prompts, with keys and values as the host holds them; None where the shape does not
-    say.
+    """The bytes of a model and its prompts, with keys and values as the host holds them; None where
+    the shape does not say.
     """
     shape = text_config(model_config)
     if not all(shape.get(key) for key in SHAPE_KEYS):
@@ -65,9 +74,11 @@ def footprint(
     width, layers, heads, vocabulary = (int(shape[key]) for key in SHAPE_KEYS)
     head_dim = shape.get("head_dim") or width // heads
     kv_heads = shape.get("num_key_value_heads") or heads
-    inner = min((size for key in INNER if (size := shape.get(key))), default=0)  # some layers may be of experts alone
+    # some layers may be of experts alone
+    inner = min((size for key in INNER if (size := shape.get(key))), default=0)
     matrices = 3 if _is_gated(shape) else 2
-    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the MLP.
+    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the
+    # MLP.
     layer = 2 * width * head_dim * (heads + kv_heads) + matrices * width * inner
     embeddings = vocabulary * width * (2 if shape.get("tie_word_embeddings") is False else 1)
     window_tokens = [min(prompts.tokens, size - 1) for size in windows(shape).values()]
@@ -89,25 +100,44 @@ def _is_gated(shape: Mapping[str, Any]) -> bool:
 
 
 def refuse_too_large(
-    required: Footprint, device: torch.device, home: str, model: str, prompts: Prompts, free: Mapping[str, int]
+    required: Footprint,
+    device: torch.device,
+    home: str,
+    model: str,
+    prompts: Prompts,
+    free: Mapping[str, int],
 ) -> None:
     """Refuse a run that cannot fit.
 
-    Args:
-        required: bytes of its parts.
-        device: that computes.
-        home: of keys and values, as in `Needs.home`; "by_layer" leaves open what of them either tier takes.
-        model: what messages call the model.
-        prompts: those that `required` is of.
-        free: bytes free, by "device" and "host"; what is not known is absent.
+    Parameters
+    ----------
+    required
+        bytes of its parts.
+    device
+        that computes.
+    home
+        of keys and values, as in `Needs.home`; "by_layer" leaves open what of them either tier
+        takes.
+    model
+        what messages call the model.
+    prompts
+        those that `required` is of.
+    free
+        bytes free, by "device" and "host"; what is not known is absent.
 
-    Raises:
-        ConfigError: names the key that takes most, the estimate, what is free and what would be right.
+    Raises
+    ------
+    ConfigError
+        names the key that takes most, the estimate, what is free and what would be right.
     """
     resting = {"weights": required.weights, "activations": required.activations}
     cache = {"KV cache": required.cache}
     shared_memory = device.type == "cpu"
-    tiers = {"host": resting | cache} if shared_memory else {"device": resting | (cache if home == "device" else {})}
+    tiers = (
+        {"host": resting | cache}
+        if shared_memory
+        else {"device": resting | (cache if home == "device" else {})}
+    )
     if home == "host" and not shared_memory:
         tiers["host"] = cache
     for tier, parts in tiers.items():
@@ -116,16 +146,23 @@ def refuse_too_large(
             continue
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         by_model = parts.get("weights", 0) > free[tier]
-        key = f"model={model}" if by_model else f"task.lengths: {prompts.tokens} tokens x {prompts.rows}"
+        key = (
+            f"model={model}"
+            if by_model
+            else f"task.lengths: {prompts.tokens} tokens x {prompts.rows}"
+        )
         right = "a smaller model" if by_model else "shorter prompts, fewer rows or a smaller model"
         raise ConfigError(
-            f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({listed}), and {free[tier] / GIB:.1f} are "
-            f"free; choose {right} (memory_check=false tries all the same)"
+            f"{key}: takes {total / GIB:.1f} GiB of {tier} memory at least ({listed}), and"
+            f" {free[tier] / GIB:.1f} are free; choose {right} (memory_check=false tries all the"
+            " same)"
         )
 
 
 def free_memory(*devices: torch.device) -> dict[str, int]:
-    """Bytes free on the host and, where it is another memory, on the devices; what is not known is absent."""
+    """Bytes free on the host and, where it is another memory, on the devices; what is not known is
+    absent.
+    """
     free = {"host": host} if (host := _free_on_host()) is not None else {}
     if devices[0].type == "cuda":
         gc.collect()  # caches and engines refer to each other
@@ -134,13 +171,17 @@ def free_memory(*devices: torch.device) -> dict[str, int]:
 
 
 def _free_on(device: torch.device) -> int:
-    """What nobody has of a GPU, and what torch has and no tensor does: memory of what ran before in this process."""
+    """What nobody has of a GPU, and what torch has and no tensor does: memory of what ran before in
+    this process.
+    """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _free_on_host() -> int | None:
-    """What Linux says is available to a new program, or what a container's limit leaves of it; None elsewhere."""
+    """What Linux says is available to a new program, or what a container's limit leaves of it; None
+    elsewhere.
+    """
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
@@ -150,6 +191,7 @@ def _free_on_host() -> int | None:
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(usage["inactive_file"]))  # files it has read make room
+        # files it has read make room
+        return min(available, limit - used + int(usage["inactive_file"]))
     except (OSError, ValueError, LookupError):  # "max" is no number: there is no limit
         return available

@@ -1,7 +1,9 @@
-"""Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they are of.
+"""Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they
+are of.
 
-A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each layer, tabs between.
-Those of models that need no hub lie in `kvbench/assets/heads`, a user's under `$KVBENCH_HOME/heads`. Imports no torch.
+A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each
+layer, tabs between. Those of models that need no hub lie in `kvbench/assets/heads`, a user's under
+`$KVBENCH_HOME/heads`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ Scores = tuple[tuple[float, ...], ...]  # [layers][Hkv]
 class Calibration:
     """What `kvbench calibrate` has measured of a model.
 
-    Attributes:
-        model: its name.
-        weights: which weights, by `hub.weights_of`; None: not known.
-        procedure: how it was measured.
-        echo, induction, query_means, query_sizes: see `kvbench.method.HeadScores`.
+    Attributes
+    ----------
+    model
+        its name.
+    weights
+        which weights, by `hub.weights_of`; None: not known.
+    procedure
+        how it was measured.
+    echo, induction, query_means, query_sizes
+        see `kvbench.method.HeadScores`.
     """
 
     model: str
@@ -81,52 +88,76 @@ def user_folder() -> Path:
 def read(file: Path) -> Calibration:
     """The calibration in a file.
 
-    Raises:
-        ConfigError: it is none.
+    Raises
+    ------
+    ConfigError
+        it is none.
     """
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == TABLE:
-            table = tuple(tuple(min(1.0, max(0.0, float(x))) for x in line.split()) for line in text.splitlines())
+            table = tuple(
+                tuple(min(1.0, max(0.0, float(x))) for x in line.split())
+                for line in text.splitlines()
+            )
             loaded = Calibration(file.name, None, {}, table, table)
         else:
             saved = json.loads(text)
-            echo, induction = (tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2])
-            means, sizes = (
-                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name]) for name in NUMBERS[2:]
+            echo, induction = (
+                tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]
             )
-            loaded = Calibration(saved["model"], saved["weights"], saved["procedure"], echo, induction, means, sizes)
-        if list(map(len, loaded.echo)) != list(map(len, loaded.induction)) or len(set(map(len, loaded.echo))) != 1:
+            means, sizes = (
+                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
+                for name in NUMBERS[2:]
+            )
+            loaded = Calibration(
+                saved["model"], saved["weights"], saved["procedure"], echo, induction, means, sizes
+            )
+        if (
+            list(map(len, loaded.echo)) != list(map(len, loaded.induction))
+            or len(set(map(len, loaded.echo))) != 1
+        ):
             raise ValueError("echo and induction are not a number for each layer and KV head")
         return loaded
     except FileNotFoundError as error:
-        raise ConfigError(f"method.heads={file}: no such file; expected one of kvbench calibrate") from error
+        raise ConfigError(
+            f"method.heads={file}: no such file; expected one of kvbench calibrate"
+        ) from error
     except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench calibrate, or a "
-            "table of numbers (.tsv), a line for each layer"
+            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench"
+            " calibrate, or a table of numbers (.tsv), a line for each layer"
         ) from error
 
 
-def calibration_of(source: hub.ModelSource, choice: str, words: str, seed: int = 0) -> Calibration | None:
+def calibration_of(
+    source: hub.ModelSource, choice: str, words: str, seed: int = 0
+) -> Calibration | None:
     """The calibration of a model; None where its weights are not on this machine yet.
 
-    Args:
-        source: the model.
-        choice: "auto", or a file.
-        words: what `kvbench calibrate` takes to make it, for messages.
-        seed: of random weights.
+    Parameters
+    ----------
+    source
+        the model.
+    choice
+        "auto", or a file.
+    words
+        what `kvbench calibrate` takes to make it, for messages.
+    seed
+        of random weights.
 
-    Raises:
-        ConfigError: there is none, or the file is of another model.
+    Raises
+    ------
+    ConfigError
+        there is none, or the file is of another model.
     """
     weights = hub.weights_of(source, seed)
     if choice != AUTO:
         loaded = read(Path(choice).expanduser())
         if None not in (weights, loaded.weights) and loaded.weights != weights:
             raise ConfigError(
-                f"method.heads={choice}: made of {loaded.model} ({loaded.weights}), and the model is {source.name} "
-                f"({weights}); kvbench calibrate {words} makes its own"
+                f"method.heads={choice}: made of {loaded.model} ({loaded.weights}), and the model"
+                f" is {source.name} ({weights}); kvbench calibrate {words} makes its own"
             )
         return loaded
     if weights is None:
@@ -135,14 +166,20 @@ def calibration_of(source: hub.ModelSource, choice: str, words: str, seed: int =
         for file in sorted(folder.glob("*.json")):
             if (loaded := read(file)).weights == weights:
                 return loaded
-    raise ConfigError(f"method.heads=auto: {source.name} is not calibrated; kvbench calibrate {words} does that, once")
+    raise ConfigError(
+        f"method.heads=auto: {source.name} is not calibrated; kvbench calibrate {words} does that,"
+        " once"
+    )
 
 
 def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
-    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or it is not known yet.
+    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or
+    it is not known yet.
 
-    Raises:
-        ConfigError: as `calibration_of`.
+    Raises
+    ------
+    ConfigError
+        as `calibration_of`.
     """
     choice = config["method"].get("heads")
     if not isinstance(choice, str):

@@ -1,7 +1,8 @@
-"""Where a model comes from, found out without torch: random weights, a folder, or the hub with its local cache.
+"""Where a model comes from, found out without torch: random weights, a folder, or the hub with its
+local cache.
 
-`kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; the backends load what it
-names, so that the two cannot disagree.
+`kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; the
+backends load what it names, so that the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ PATIENCE = 1.0  # seconds to wait for the hub; its own library would try again f
 class ModelSource(NamedTuple):
     """What the keys of a run's `model` group ask for.
 
-    Attributes:
-        name: the model's name in results.
-        path: where trained weights lie, a folder or a hub id; None: random weights in the shape of `model.config`.
-        dense_layers: layers that stay dense under `protocol.dense_layers=auto`.
+    Attributes
+    ----------
+    name
+        the model's name in results.
+    path
+        where trained weights lie, a folder or a hub id; None: random weights in the shape of
+        `model.config`.
+    dense_layers
+        layers that stay dense under `protocol.dense_layers=auto`.
     """
 
     name: str
@@ -45,8 +51,10 @@ class ModelSource(NamedTuple):
     def gguf(self) -> Path | None:
         """The GGUF file that `path` means; None for all else.
 
-        Raises:
-            ConfigError: there is no such file, or it does not begin as GGUF does.
+        Raises
+        ------
+        ConfigError
+            there is no such file, or it does not begin as GGUF does.
         """
         if self.path is None or not self.path.endswith(".gguf"):
             return None
@@ -55,29 +63,38 @@ class ModelSource(NamedTuple):
             raise ConfigError(f"model.path={self.path}: no such file")
         with file.open("rb") as stream:
             if stream.read(4) != b"GGUF":
-                raise ConfigError(f"model.path={self.path}: not a GGUF file; expected one that begins with GGUF")
+                raise ConfigError(
+                    f"model.path={self.path}: not a GGUF file; expected one that begins with GGUF"
+                )
         return file
 
     @property
     def folder(self) -> Path | None:
         """The local folder that `path` means; None for random weights and hub ids.
 
-        Raises:
-            ConfigError: it can only mean a folder, and that is not there.
+        Raises
+        ------
+        ConfigError
+            it can only mean a folder, and that is not there.
         """
         if self.path is None:
             return None
         if not self.path.strip():
-            raise ConfigError(f"model.path='{self.path}': empty; expected a folder, or a hub id such as org/name")
+            raise ConfigError(
+                f"model.path='{self.path}': empty; expected a folder, or a hub id such as org/name"
+            )
         folder = Path(self.path).expanduser()
         if folder.is_dir():
             return folder
         if folder == fetched_folder(self.name):
-            raise ConfigError(f"model={self.name}: not on this machine yet; kvbench fetch {self.name} gets it")
+            raise ConfigError(
+                f"model={self.name}: not on this machine yet; kvbench fetch {self.name} gets it"
+            )
         local = folder.exists() or self.path.startswith(("/", ".", "~"))
         if local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path):
             raise ConfigError(
-                f"model.path={self.path}: no such folder; expected a folder, or a hub id such as org/name"
+                f"model.path={self.path}: no such folder; expected a folder, or a hub id such as"
+                " org/name"
             )
         return None
 
@@ -85,36 +102,52 @@ class ModelSource(NamedTuple):
 def source_of(model: Mapping[str, Any]) -> ModelSource:
     """What a composed `model` group means.
 
-    `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X itself, under its own
-    name; `model.weights=dummy` over one that has a path asks for random weights in that shape.
+    `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X
+    itself, under its own name; `model.weights=dummy` over one that has a path asks for random
+    weights in that shape.
 
-    Raises:
-        ConfigError: trained weights without a path.
+    Raises
+    ------
+    ConfigError
+        trained weights without a path.
     """
-    name, path, shipped_model = str(model["name"]), model.get("path"), shipped("model", str(model["name"]))
+    name, path, shipped_model = (
+        str(model["name"]),
+        model.get("path"),
+        shipped("model", str(model["name"])),
+    )
     dense_layers = tuple(model.get("dense_layers") or ())
-    ours = shipped_model is not None and (shipped_model["path"] is None or "kvbench.assets" in shipped_model["path"])
+    ours = shipped_model is not None and (
+        shipped_model["path"] is None or "kvbench.assets" in shipped_model["path"]
+    )
     if path is not None and ours and Path(str(path)).parent != ASSETS:
         return ModelSource(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
     if model.get("weights") == "dummy":
         return ModelSource(name, None, dense_layers)
     if path is None:
-        raise ConfigError(f"model.path=null: {name} has no weights of its own; give a hub id or a folder")
+        raise ConfigError(
+            f"model.path=null: {name} has no weights of its own; give a hub id or a folder"
+        )
     return ModelSource(name, str(path), dense_layers)
 
 
 def named(model: Mapping[str, Any]) -> str:
-    """What a user asked for: the path that was given, or the name of the file in `conf/model` whose path it is."""
+    """What a user asked for: the path that was given, or the name of the file in `conf/model` whose
+    path it is.
+    """
     source = source_of(model)
     shipped_model = OmegaConf.create(shipped("model", str(model["name"])) or {})
     return source.name if source.path in (None, shipped_model.get("path")) else str(source.path)
 
 
 def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
-    """The transformers config of a model, as far as it can be known here: nothing of a hub id never loaded before.
+    """The transformers config of a model, as far as it can be known here: nothing of a hub id never
+    loaded before.
 
-    Raises:
-        ConfigError: the folder has none that can be read.
+    Raises
+    ------
+    ConfigError
+        the folder has none that can be read.
     """
     if source.path is None:
         return model.get("config") or {}
@@ -129,15 +162,24 @@ def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]
 
 
 def how_to_stretch(random_weights: bool) -> str:
-    """The end of a message about a window that is too short: random weights read any position as well as another."""
-    return "; model.config.max_position_embeddings=N stretches that of random weights" if random_weights else ""
+    """The end of a message about a window that is too short: random weights read any position as
+    well as another.
+    """
+    return (
+        "; model.config.max_position_embeddings=N stretches that of random weights"
+        if random_weights
+        else ""
+    )
 
 
 def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     """The transformers config in a model's folder; `path` is what messages call the folder.
 
-    Raises:
-        ConfigError: no config.json, one that cannot be read, or a folder with things that are no files; or an adapter.
+    Raises
+    ------
+    ConfigError
+        no config.json, one that cannot be read, or a folder with things that are no files; or an
+        adapter.
     """
     refuse_strange_files(folder, path)
     if (folder / ADAPTER).exists():
@@ -145,23 +187,33 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
     try:
         shape = json.loads((folder / "config.json").read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"model.path={path}: no config.json in it; expected a transformers model's folder") from error
+        raise ConfigError(
+            f"model.path={path}: no config.json in it; expected a transformers model's folder"
+        ) from error
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: config.json cannot be read: {first_line(error)}") from error
+        raise ConfigError(
+            f"model.path={path}: config.json cannot be read: {first_line(error)}"
+        ) from error
     if not isinstance(shape, dict):
-        raise ConfigError(f"model.path={path}: config.json is no mapping; expected a transformers model's folder")
+        raise ConfigError(
+            f"model.path={path}: config.json is no mapping; expected a transformers model's folder"
+        )
     return shape
 
 
 def refuse_adapter(path: str) -> NoReturn:
-    """Refuse a model that comes with an adapter: transformers applies it if peft is installed, and else passes over it.
+    """Refuse a model that comes with an adapter: transformers applies it if peft is installed, and
+    else passes over it.
 
-    Raises:
-        ConfigError: always.
+    Raises
+    ------
+    ConfigError
+        always.
     """
     raise ConfigError(
-        f"model.path={path}: {ADAPTER} in it, of an adapter, which kvbench does not apply; expected a model with it in "
-        "its weights, as peft's merge_and_unload() and save_pretrained() make one, or that file taken out"
+        f"model.path={path}: {ADAPTER} in it, of an adapter, which kvbench does not apply; expected"
+        " a model with it in its weights, as peft's merge_and_unload() and save_pretrained() make"
+        " one, or that file taken out"
     )
 
 
@@ -176,7 +228,9 @@ def state_revision(folder: Path, revision: str) -> None:
 
 
 def stated_revision(folder: Path) -> str | None:
-    """What the folder of a fetched model says it is, if its files are those that were fetched; None for any other."""
+    """What the folder of a fetched model says it is, if its files are those that were fetched; None
+    for any other.
+    """
     file = folder / STATEMENT
     try:
         statement = json.loads(file.read_text())
@@ -185,7 +239,8 @@ def stated_revision(folder: Path) -> str | None:
         else:  # from before that was written: none may have been changed, or have come, since
             written, others = file.stat(), [other.stat() for other in _files(folder)]
             unchanged = all(
-                other.st_mtime_ns <= written.st_mtime_ns and other.st_ctime <= written.st_ctime + MOMENT
+                other.st_mtime_ns <= written.st_mtime_ns
+                and other.st_ctime <= written.st_ctime + MOMENT
                 for other in others
             )
         return str(statement["revision"]) if unchanged else None
@@ -195,20 +250,30 @@ def stated_revision(folder: Path) -> str | None:
 
 def revision_of(folder: Path) -> str:
     """What a model's folder holds: as it states itself, or by all bytes of its files."""
-    return stated_revision(folder) or fingerprint([*_files(folder), *folder.glob(STATEMENT)], "folder")
+    return stated_revision(folder) or fingerprint(
+        [*_files(folder), *folder.glob(STATEMENT)], "folder"
+    )
 
 
 @functools.cache
 def weights_origin(revision: str) -> str:
     """How weights of this revision came about, where kvbench fetched them; "" for any others."""
     sources = [(shipped("model", name) or {}).get("fetch") or {} for name in choices("model")]
-    return next((str(one["weights"]) for one in sources if one.get("revision") == revision), "") if revision else ""
+    return (
+        next((str(one["weights"]) for one in sources if one.get("revision") == revision), "")
+        if revision
+        else ""
+    )
 
 
 def _files(folder: Path) -> list[Path]:
     """The files of a model's folder, but for what kvbench says of them."""
     entries = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    return [file for file in entries if file.is_file() and not file.name.startswith(".") and file.name != STATEMENT]
+    return [
+        file
+        for file in entries
+        if file.is_file() and not file.name.startswith(".") and file.name != STATEMENT
+    ]
 
 
 def _files_digest(folder: Path) -> str:
@@ -216,25 +281,32 @@ def _files_digest(folder: Path) -> str:
 
 
 def is_as_downloaded(snapshot: Path) -> bool:
-    """Whether the files of a commit in the hub's local cache hold what the hub's library wrote there.
+    """Whether the files of a commit in the hub's local cache hold what the hub's library wrote
+    there.
 
-    It links each to one that is named by a hash: large ones by their sha256, others as git names them.
+    It links each to one that is named by a hash: large ones by their sha256, others as git names
+    them.
     """
     blobs = [file.resolve() for file in _files(snapshot) if file.is_symlink()]
     large = digests_of(blob for blob in blobs if len(blob.name) == 64)
     return all(digest == blob.name for blob, digest in large.items()) and all(
-        hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest() == blob.name
+        hashlib.sha1(b"blob %d\0" % blob.stat().st_size + blob.read_bytes()).hexdigest()
+        == blob.name
         for blob in blobs
         if len(blob.name) == 40
     )
 
 
 def weights_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What distinguishes a model's weights from others; None where they are not on this machine yet.
+    """What distinguishes a model's weights from others; None where they are not on this machine
+    yet.
 
-    Args:
-        source: whose weights.
-        seed: of random weights.
+    Parameters
+    ----------
+    source
+        whose weights.
+    seed
+        of random weights.
     """
     folder = _with_weights(source)
     if folder is None:
@@ -244,7 +316,9 @@ def weights_of(source: ModelSource, seed: int = 0) -> str | None:
 
 
 def content_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What distinguishes a model from others, its config, tokenizer and template included; else as `weights_of`."""
+    """What distinguishes a model from others, its config, tokenizer and template included; else as
+    `weights_of`.
+    """
     if source.path is None:
         return f"{source.name}-dummy-{seed}"
     if source.gguf is not None:
@@ -254,7 +328,9 @@ def content_of(source: ModelSource, seed: int = 0) -> str | None:
 
 
 def _with_weights(source: ModelSource) -> Path | None:
-    """The folder that holds a model's weights on this machine; None for GGUF files and random weights."""
+    """The folder that holds a model's weights on this machine; None for GGUF files and random
+    weights.
+    """
     if source.path is None or source.gguf is not None:
         return None
     folder = source.folder or cached_folder(source.path)
@@ -264,23 +340,29 @@ def _with_weights(source: ModelSource) -> Path | None:
 def cached_folder(hub_id: str) -> Path | None:
     """The folder in the local cache that holds config.json of a hub id, or None.
 
-    Raises:
-        ConfigError: no hub id can be written so.
+    Raises
+    ------
+    ConfigError
+        no hub id can be written so.
     """
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(hub_id, "config.json")
     except ValueError as error:
-        raise ConfigError(f"model.path={hub_id}: no such folder, and no hub id: {first_line(error)}") from error
+        raise ConfigError(
+            f"model.path={hub_id}: no such folder, and no hub id: {first_line(error)}"
+        ) from error
     return Path(config).parent if isinstance(config, str) else None
 
 
 def refuse_out_of_reach(hub_id: str) -> None:
     """Refuse a hub id that is not in the local cache while the hub does not answer.
 
-    Raises:
-        ConfigError: says why, and that `model.path=FOLDER` needs no network.
+    Raises
+    ------
+    ConfigError
+        says why, and that `model.path=FOLDER` needs no network.
     """
     folder = cached_folder(hub_id)
     if folder is not None and holds_weights(folder):
@@ -295,14 +377,18 @@ def refuse_out_of_reach(hub_id: str) -> None:
 
 @functools.cache
 def out_of_reach() -> str | None:
-    """Why nothing can be had from the hub, or None: asked once in a process, and answered within about a second."""
+    """Why nothing can be had from the hub, or None: asked once in a process, and answered within
+    about a second.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     address = urlsplit(constants.ENDPOINT)
     host = address.hostname or ""
-    if _has_proxy(address.scheme, host) or _answers(host, address.port or (80 if address.scheme == "http" else 443)):
+    if _has_proxy(address.scheme, host) or _answers(
+        host, address.port or (80 if address.scheme == "http" else 443)
+    ):
         return None
     return f"{host} does not answer"
 

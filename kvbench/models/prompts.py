@@ -1,7 +1,10 @@
-"""Texts as a model reads them: raw, or as the user's message in its chat template. Imports no torch.
+"""Texts as a model reads them: raw, or as the user's message in its chat template.
 
-A template is a stranger's program. It runs in a process of its own (`kvbench.backends.hf.template_worker`), which ends
-where it takes too long, and whatever it ends in is one line that names the model's folder.
+Imports no torch.
+
+A template is a stranger's program. It runs in a process of its own
+(`kvbench.backends.hf.template_worker`), which ends where it takes too long, and whatever it ends in
+is one line that names the model's folder.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ if TYPE_CHECKING:
 WORKER = "kvbench.backends.hf.template_worker"
 SECONDS = 5  # of the processor's time for one text
 MEMORY = 1 << 30  # bytes
-MARGIN = 1 << 20  # characters that a template may put around a text; the longest system prompts have some 20,000
+# characters that a template may put around a text; the longest system prompts have some 20,000
+MARGIN = 1 << 20
 
-# Templates that print the date (gpt-oss, SmolLM3, Mistral Small; Llama's has a name of its own for it), and Qwen3's
-# choice of whether to think: left free, a prompt changes with the day or the release. The date is the one that
-# Llama 3.1's template falls back to.
+# Templates that print the date (gpt-oss, SmolLM3, Mistral Small; Llama's has a name of its own for
+# it), and Qwen3's choice of whether to think: left free, a prompt changes with the day or the
+# release. The date is the one that Llama 3.1's template falls back to.
 TODAY = "2024-07-26"
 SETTINGS = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
@@ -41,34 +45,46 @@ PROBE = "What is this?"
 
 @contextmanager
 def tokenizing(path: str) -> Iterator[None]:
-    """Turn what the compiled code of a tokenizer raises into one line: `Exception` itself, or that it panics.
+    """Turn what the compiled code of a tokenizer raises into one line: `Exception` itself, or that
+    it panics.
 
-    Raises:
-        ConfigError: names `path`.
+    Raises
+    ------
+    ConfigError
+        names `path`.
     """
     try:
         yield
     except BaseException as error:
         if type(error) is Exception or is_panic(error):
-            raise ConfigError(f"model.path={path}: its tokenizer cannot read a text: {first_line(error)}") from error
+            raise ConfigError(
+                f"model.path={path}: its tokenizer cannot read a text: {first_line(error)}"
+            ) from error
         raise
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether compiled Rust code has met what it had not thought of: its error, no `Exception`, has no module."""
+    """Whether compiled Rust code has met what it had not thought of: its error, no `Exception`, has
+    no module.
+    """
     return type(error).__name__ == "PanicException"
 
 
 def raw_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text that is to go on: with what the tokenizer puts before it, such as BOS, and nothing after."""
+    """Token ids of a text that is to go on: with what the tokenizer puts before it, such as BOS,
+    and nothing after.
+    """
     ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
     return ids[: len(ids) - appended(tokenizer)]
 
 
 def appended(tokenizer: Tokenizer) -> int:
-    """How many tokens a tokenizer puts after a text, as that of an embedding model does with EOS."""
+    """How many tokens a tokenizer puts after a text, as that of an embedding model does
+    with EOS.
+    """
     whole, plain = (
-        list(tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"]) for added in (True, False)
+        list(tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"])
+        for added in (True, False)
     )
     size = len(plain)
     starts = [at for at in range(len(whole) - size + 1) if whole[at : at + size] == plain]
@@ -76,12 +92,16 @@ def appended(tokenizer: Tokenizer) -> int:
 
 
 def chat_text(text: str, tokenizer: Tokenizer) -> str:
-    """What the chat template of a tokenizer makes of a user's message, up to where the answer begins.
+    """What the chat template of a tokenizer makes of a user's message, up to where the answer
+    begins.
 
-    Templates of models that see pictures take a message in parts, and drop one that is a text: they are given parts.
+    Templates of models that see pictures take a message in parts, and drop one that is a text: they
+    are given parts.
 
-    Raises:
-        ConfigError: the template fails, takes too much time or memory, or leaves out or changes the text.
+    Raises
+    ------
+    ConfigError
+        the template fails, takes too much time or memory, or leaves out or changes the text.
     """
     failures = []
     for content in (text, [{"type": "text", "text": text}]):
@@ -92,22 +112,26 @@ def chat_text(text: str, tokenizer: Tokenizer) -> str:
         if reply.get("stopped"):
             break
     raise ConfigError(
-        f"model.path={tokenizer.name_or_path}: its chat template{_file(tokenizer)} {failures[0]}; expected one that "
-        "keeps a user's text, or protocol.chat=off"
+        f"model.path={tokenizer.name_or_path}: its chat template{_file(tokenizer)} {failures[0]};"
+        " expected one that keeps a user's text, or protocol.chat=off"
     )
 
 
 def treatment(tokenizer: Tokenizer, chat: bool) -> dict[str, Any]:
-    """What is done to a tokenizer's prompts that with most needs no doing: a part of what a run is, {} for most.
+    """What is done to a tokenizer's prompts that with most needs no doing: a part of what a run is,
+    {} for most.
 
-    Args:
-        tokenizer: of the model.
-        chat: prompts may go through its chat template.
+    Parameters
+    ----------
+    tokenizer
+        of the model.
+    chat
+        prompts may go through its chat template.
     """
     template = str(tokenizer.chat_template or "") if chat else ""
-    in_parts = re.search("""['"]text['"]""", template) and PROBE not in _rendered(PROBE, len(PROBE), tokenizer).get(
-        "text", ""
-    )
+    in_parts = re.search("""['"]text['"]""", template) and PROBE not in _rendered(
+        PROBE, len(PROBE), tokenizer
+    ).get("text", "")
     return {
         **({"day": TODAY} if "strftime_now" in template else {}),
         **({"parts": True} if in_parts else {}),
@@ -116,13 +140,19 @@ def treatment(tokenizer: Tokenizer, chat: bool) -> dict[str, Any]:
 
 
 def _file(tokenizer: Tokenizer) -> str:
-    """Where in its folder a tokenizer's template stands, for a message; "" where it is no folder."""
+    """Where in its folder a tokenizer's template stands, for a message; "" where it is no
+    folder.
+    """
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    return next((f" ({name})" for name in names if Path(tokenizer.name_or_path, name).is_file()), "")
+    return next(
+        (f" ({name})" for name in names if Path(tokenizer.name_or_path, name).is_file()), ""
+    )
 
 
 def _rendered(content: Content, characters: int, tokenizer: Tokenizer) -> Mapping[str, str]:
-    """The "text" of a template, or the "error" in which it ended; "stopped" where its process ended with it."""
+    """The "text" of a template, or the "error" in which it ended; "stopped" where its process ended
+    with it.
+    """
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # several, none of which is the default
@@ -135,11 +165,17 @@ def _rendered(content: Content, characters: int, tokenizer: Tokenizer) -> Mappin
         "settings": {**tokenizer.special_tokens_map, **SETTINGS},
     }
     reply = _worker(os.getpid()).ask(json.dumps(request, default=str))
-    return {key: value if key == "text" else " ".join(value.split())[:300].rstrip(".") for key, value in reply.items()}
+    return {
+        key: value if key == "text" else " ".join(value.split())[:300].rstrip(".")
+        for key, value in reply.items()
+    }
 
 
 class TemplateWorker:
-    """The process that renders; a new one where the last has ended. It ends with the one that asks it."""
+    """The process that renders; a new one where the last has ended.
+
+    It ends with the one that asks it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,12 +200,16 @@ class TemplateWorker:
             self.close()
             if process.returncode == -signal.SIGPROF:
                 return {"error": f"takes more than {SECONDS} s", "stopped": "by the clock"}
-            return {"error": f"ended its process (exit code {process.returncode})", "stopped": "by itself"}
+            return {
+                "error": f"ended its process (exit code {process.returncode})",
+                "stopped": "by itself",
+            }
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            # Where Python finds kvbench and transformers here it does so there, and nothing of the machine shows.
+            # Where Python finds kvbench and transformers here it does so there, and nothing of the
+            # machine shows.
             same = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "0", "TZ": "UTC"}
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", WORKER, str(SECONDS), str(MEMORY)],

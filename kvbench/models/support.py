@@ -1,4 +1,6 @@
-"""Which models kvbench runs, by their transformers config alone: full attention in some layers or in all. No torch."""
+"""Which models kvbench runs, by their transformers config alone: full attention in some layers or
+in all. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,40 @@ from kvbench.config import ConfigError, show
 
 # Keys of a transformers config that only models with other layers than attention have.
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
-# Every which layer has full attention, between layers with a window, where a config says no more than the model's type.
+# Every which layer has full attention, between layers with a window, where a config says no more
+# than the model's type.
 FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 
 
 def refuse_unsupported(model_config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose attention kvbench would compute wrong, or that leaves a method nothing to change.
+    """Refuse a model whose attention kvbench would compute wrong, or that leaves a method nothing
+    to change.
 
-    Args:
-        model_config: a transformers config as a mapping, from `config.json` or `to_dict()`.
-        name: what the message calls the model.
+    Parameters
+    ----------
+    model_config
+        a transformers config as a mapping, from `config.json` or `to_dict()`.
+    name
+        what the message calls the model.
 
-    Raises:
-        ConfigError: names the model and the key that says so.
+    Raises
+    ------
+    ConfigError
+        names the model and the key that says so.
     """
     refuse_wrong_rope(model_config, f"{name}: ")
     config = text_config(model_config)
     if model_config.get("is_encoder_decoder"):
         kind = model_config.get("model_type", "this architecture")
-        raise ConfigError(f"{name}: {kind} has an encoder and a decoder; kvbench runs decoder-only models")
+        raise ConfigError(
+            f"{name}: {kind} has an encoder and a decoder; kvbench runs decoder-only models"
+        )
     reason = next(_unsupported(config), None)
     if reason is not None:
         kind = config.get("model_type", "this architecture")
         raise ConfigError(
-            f"{name}: {kind} has {reason}; kvbench runs models with full attention in some layers or in all"
+            f"{name}: {kind} has {reason}; kvbench runs models with full attention in some layers"
+            " or in all"
         )
 
 
@@ -56,12 +68,17 @@ WINDOW_SIZES = {"sliding_window": 1, "max_window_layers": 0}
 def refuse_impossible(model_config: Mapping[str, Any], where: str) -> None:
     """Refuse a shape that no model can have: heads that do not share out, or no size at all.
 
-    Args:
-        model_config: a transformers config as a mapping, as far as it is known.
-        where: what stands before a key in the message, such as "model.config.".
+    Parameters
+    ----------
+    model_config
+        a transformers config as a mapping, as far as it is known.
+    where
+        what stands before a key in the message, such as "model.config.".
 
-    Raises:
-        ConfigError: names the key, its value and what would be right.
+    Raises
+    ------
+    ConfigError
+        names the key, its value and what would be right.
     """
     config = text_config(model_config)
     for key in SIZES:
@@ -72,25 +89,34 @@ def refuse_impossible(model_config: Mapping[str, Any], where: str) -> None:
     for key, least in WINDOW_SIZES.items():
         size = config.get(key)
         if size is not None and (type(size) is not int or size < least):
-            raise ConfigError(f"{where}{key}={show(size)}: expected a whole number, {least} or more")
+            raise ConfigError(
+                f"{where}{key}={show(size)}: expected a whole number, {least} or more"
+            )
     types = config.get("layer_types")
-    if types is not None and not (isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)):
-        raise ConfigError(f"{where}layer_types={show(types)}: expected a list of words, such as full_attention")
+    if types is not None and not (
+        isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)
+    ):
+        raise ConfigError(
+            f"{where}layer_types={show(types)}: expected a list of words, such as full_attention"
+        )
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(
-            f"{where}num_key_value_heads={kv_heads}: query heads share KV heads evenly; expected a divisor of "
-            f"num_attention_heads={heads}"
+            f"{where}num_key_value_heads={kv_heads}: query heads share KV heads evenly; expected a"
+            f" divisor of num_attention_heads={heads}"
         )
     if head_dim is None and width and heads:
         if width % heads:
             raise ConfigError(
-                f"{where}hidden_size={width}: expected a multiple of num_attention_heads={heads}, or a head_dim"
+                f"{where}hidden_size={width}: expected a multiple of num_attention_heads={heads},"
+                " or a head_dim"
             )
         head_dim = width // heads
     if head_dim and head_dim % 2:
-        raise ConfigError(f"{where}head_dim={head_dim}: rotary positions turn pairs; expected an even number")
+        raise ConfigError(
+            f"{where}head_dim={head_dim}: rotary positions turn pairs; expected an even number"
+        )
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
@@ -106,7 +132,10 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("kv_lora_rank") is not None:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
     if config.get("num_kv_shared_layers"):
-        yield f"layers without keys and values of their own (num_kv_shared_layers={config['num_kv_shared_layers']})"
+        yield (
+            "layers without keys and values of their own"
+            f" (num_kv_shared_layers={config['num_kv_shared_layers']})"
+        )
     for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
         if config.get(key) in value:
             yield f"bidirectional attention ({key}={show(config[key])})"
@@ -126,7 +155,9 @@ def windows(model_config: Mapping[str, Any]) -> dict[int, int]:
     if size is None:
         return {}
     if types := config.get("layer_types"):
-        windowed = [layer for layer, kind in zip(layers, types, strict=False) if kind == "sliding_attention"]
+        windowed = [
+            layer for layer, kind in zip(layers, types, strict=False) if kind == "sliding_attention"
+        ]
     elif every := _full_every(config):
         windowed = [layer for layer in layers if (layer + 1) % every]
     else:
@@ -148,37 +179,48 @@ def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else model_config
 
 
-# Kinds of rope scaling whose `max_position_embeddings` names the positions before it, unless something says otherwise.
+# Kinds of rope scaling whose `max_position_embeddings` names the positions before it, unless
+# something says otherwise.
 STRETCHING = ("linear", "dynamic", "yarn")
 
 
 def window(model_config: Mapping[str, Any]) -> int | None:
-    """Tokens that the positions of a model reach, by its transformers config; None where that does not say.
+    """Tokens that the positions of a model reach, by its transformers config; None where that does
+    not say.
 
-    `max_position_embeddings` is what they reach under llama3 and longrope scaling. Under linear, dynamic and YaRN
-    scaling it is what they reached before, as transformers documents `rope_scaling`, and `factor` times that is the
-    window (Vicuna 16k, LongChat), but for configs that say more: a length before scaling of its own in the rope
-    parameters (YaRN), `max_sequence_length` beside a linear or dynamic factor, which is the window itself, and
-    parameters for each kind of layer (Gemma 3), whose limit is scaled already. A config that has a scaled limit
-    and says so nowhere (DeepSeek Coder: linear 4, 16384) looks as one with an unscaled one, and is taken as such.
+    `max_position_embeddings` is what they reach under llama3 and longrope scaling. Under linear,
+    dynamic and YaRN scaling it is what they reached before, as transformers documents
+    `rope_scaling`, and `factor` times that is the window (Vicuna 16k, LongChat), but for configs
+    that say more: a length before scaling of its own in the rope parameters (YaRN),
+    `max_sequence_length` beside a linear or dynamic factor, which is the window itself, and
+    parameters for each kind of layer (Gemma 3), whose limit is scaled already. A config that has a
+    scaled limit and says so nowhere (DeepSeek Coder: linear 4, 16384) looks as one with an unscaled
+    one, and is taken as such.
 
-    Raises:
-        ConfigError: as `refuse_wrong_rope`.
+    Raises
+    ------
+    ConfigError
+        as `refuse_wrong_rope`.
     """
     refuse_wrong_rope(model_config)
     config = text_config(model_config)
-    limit: int | None = config.get("max_position_embeddings", config.get("n_positions"))  # the latter: GPT-2
+    # the latter: GPT-2
+    limit: int | None = config.get("max_position_embeddings", config.get("n_positions"))
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if limit is None or type(limit) is not int:  # what is no number, `refuse_impossible` refuses
         return None
     by_layer = any(isinstance(value, Mapping) for value in rope.values())
     parts = [value for value in rope.values() if isinstance(value, Mapping)] if by_layer else [rope]
     scaled_already = by_layer or str(config.get("model_type")).startswith("gemma3")
-    return max(_reach(part, limit, scaled_already, config.get("max_sequence_length")) for part in parts)
+    return max(
+        _reach(part, limit, scaled_already, config.get("max_sequence_length")) for part in parts
+    )
 
 
 def _reach(rope: Mapping[str, Any], limit: int, scaled_already: bool, stated: Any) -> int:
-    """Positions that layers with these rope parameters reach, of a model with this limit and `max_sequence_length`."""
+    """Positions that layers with these rope parameters reach, of a model with this limit and
+    `max_sequence_length`.
+    """
     kind = _kind(rope)
     if kind not in STRETCHING:
         return limit
@@ -207,19 +249,27 @@ ROPE_LISTS = ("short_factor", "long_factor")
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
-    """The kind of scaling that rope parameters ask for; `type` is the older name, which the newer stands above."""
+    """The kind of scaling that rope parameters ask for; `type` is the older name, which the newer
+    stands above.
+    """
     return rope.get("rope_type", rope.get("type")) or "default"
 
 
 def refuse_wrong_rope(model_config: Mapping[str, Any], where: str = "") -> None:
-    """Refuse rope parameters of a type or size that none can have, with which transformers may go on all the same.
+    """Refuse rope parameters of a type or size that none can have, with which transformers may go
+    on all the same.
 
-    Args:
-        model_config: a transformers config as a mapping, as far as it is known.
-        where: what stands before a key in the message, such as "model.config.".
+    Parameters
+    ----------
+    model_config
+        a transformers config as a mapping, as far as it is known.
+    where
+        what stands before a key in the message, such as "model.config.".
 
-    Raises:
-        ConfigError: names the key, its value and what would be right.
+    Raises
+    ------
+    ConfigError
+        names the key, its value and what would be right.
     """
     config = text_config(model_config)
     _refuse_wrong_numbers(config, where)
@@ -229,16 +279,23 @@ def refuse_wrong_rope(model_config: Mapping[str, Any], where: str = "") -> None:
             continue
         if not isinstance(rope, Mapping):
             raise ConfigError(
-                f"{where}{name}={show(rope)}: expected a mapping, such as {{rope_type: linear,factor: 4}}"
+                f"{where}{name}={show(rope)}: expected a mapping, such as {{rope_type:"
+                " linear,factor: 4}"
             )
-        by_layer = {f"{where}{name}.{key}.": part for key, part in rope.items() if isinstance(part, Mapping)}
+        by_layer = {
+            f"{where}{name}.{key}.": part for key, part in rope.items() if isinstance(part, Mapping)
+        }
         for prefix, part in (by_layer or {f"{where}{name}.": rope}).items():
             _refuse_wrong_numbers(part, prefix)
             kind = _kind(part)
             if not isinstance(kind, str):
-                raise ConfigError(f"{prefix}rope_type={show(kind)}: expected a word, such as linear")
+                raise ConfigError(
+                    f"{prefix}rope_type={show(kind)}: expected a word, such as linear"
+                )
             if kind in ("linear", "dynamic", "llama3") and part.get("factor") is None:
-                raise ConfigError(f"{prefix}factor=null: {kind} scaling needs it; expected a number, 1 or more")
+                raise ConfigError(
+                    f"{prefix}factor=null: {kind} scaling needs it; expected a number, 1 or more"
+                )
 
 
 def _refuse_wrong_numbers(rope: Mapping[str, Any], prefix: str) -> None:

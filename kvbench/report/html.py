@@ -1,4 +1,6 @@
-"""A report as one HTML file: tables that a click sorts, pictures inline, nothing fetched; it prints well, too."""
+"""A report as one HTML file: tables that a click sorts, pictures inline, nothing fetched; it prints
+well, too.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ figure { margin: 2.2rem 0; } figure img { max-width: 75rem; }
 }
 """
 
-# A row of a table is a tbody, of one line or several; the first of its cells in a column that has a value is its key.
+# A row of a table is a tbody, of one line or several; the first of its cells in a column that has a
+# value is its key.
 SCRIPT = """
 for (const button of document.querySelectorAll("thead button")) button.addEventListener("click", () => {
   const head = button.parentElement, table = head.closest("table"), column = head.dataset.column;
@@ -77,13 +80,20 @@ def page(
 ) -> str:
     """One whole page.
 
-    Args:
-        title, intro: its heading and what stands under it.
-        tables: in their order.
-        figures: name -> (caption, figure).
-        skipped: runs that are in none of them.
-        undrawn: why a figure is not there, a sentence each.
-        outputs: by run id the samples of a run, as `outputs_of` has them; scores of the run lead there.
+    Parameters
+    ----------
+    title, intro
+        its heading and what stands under it.
+    tables
+        in their order.
+    figures
+        name -> (caption, figure).
+    skipped
+        runs that are in none of them.
+    undrawn
+        why a figure is not there, a sentence each.
+    outputs
+        by run id the samples of a run, as `outputs_of` has them; scores of the run lead there.
     """
     outputs = outputs or {}
     links = [(f"table-{table.id}", table.title) for table in tables]
@@ -95,12 +105,20 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1><p>{escape(intro)}</p>",
-        "<nav>" + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links) + "</nav>"
-        if len(links) > 1
-        else "",
+        (
+            "<nav>"
+            + "".join(f'<a href="#{escape(id)}">{escape(name)}</a> ' for id, name in links)
+            + "</nav>"
+            if len(links) > 1
+            else ""
+        ),
         *(_section(table, outputs) for table in tables),
         *(_picture(name, caption, figure) for name, (caption, figure) in figures.items()),
-        '<section id="outputs"><h2>Outputs</h2>' + "\n".join(outputs.values()) + "</section>" if outputs else "",
+        (
+            '<section id="outputs"><h2>Outputs</h2>' + "\n".join(outputs.values()) + "</section>"
+            if outputs
+            else ""
+        ),
         _details("runs left out", [f"{path}: {why}" for path, why in skipped]),
         _details("figures not drawn", undrawn),
         f"<script>{SCRIPT}</script></body></html>",
@@ -115,13 +133,19 @@ def score_of(record: Mapping[str, Any], metric: str) -> float | None:
 
 
 def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A run's samples as a block of the page that a click opens: those with the lowest scores first.
+    """A run's samples as a block of the page that a click opens: those with the lowest scores
+    first.
 
-    Args:
-        name: of the run, for a reader.
-        id: of the run.
-        metric: its main score.
-        records: its sample lines.
+    Parameters
+    ----------
+    name
+        of the run, for a reader.
+    id
+        of the run.
+    metric
+        its main score.
+    records
+        its sample lines.
     """
     shown = sorted(records, key=lambda record: score_of(record, metric) or 0.0)[:MOST_OUTPUTS]
     rows = []
@@ -129,14 +153,22 @@ def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, A
         score = score_of(record, metric)
         answers = " | ".join(map(str, record.get("answers") or [])) or NONE
         output = record.get("error") or record.get("output") or NONE
-        words = [str(record["id"]), NONE if score is None else f"{100 * score:.1f}", answers, output]
+        words = [
+            str(record["id"]),
+            NONE if score is None else f"{100 * score:.1f}",
+            answers,
+            output,
+        ]
         rows.append("".join(f"<td>{escape(word[:MOST_LETTERS])}</td>" for word in words))
-    head = "".join(f"<th class=label>{word}</th>" for word in ("sample", "score", "expected", "output"))
+    head = "".join(
+        f"<th class=label>{word}</th>" for word in ("sample", "score", "expected", "output")
+    )
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     few = f", {len(shown)} with the lowest scores" if len(shown) < len(records) else ""
     return (
-        f'<details id="run-{escape(id)}"><summary>{escape(name)}: {len(records)} samples{few}</summary>'
-        f"<table class=outputs><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
+        f'<details id="run-{escape(id)}"><summary>{escape(name)}: {len(records)}'
+        f" samples{few}</summary><table"
+        f" class=outputs><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
     )
 
 
@@ -149,13 +181,16 @@ def _linked(text: str, cell: Cell | None, outputs: Mapping[str, str]) -> str:
 def _section(table: ReportTable, outputs: Mapping[str, str]) -> str:
     whole = grid(table)
     heads = [
-        f'<th scope="col" data-column="{column}"{" class=label" if column < len(whole.head) else ""}>'
+        '<th scope="col"'
+        f' data-column="{column}"{" class=label" if column < len(whole.head) else ""}>'
         + (f'<button type="button">{escape(name)}</button></th>' if name else "</th>")
         for column, name in enumerate((*whole.head, *whole.columns))
     ]
     # A paper's rows have no name for their labels, and are sorted by them all the same.
     if not whole.head[0]:
-        heads[0] = '<th scope="col" data-column="0" class=label><button type="button">row</button></th>'
+        heads[0] = (
+            '<th scope="col" data-column="0" class=label><button type="button">row</button></th>'
+        )
     bodies = []
     for row, lines in enumerate(whole.rows):
         labels = len(table.rows[row])
@@ -164,8 +199,8 @@ def _section(table: ReportTable, outputs: Mapping[str, str]) -> str:
             cells = []
             if number == 0:
                 cells += [
-                    f'<th scope="row" class=label rowspan="{len(lines)}" data-column="{column}"{_value(label)}>'
-                    f"{escape(label)}</th>"
+                    f'<th scope="row" class=label rowspan="{len(lines)}"'
+                    f' data-column="{column}"{_value(label)}>{escape(label)}</th>'
                     for column, label in enumerate(line.labels[:labels])
                 ]
             cells += [f"<td class=line>{escape(label)}</td>" for label in line.labels[labels:]]
@@ -174,19 +209,24 @@ def _section(table: ReportTable, outputs: Mapping[str, str]) -> str:
                 first = number == 0 and (table.columns != [""] or column == 0)
                 shown = _linked(text, table.cells.get((row, column)) if first else None, outputs)
                 none = " class=none" if text in (NONE, NOT_RUN) else ""
-                cells.append(f'<td data-column="{column + len(whole.head)}"{_value(text)}{none}>{shown}</td>')
+                cells.append(
+                    f'<td data-column="{column + len(whole.head)}"{_value(text)}{none}>{shown}</td>'
+                )
             body.append(f"<tr>{''.join(cells)}</tr>")
         bodies.append(f"<tbody>{''.join(body)}</tbody>")
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return (
         f'<section id="table-{escape(table.id)}"><h2>{escape(table.title)}</h2><table>'
-        f"<thead><tr>{''.join(heads)}</tr></thead>\n" + "\n".join(bodies) + "</table>"
-        f"<ul class=notes>{notes}</ul></section>"
+        f"<thead><tr>{''.join(heads)}</tr></thead>\n"
+        + "\n".join(bodies)
+        + f"</table><ul class=notes>{notes}</ul></section>"
     )
 
 
 def _value(text: str) -> str:
-    """What a cell is sorted by: the number it begins with, or its words; nothing where there is none."""
+    """What a cell is sorted by: the number it begins with, or its words; nothing where there is
+    none.
+    """
     if text in (NONE, NOT_RUN):
         return ""
     first = text.removeprefix("[").partition(" ")[0].rstrip(",")
@@ -201,11 +241,16 @@ def _picture(name: str, caption: str, figure: Figure) -> str:
 
     source = base64.b64encode(drawn(figure, "svg")).decode()
     return (
-        f'<figure id="figure-{escape(name)}"><img alt="{escape(caption)}" src="data:image/svg+xml;base64,{source}">'
+        f'<figure id="figure-{escape(name)}"><img alt="{escape(caption)}"'
+        f' src="data:image/svg+xml;base64,{source}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 
 def _details(what: str, items: Sequence[str]) -> str:
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return f"<details><summary>{len(items)} {what}</summary><ul>{listed}</ul></details>" if items else ""
+    return (
+        f"<details><summary>{len(items)} {what}</summary><ul>{listed}</ul></details>"
+        if items
+        else ""
+    )

@@ -1,7 +1,9 @@
-"""Many run folders in one file: a tar archive compressed with xz, as `scripts/compact_runs.py` packs them.
+"""Many run folders in one file: a tar archive compressed with xz, as `scripts/compact_runs.py`
+packs them.
 
-An archive may come from anybody. It is read in memory and never unpacked to the disk, and holds nothing but regular
-files, of bounded size and number, each under a relative name of its own. No torch.
+An archive may come from anybody. It is read in memory and never unpacked to the disk, and holds
+nothing but regular files, of bounded size and number, each under a relative name of its own. No
+torch.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ SUFFIX = ".tar.xz"
 MOST_BYTES = 2**28  # unpacked; the largest that kvbench ships has 2**24
 MOST_MEMBERS = 20_000  # files and folders; a run has four
 MOST_MEMORY = 2**27  # that decompression may take; files of xz -9 take half of it
-DATE = 946_684_800  # of every file, in seconds since 1970: the year 2000, as tar warns of much earlier ones
+# of every file, in seconds since 1970: the year 2000, as tar warns of much earlier ones
+DATE = 946_684_800
 
 
 def packed(files: Mapping[str, bytes]) -> bytes:
     """The archive of these files by their names: the same bytes for the same files.
 
-    Raises:
-        ValueError: a name is too long for the plainest kind of tar archive, 255 bytes.
+    Raises
+    ------
+    ValueError
+        a name is too long for the plainest kind of tar archive, 255 bytes.
     """
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -36,7 +41,9 @@ def packed(files: Mapping[str, bytes]) -> bytes:
 
 
 def rounded(value: Any) -> Any:
-    """A record in which every number has at most five digits, as in the archives that kvbench packs."""
+    """A record in which every number has at most five digits, as in the archives that kvbench
+    packs.
+    """
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -45,11 +52,16 @@ def rounded(value: Any) -> Any:
 
 
 def write_archive(target: Path, files: Mapping[str, bytes]) -> int:
-    """Write the archive of these files, whole or not at all; one that is there goes away. Returns its bytes.
+    """Write the archive of these files, whole or not at all; one that is there goes away.
 
-    Raises:
-        ValueError: as `packed`.
-        OSError: it cannot be written there.
+    Returns its bytes.
+
+    Raises
+    ------
+    ValueError
+        as `packed`.
+    OSError
+        it cannot be written there.
     """
     archive = packed(files)
     whole = target.with_name(f".{target.name}.new")
@@ -61,10 +73,13 @@ def write_archive(target: Path, files: Mapping[str, bytes]) -> int:
 def unpacked(data: bytes) -> dict[str, memoryview]:
     """The files in an archive by their names.
 
-    Headers are read one by one, without `tarfile.open`, which follows whatever an archive says of later headers.
+    Headers are read one by one, without `tarfile.open`, which follows whatever an archive says of
+    later headers.
 
-    Raises:
-        ValueError: it is damaged or too large, or holds anything but regular files under plain names.
+    Raises
+    ------
+    ValueError
+        it is damaged or too large, or holds anything but regular files under plain names.
     """
     whole = memoryview(_decompressed(data))
     files: dict[str, memoryview] = {}
@@ -80,9 +95,13 @@ def unpacked(data: bytes) -> dict[str, memoryview]:
         if (members := members + 1) > MOST_MEMBERS:
             raise ValueError(f"more than {MOST_MEMBERS} files and folders")
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
-            raise ValueError(f"{name}: of type {member.type!r}; expected files, as tar --format=ustar packs them")
+            raise ValueError(
+                f"{name}: of type {member.type!r}; expected files, as tar --format=ustar packs them"
+            )
         if not 0 <= member.size <= len(whole) - start:
-            raise ValueError(f"{name}: of {member.size} bytes; expected at most {len(whole) - start}")
+            raise ValueError(
+                f"{name}: of {member.size} bytes; expected at most {len(whole) - start}"
+            )
         if member.type == tarfile.DIRTYPE:
             continue
         if path.is_absolute() or ".." in path.parts:
@@ -96,8 +115,10 @@ def unpacked(data: bytes) -> dict[str, memoryview]:
 def _decompressed(data: bytes) -> bytes:
     """The tar archive in xz data.
 
-    Raises:
-        ValueError: it is damaged, cut short, or too large.
+    Raises
+    ------
+    ValueError
+        it is damaged, cut short, or too large.
     """
     xz = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MOST_MEMORY)
     try:

@@ -1,4 +1,7 @@
-"""The command line that makes a run again, from its run.yaml: for messages about what is missing. No torch."""
+"""The command line that makes a run again, from its run.yaml: for messages about what is missing.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ UNKNOWN = "the command that made it"
 
 
 def command_of(folder: Path) -> str:
-    """`python -m kvbench` with what the config of a run folder sets otherwise than kvbench's own files.
+    """`python -m kvbench` with what the config of a run folder sets otherwise than kvbench's own
+    files.
 
     A folder whose run.yaml cannot be read has none: the answer then says so in words.
     """
@@ -37,7 +41,9 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
         choice = config[group]
         yield f"{group}={choice['name']}"
         original = shipped(group, str(choice["name"])) or {}
-        yield from _differing(f"{group}.", {key: choice[key] for key in choice if key not in OMITTED_KEYS}, original)
+        yield from _differing(
+            f"{group}.", {key: choice[key] for key in choice if key not in OMITTED_KEYS}, original
+        )
     for key, original in root_keys().items():
         if key in ("results_dir", "sweep", "model"):  # the last stands above
             continue
@@ -52,8 +58,12 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
         yield from _differing("backend.", choice, shipped("backend", backend) or {})
 
 
-def _differing(prefix: str, values: Mapping[str, Any], original: Mapping[str, Any]) -> Iterator[str]:
-    """A word for each value that is not the file's; what a file interpolates follows from the others."""
+def _differing(
+    prefix: str, values: Mapping[str, Any], original: Mapping[str, Any]
+) -> Iterator[str]:
+    """A word for each value that is not the file's; what a file interpolates follows from the
+    others.
+    """
     for key, value in values.items():
         default = original.get(key)
         if isinstance(value, Mapping) and isinstance(default, Mapping):
@@ -63,7 +73,9 @@ def _differing(prefix: str, values: Mapping[str, Any], original: Mapping[str, An
 
 
 def _follows(value: Any, default: Any) -> bool:
-    """Whether a value is what a file's interpolation came to; a folder is if it is kvbench's, here or elsewhere."""
+    """Whether a value is what a file's interpolation came to; a folder is if it is kvbench's, here
+    or elsewhere.
+    """
     if not isinstance(default, str) or "${" not in default:
         return False
     kind, _, name = default.strip("${}").partition(":")

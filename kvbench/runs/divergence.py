@@ -1,8 +1,10 @@
-"""How far next-token distributions are from full attention's, over the tokens of a text: numbers by the definitions of
-llama.cpp's `perplexity --kl-divergence`, from what a run stores of each step. Numpy alone.
+"""How far next-token distributions are from full attention's, over the tokens of a text: numbers by
+the definitions of llama.cpp's `perplexity --kl-divergence`, from what a run stores of each step.
+Numpy alone.
 
-Every error here is a standard error over tokens as if they were independent, as llama.cpp's are. Tokens of one text are
-not, so that it is too small; `kl_stderr` and the intervals of reports are over texts.
+Every error here is a standard error over tokens as if they were independent, as llama.cpp's are.
+Tokens of one text are not, so that it is too small; `kl_stderr` and the intervals of reports are
+over texts.
 """
 
 from __future__ import annotations
@@ -19,16 +21,27 @@ FEW = 10  # tokens: an error over as few is none, as in llama.cpp, nor is a quar
 
 @np.errstate(all="ignore")  # what is not finite is absent
 def statistics(texts: Sequence[Mapping[str, Sequence[float]]], same: int) -> dict[str, float]:
-    """Every number of `fidelity` in a summary that needs each token, by name; what is not defined of these is absent.
+    """Every number of `fidelity` in a summary that needs each token, by name; what is not defined
+    of these is absent.
 
-    Args:
-        texts: of each the "kl" by step, KL(full attention || method) over the whole vocabulary in nats, and "nll" and
-            "nll_full", the negative log-likelihood of its next token under the method and under full attention.
-        same: tokens of all texts at which both have the same top token.
+    Parameters
+    ----------
+    texts
+        of each the "kl" by step, KL(full attention || method) over the whole vocabulary in nats,
+        and "nll" and "nll_full", the negative log-likelihood of its next token under the method and
+        under full attention.
+    same
+        tokens of all texts at which both have the same top token.
     """
-    kl, nll, nll_full = (np.concatenate([text[name] for text in texts]) for name in ("kl", "nll", "nll_full"))
+    kl, nll, nll_full = (
+        np.concatenate([text[name] for text in texts]) for name in ("kl", "nll", "nll_full")
+    )
     n, delta_p = len(kl), np.exp(-nll) - np.exp(-nll_full)
-    ln_ratio, perplexity, perplexity_full = nll - nll_full, np.exp(nll.mean()), np.exp(nll_full.mean())
+    ln_ratio, perplexity, perplexity_full = (
+        nll - nll_full,
+        np.exp(nll.mean()),
+        np.exp(nll_full.mean()),
+    )
     ratio, rms, share = np.exp(ln_ratio.mean()), np.sqrt((delta_p**2).mean()), same / n
     numbers = {
         "tokens": n,
@@ -67,8 +80,12 @@ def error(values: np.ndarray) -> float:
 
 
 def percentiles(values: np.ndarray, percents: Mapping[str, float]) -> dict[str, float]:
-    """The wanted percentiles by name, linear between neighbours; none beyond which fewer than one value lies."""
-    there = {name: p for name, p in percents.items() if round(len(values) * min(p, 100 - p), 6) >= 100}
+    """The wanted percentiles by name, linear between neighbours; none beyond which fewer than one
+    value lies.
+    """
+    there = {
+        name: p for name, p in percents.items() if round(len(values) * min(p, 100 - p), 6) >= 100
+    }
     return dict(zip(there, np.percentile(values, [*there.values()]), strict=True)) if there else {}
 
 
@@ -77,4 +94,6 @@ def quarters(kl: Sequence[Sequence[float]]) -> dict[str, float]:
     if min(map(len, kl)) <= 4 * FEW:
         return {}
     parts = zip(*(np.array_split(text, 4) for text in kl), strict=True)
-    return {name: np.concatenate(part).mean() for name, part in zip(OF_QUARTERS, parts, strict=True)}
+    return {
+        name: np.concatenate(part).mean() for name, part in zip(OF_QUARTERS, parts, strict=True)
+    }

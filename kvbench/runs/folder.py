@@ -1,9 +1,10 @@
 """Run folders: what a run writes, and how the next start picks it up again.
 
-A folder belongs to one identity (config, protocol, model revision, data, sources) and to one process at a time, or to
-several that share out its samples, each with a folder of its own in it until the last one is done (`Shard`).
-Samples are appended one line each and are safe once `add` returns, so `kill -9` costs at most the sample in flight.
-Nothing here knows a model or a method, and nothing imports torch.
+A folder belongs to one identity (config, protocol, model revision, data, sources) and to one
+process at a time, or to several that share out its samples, each with a folder of its own in it
+until the last one is done (`Shard`). Samples are appended one line each and are safe once `add`
+returns, so `kill -9` costs at most the sample in flight. Nothing here knows a model or a method,
+and nothing imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merg
 
 
 class Shard(NamedTuple):
-    """One of several jobs that share out the samples of a run: it has every `of`-th, from place `number` on."""
+    """One of several jobs that share out the samples of a run: it has every `of`-th, from place
+    `number` on.
+    """
 
     number: int = 0
     of: int = 1
@@ -70,12 +73,13 @@ class Shard(NamedTuple):
 WHOLE = Shard()  # one job has all samples
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The folder
 
 
 class RunFolder:
-    """One run's folder, `<results_dir>/runs/<task>/<model>/<arm>/<run id>`, held by this process until closed.
+    """One run's folder, `<results_dir>/runs/<task>/<model>/<arm>/<run id>`, held by this process
+    until closed.
 
         with RunFolder.open("results", "passkey", "tiny", "quest-64", identity, config) as folder:
             for sample in samples:
@@ -83,28 +87,39 @@ class RunFolder:
                     folder.add(run(sample))
             folder.finish(summarise(folder.records.values(), task.metric))
 
-    Files: `run.yaml` (what ran), `samples.jsonl` (one record a line, newest line of an id wins), `status.json`, and
-    `summary.json`, which is there only while it covers every line of `samples.jsonl`. A record is a dict of JSON values
-    with an "id"; one with an "error" is kept and counted, but is not done and runs again at the next start.
+    Files: `run.yaml` (what ran), `samples.jsonl` (one record a line, newest line of an id wins),
+    `status.json`, and `summary.json`, which is there only while it covers every line of
+    `samples.jsonl`. A record is a dict of JSON values with an "id"; one with an "error" is kept and
+    counted, but is not done and runs again at the next start.
 
-    States: "running", "finished", "stopped" (Ctrl-C or SIGTERM), "interrupted" (an error ended it), and "waiting",
-    where the shards that ran so far have been merged and others are still to come. "running" under a free lock means
-    killed.
+    States: "running", "finished", "stopped" (Ctrl-C or SIGTERM), "interrupted" (an error ended it),
+    and "waiting", where the shards that ran so far have been merged and others are still to come.
+    "running" under a free lock means killed.
 
-    Attributes:
-        path: the folder.
-        records: newest record of every sample tried, by id, in the order they were first written; those of other shards
-            are as they were when this one was opened.
-        done: those without an error.
-        finished: the run had finished when it was opened.
-        had: samples with which it had finished, when it was opened; 0: it had not.
-        tear: what had been lost since it finished, when it was opened; "" for nothing. Lost samples run again.
+    Attributes
+    ----------
+    path
+        the folder.
+    records
+        newest record of every sample tried, by id, in the order they were first written; those of
+        other shards are as they were when this one was opened.
+    done
+        those without an error.
+    finished
+        the run had finished when it was opened.
+    had
+        samples with which it had finished, when it was opened; 0: it had not.
+    tear
+        what had been lost since it finished, when it was opened; "" for nothing. Lost samples run
+        again.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
         """Use `open`."""
         self.path = path
-        self._job_dir = path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
+        self._job_dir = (
+            path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
+        )
         self._mine, self._run_lock = ExitStack(), ExitStack()
         self._state, self._total, self._ran, self._share = "running", 0, 0, 0.0
         self._began = self._started = _now()
@@ -123,16 +138,24 @@ class RunFolder:
     ) -> RunFolder:
         """Take the folder of `identity`, make it if it is new, and read back what is finished.
 
-        Args:
-            results_dir: where all results lie.
-            task, model, arm: folder names for people; characters unfit for a path become "-".
-            identity: all that may change a number; its hash is the run id.
-            config: the resolved config, written to run.yaml for the reader and for reports.
-            shard: which samples this process has. The whole run takes in what shards left.
+        Parameters
+        ----------
+        results_dir
+            where all results lie.
+        task, model, arm
+            folder names for people; characters unfit for a path become "-".
+        identity
+            all that may change a number; its hash is the run id.
+        config
+            the resolved config, written to run.yaml for the reader and for reports.
+        shard
+            which samples this process has. The whole run takes in what shards left.
 
-        Raises:
-            ResultsError: another process holds the folder, another version wrote it, a line in the middle of
-                samples.jsonl is damaged, or results_dir cannot be written.
+        Raises
+        ------
+        ResultsError
+            another process holds the folder, another version wrote it, a line in the middle of
+            samples.jsonl is damaged, or results_dir cannot be written.
         """
         folder = cls(_of_identity(arm_folder(results_dir, task, model, arm), identity), shard)
         with writing(folder.path), ExitStack() as failed:
@@ -154,9 +177,11 @@ class RunFolder:
         if alone:
             _merge_shards(self.path)
         else:
-            self._job_dir.mkdir(parents=True, exist_ok=True)  # not before the lock: shards may be merged at this moment
+            # not before the lock: shards may be merged at this moment
+            self._job_dir.mkdir(parents=True, exist_ok=True)
             for other in (self.path / SHARDS).iterdir():
-                if not other.name.endswith(f"-of-{shard.of}"):  # its samples are not apart from ours
+                # its samples are not apart from ours
+                if not other.name.endswith(f"-of-{shard.of}"):
                     with run_lock(other):
                         pass
             self._mine.callback(os.close, take_lock(self._job_dir))
@@ -165,15 +190,20 @@ class RunFolder:
             os.ftruncate(samples, self._end)
         self._know(mine if alone else read_run(self.path))
         done = sum(not record.get("error") for record in mine.values())
-        self._others = len(self.done) - done, len(self.records) - len(self.done) - (len(mine) - done)
+        self._others = (
+            len(self.done) - done,
+            len(self.records) - len(self.done) - (len(mine) - done),
+        )
         self._started = _started(self._job_dir / "status.json")
         self.finished = (self.path / "summary.json").exists()
         self.had, self.tear = samples_had(self.path), lost_samples(self.path, len(self.records))
 
     def _begin_facts(self, identity: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """What run.yaml will say; while samples are there it is of those who made them, until another one comes.
+        """What run.yaml will say; while samples are there it is of those who made them, until
+        another one comes.
 
-        Only that more samples are asked for is written at once: fewer are no news of a run that has more.
+        Only that more samples are asked for is written at once: fewer are no news of a run that has
+        more.
         """
         there = None
         with suppress(ResultsError):
@@ -206,12 +236,15 @@ class RunFolder:
                 self.leave(interrupted=kind is None or issubclass(kind, Exception))
 
     def leave(self, interrupted: bool) -> None:
-        """No further sample comes from here: an error interrupted the run, or a signal stopped it."""
+        """No further sample comes from here: an error interrupted the run, or a signal
+        stopped it.
+        """
         self._state = "interrupted" if interrupted else "stopped"
         self._write_status()
 
     def expect(self, total: int) -> None:
-        """Say how many samples the run shall have, those of other shards included; the pace counts from here.
+        """Say how many samples the run shall have, those of other shards included; the pace counts
+        from here.
 
         A run that has more already keeps them.
         """
@@ -219,21 +252,30 @@ class RunFolder:
         self._write_status()
 
     def add(self, record: Mapping[str, Any], share: float = 0.0) -> None:
-        """Append one sample's record; on the disk when this returns. NaN and infinity are stored as null.
+        """Append one sample's record; on the disk when this returns.
 
-        Args:
-            record: of the sample.
-            share: of the work of this start that is done with it, 0..1; 0: not known.
+        NaN and infinity are stored as null.
 
-        Raises:
-            ResultsError: it could not be read back, or not be written.
+        Parameters
+        ----------
+        record
+            of the sample.
+        share
+            of the work of this start that is done with it, 0..1; 0: not known.
+
+        Raises
+        ------
+        ResultsError
+            it could not be read back, or not be written.
         """
         plain: Record = _strict(record)
         if not isinstance(key := plain.get("id"), str):
             raise ValueError(f"a sample record needs an 'id' that is a string, not {key!r}")
         line = json.dumps(plain, allow_nan=False).encode()
         if reason := record_in(line)[1]:
-            raise ResultsError(f"{self.path}: the record of {key} could not be read back ({printable(reason)})")
+            raise ResultsError(
+                f"{self.path}: the record of {key} could not be read back ({printable(reason)})"
+            )
         with writing(self.path):
             self._claim_run_yaml()
         if self._job_dir == self.path:
@@ -251,7 +293,8 @@ class RunFolder:
         self._write_status()
 
     def gathered(self, ids: Collection[str]) -> bool:
-        """Whether the samples of these ids are all here, tried or done; asked when this process has no more.
+        """Whether the samples of these ids are all here, tried or done; asked when this process has
+        no more.
 
         The last of several shards gathers what all of them have.
         """
@@ -261,7 +304,8 @@ class RunFolder:
         self._write_status()
         self._mine.close()
         try:
-            # Gives up the shared lock first, so that of shards that end at once the last to come here is alone.
+            # Gives up the shared lock first, so that of shards that end at once the last to come
+            # here is alone.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -283,14 +327,19 @@ class RunFolder:
         self._write_status()
 
     def beat(self) -> None:
-        """Give a sign of life: status.json gets a new time. What cannot be written shows where a sample is."""
+        """Give a sign of life: status.json gets a new time.
+
+        What cannot be written shows where a sample is.
+        """
         with suppress(OSError):
             os.utime(self._job_dir / "status.json", follow_symlinks=False)
 
     @contextmanager
     def _opened(self, more: int = 0) -> Iterator[int]:
         """samples.jsonl, open no longer than it is written: a sweep has many folders."""
-        samples = os.open(self._job_dir / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | more, 0o666)
+        samples = os.open(
+            self._job_dir / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | more, 0o666
+        )
         try:
             yield samples
         finally:
@@ -327,7 +376,9 @@ class RunFolder:
 
 
 def unlinked(path: str, flags: int) -> int:
-    """An opener that follows no symbolic link: a file to be written lies where it says, whoever made its folder."""
+    """An opener that follows no symbolic link: a file to be written lies where it says, whoever
+    made its folder.
+    """
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -338,7 +389,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = f"{error.filename} is a symbolic link" if error.errno == errno.ELOOP else error.strerror or error
+        reason = (
+            f"{error.filename} is a symbolic link"
+            if error.errno == errno.ELOOP
+            else error.strerror or error
+        )
         raise ResultsError(f"cannot write results to {path} ({reason}): see results_dir") from error
 
 
@@ -348,11 +403,16 @@ def _folder_name(name: str) -> str:
 
 
 def take_lock(folder: Path, shared: bool = False) -> int:
-    """A lock on the folder. The kernel frees it with the process, however that ends: no stale locks.
+    """A lock on the folder.
 
-    Args:
-        folder: to lock.
-        shared: with others who share it; whoever merges shards is waited for.
+    The kernel frees it with the process, however that ends: no stale locks.
+
+    Parameters
+    ----------
+    folder
+        to lock.
+    shared
+        with others who share it; whoever merges shards is waited for.
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     kind, patience = (fcntl.LOCK_SH, MERGE_SECONDS) if shared else (fcntl.LOCK_EX, 0.0)
@@ -368,7 +428,8 @@ def take_lock(folder: Path, shared: bool = False) -> int:
             holder = os.read(lock, 300).decode(errors="replace").strip() or "another process"
             os.close(lock)
             raise ResultsError(
-                f"{folder} is in use by {holder}: two processes never write one run; wait for that one or stop it"
+                f"{folder} is in use by {holder}: two processes never write one run; wait for that"
+                " one or stop it"
             ) from None
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -376,13 +437,18 @@ def take_lock(folder: Path, shared: bool = False) -> int:
 
 
 def refuse_other_formats(arm: Path) -> None:
-    """Refuse to add to an arm that holds results of another format, whatever their run ids: one table would mix them.
+    """Refuse to add to an arm that holds results of another format, whatever their run ids: one
+    table would mix them.
 
-    Args:
-        arm: its folder.
+    Parameters
+    ----------
+    arm
+        its folder.
 
-    Raises:
-        ResultsError: names the first such folder.
+    Raises
+    ------
+    ResultsError
+        names the first such folder.
     """
     with writing(arm):
         for file in sorted(arm.glob("*/run.yaml")):
@@ -395,7 +461,9 @@ def arm_folder(results_dir: str | os.PathLike[str], task: str, model: str, arm: 
 
 
 def _of_identity(arm: Path, identity: Mapping[str, Any]) -> Path:
-    """The folder of an identity among those of its arm: one with an earlier id where that is there."""
+    """The folder of an identity among those of its arm: one with an earlier id where that
+    is there.
+    """
     current_id = run_id(identity)
     earlier = (arm / id for id in earlier_ids(current_id) if not (arm / current_id).exists())
     return next((folder for folder in earlier if folder.is_dir()), arm / current_id)
@@ -404,7 +472,8 @@ def _of_identity(arm: Path, identity: Mapping[str, Any]) -> Path:
 def check_format(folder: Path) -> None:
     """Refuse a folder written by another version of this layout."""
     try:
-        # The format stands first, and reading the whole file as YAML would take longer than all else before a run.
+        # The format stands first, and reading the whole file as YAML would take longer than all
+        # else before a run.
         content = contents(folder / "run.yaml")
     except FileNotFoundError:
         return
@@ -414,8 +483,8 @@ def check_format(folder: Path) -> None:
     written = int(first.group(1)) if first else "unknown"
     if written != FORMAT:
         raise ResultsError(
-            f"{folder} holds results of format {written}, this kvbench {kvbench.__version__} writes format {FORMAT}: "
-            "move the folder away or choose another results_dir"
+            f"{folder} holds results of format {written}, this kvbench {kvbench.__version__} writes"
+            f" format {FORMAT}: move the folder away or choose another results_dir"
         )
 
 
@@ -442,7 +511,10 @@ def _write_run_yaml(folder: Path, facts: Mapping[str, Any], within: Path) -> Non
 
 
 def _merge_shards(folder: Path) -> None:
-    """Take in what shards left; the caller alone holds the run. Killed in between, the next one does it again."""
+    """Take in what shards left; the caller alone holds the run.
+
+    Killed in between, the next one does it again.
+    """
     if not (folder / SHARDS).is_dir():
         return
     file = folder / "samples.jsonl"
@@ -454,7 +526,9 @@ def _merge_shards(folder: Path) -> None:
 
 
 def _started(status: Path) -> str:
-    """When this run was first started; a status file that cannot be read (never seen, never fatal) starts now."""
+    """When this run was first started; a status file that cannot be read (never seen, never fatal)
+    starts now.
+    """
     return str(json_in(status).get("started") or _now())
 
 
@@ -463,13 +537,19 @@ def _now() -> str:
 
 
 def write_whole(path: Path, text: str, durable: bool = False, within: Path | None = None) -> None:
-    """Replace a file in one step: readers and `kill -9` see the old text or the new, never half of it.
+    """Replace a file in one step: readers and `kill -9` see the old text or the new, never half of
+    it.
 
-    Args:
-        path: the file.
-        text: all of it.
-        durable: on the disk when this returns.
-        within: the folder where the new text is written first, for files that several processes replace.
+    Parameters
+    ----------
+    path
+        the file.
+    text
+        all of it.
+    durable
+        on the disk when this returns.
+    within
+        the folder where the new text is written first, for files that several processes replace.
     """
     temporary = (within or path.parent) / f".{path.name}.new"
     temporary.unlink(missing_ok=True)  # of a writer that was killed, or a stranger's pipe
@@ -486,7 +566,9 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _strict(value: Any) -> Any:
-    """`value` as plain JSON: string keys, lists, and null for NaN and infinity, which JSON does not have."""
+    """`value` as plain JSON: string keys, lists, and null for NaN and infinity, which JSON does not
+    have.
+    """
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -500,8 +582,10 @@ def _strict(value: Any) -> Any:
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder for a while.
 
-    Raises:
-        ResultsError: another process holds it, or it cannot be written.
+    Raises
+    ------
+    ResultsError
+        another process holds it, or it cannot be written.
     """
     with writing(folder):
         lock = take_lock(folder)
@@ -512,9 +596,15 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def append_records(path: Path, records: Sequence[Record], end: int) -> None:
-    """All of these records after the last whole line, or none: what a full disk cuts off is taken back."""
-    rest = memoryview(b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records))
-    with open(path, "r+b", buffering=0, opener=lambda path, flags: unlinked(path, flags | os.O_CREAT)) as file:
+    """All of these records after the last whole line, or none: what a full disk cuts off is taken
+    back.
+    """
+    rest = memoryview(
+        b"".join(json.dumps(record, allow_nan=False).encode() + b"\n" for record in records)
+    )
+    with open(
+        path, "r+b", buffering=0, opener=lambda path, flags: unlinked(path, flags | os.O_CREAT)
+    ) as file:
         file.truncate(end)
         file.seek(end)
         try:
@@ -527,16 +617,21 @@ def append_records(path: Path, records: Sequence[Record], end: int) -> None:
 
 
 def stored_state(folder: Path) -> str:
-    """What status.json says of a run: "running", "interrupted", "finished"; "unknown" where it cannot be read."""
+    """What status.json says of a run: "running", "interrupted", "finished"; "unknown" where it
+    cannot be read.
+    """
     return str(json_in(folder / "status.json").get("state", "unknown"))
 
 
 def tear_of(folder: Path, samples: int) -> str:
     """What is missing of a run that had finished, and the command that mends it; "" for nothing.
 
-    Args:
-        folder: the run's.
-        samples: in its samples.jsonl now.
+    Parameters
+    ----------
+    folder
+        the run's.
+    samples
+        in its samples.jsonl now.
     """
     if not is_there(folder / "run.yaml"):
         return "run.yaml is missing; the command that made the run writes it anew"
@@ -544,14 +639,22 @@ def tear_of(folder: Path, samples: int) -> str:
         return lost
     finished = json_in(folder / "summary.json").get("n")
     if type(finished) is int and samples > finished:
-        return f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same command says more"
+        return (
+            f"samples.jsonl has {samples} samples, and {finished} when the run finished; the same"
+            " command says more"
+        )
     if stored_state(folder) == "finished" and not is_there(folder / "summary.json"):
-        return f"summary.json is missing; kvbench score {shlex.quote(str(folder))} --write writes it anew"
+        return (
+            f"summary.json is missing; kvbench score {shlex.quote(str(folder))} --write writes it"
+            " anew"
+        )
     return ""
 
 
 def lost_samples(folder: Path, samples: int) -> str:
-    """How many samples a run lacks of those that it had finished with, and the command that runs them again; or ""."""
+    """How many samples a run lacks of those that it had finished with, and the command that runs
+    them again; or "".
+    """
     had = samples_had(folder)
     if samples >= had:
         return ""
@@ -562,7 +665,10 @@ def samples_had(folder: Path) -> int:
     """With how many samples a run had finished; 0: with none, or it is not known."""
     status, summary = json_in(folder / "status.json"), json_in(folder / "summary.json")
     counts = [summary.get("n")]
-    if status.get("state") == "finished" and type(status.get("failed")) is type(status.get("done")) is int:
+    if (
+        status.get("state") == "finished"
+        and type(status.get("failed")) is type(status.get("done")) is int
+    ):
         counts.append(status["done"] + status["failed"])
     # One of the two files may be the damaged one.
     return min((count for count in counts if type(count) is int), default=0)

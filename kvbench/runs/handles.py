@@ -1,4 +1,6 @@
-"""How many run folders a process can hold at once: each takes an open file, and the system allows so many. No torch."""
+"""How many run folders a process can hold at once: each takes an open file, and the system allows
+so many. No torch.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,29 @@ import resource
 
 from kvbench.runs.folder import WHOLE, ResultsError, Shard
 
-RESERVE = 48  # open files that a run needs besides: a model's, data, compiled kernels, what is written and closed again
+# open files that a run needs besides: a model's, data, compiled kernels, what is written and closed
+# again
+RESERVE = 48
 
 
 def folders_at_once(folders: int, shard: Shard = WHOLE) -> int:
-    """How many of so many run folders can be held at once, 1 or more; the soft limit of open files is raised for them.
+    """How many of so many run folders can be held at once, 1 or more; the soft limit of open files
+    is raised for them.
 
-    Raises:
-        ResultsError: not even one.
+    Raises
+    ------
+    ResultsError
+        not even one.
     """
     locks = 1 if shard == WHOLE else 2  # the lock of the run, and that of a shard's own part
     there = len(os.listdir("/dev/fd")) + RESERVE
     limit = _raised(there + folders * locks)
     room = (limit - there) // locks
     if room < 1:
-        raise ResultsError(f"{limit} open files are allowed, and a run needs {there + locks}; raise them (ulimit -n)")
+        raise ResultsError(
+            f"{limit} open files are allowed, and a run needs {there + locks}; raise them"
+            " (ulimit -n)"
+        )
     return min(folders, room)
 
 

@@ -1,7 +1,7 @@
 """Signs of life of a process that holds a run folder, which any machine can see. No torch.
 
-A lock or a process id says only on its own machine whether the process lives. A file's time says it on every machine
-that has mounted the folder.
+A lock or a process id says only on its own machine whether the process lives. A file's time says it
+on every machine that has mounted the folder.
 """
 
 from __future__ import annotations

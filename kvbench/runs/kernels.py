@@ -19,17 +19,26 @@ def compile_for(arms: Sequence[Setup], console: Console) -> None:
     """Compile what runs of one model need, before their time is taken."""
     kinds = {name for arm in arms for name in kv_in(arm.config).listed}
     dtype = str(arms[0].loaded.dtype).removeprefix("torch.")
-    compile_kernels(required_by(dtype, {*kinds, *(arm.config["method"]["name"] for arm in arms)}), console)
+    compile_kernels(
+        required_by(dtype, {*kinds, *(arm.config["method"]["name"] for arm in arms)}), console
+    )
 
 
 def compile_kernels(numbers: Iterable[int], console: Console) -> int:
-    """Compile those that nobody has, side by side, with a bar or a line now and then; how many these were."""
+    """Compile those that nobody has, side by side, with a bar or a line now and then; how many
+    these were.
+    """
     uncompiled = missing(numbers)
     if not uncompiled:
         return 0
     drawn, line_at = console.is_terminal or console.is_jupyter, -math.inf
-    count, remaining = TextColumn("kernel {task.completed:.0f} of {task.total:.0f}"), TextColumn("{task.fields[left]}")
-    with Progress(count, BarColumn(), remaining, console=console, disable=not drawn, transient=True) as bars:
+    count, remaining = (
+        TextColumn("kernel {task.completed:.0f} of {task.total:.0f}"),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Progress(
+        count, BarColumn(), remaining, console=console, disable=not drawn, transient=True
+    ) as bars:
         bar = bars.add_task("kernels", total=len(uncompiled), left="")
 
         def say(ready: int, seconds: float) -> None:
@@ -38,7 +47,10 @@ def compile_kernels(numbers: Iterable[int], console: Console) -> int:
             bars.update(bar, completed=ready, left=remaining)
             if not drawn and time.monotonic() - line_at >= LINE_SECONDS:
                 line_at = time.monotonic()
-                console.print(f"compiling {len(uncompiled)} kernels, once: {ready} done, {remaining}", soft_wrap=True)
+                console.print(
+                    f"compiling {len(uncompiled)} kernels, once: {ready} done, {remaining}",
+                    soft_wrap=True,
+                )
 
         compile_listed(uncompiled, say)
     return len(uncompiled)

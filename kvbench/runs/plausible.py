@@ -1,7 +1,8 @@
-"""Whether what is stored of a run can be true: all that read runs ask here, and leave out and name what cannot.
+"""Whether what is stored of a run can be true: all that read runs ask here, and leave out and name
+what cannot.
 
-A bound holds for every method, model and machine: it follows from what a number counts. What is only unlikely passes.
-No torch.
+A bound holds for every method, model and machine: it follows from what a number counts. What is
+only unlikely passes. No torch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ TINY = 1e-6  # of KL in nats, which is rounded about 0
 MOST_TOKENS = 2**31  # of a prompt, and samples of a run
 MOST_BYTES = 2**50  # of a memory
 MOST_SECONDS = 10**9
-UNSAID = 1024  # new tokens of a sample that does not say how many it has, as older and empty answers do not
+# new tokens of a sample that does not say how many it has, as older and empty answers do not
+UNSAID = 1024
 
 OF_RECORD = ("prompt_tokens", "cut_tokens", "question_tokens", "new_tokens")
-PARTS = ("audit", "probe", "hardware", "machine", "fidelity", "breakdown_ms", "prefill_ms", "tpot_ms", "written")
+PARTS = (
+    "audit",
+    "probe",
+    "hardware",
+    "machine",
+    "fidelity",
+    "breakdown_ms",
+    "prefill_ms",
+    "tpot_ms",
+    "written",
+)
 SHARES = {"recall", "mass", "jaccard", "seen", "looped"}
 OF_STATUS = ("done", "failed", "total", "ran")
 STEPS = ("kl", "nll", "nll_full")
@@ -36,13 +48,19 @@ STEPS = ("kl", "nll", "nll_full")
 def refuse_impossible(folder: Path, written: Mapping[str, Any], records: Iterable[Record]) -> None:
     """Refuse a run with a number that cannot be, or that lies in another run's folder.
 
-    Args:
-        folder: the run's.
-        written: its run.yaml, as `kvbench.runs.stored.read_run_yaml` gives it.
-        records: its samples.
+    Parameters
+    ----------
+    folder
+        the run's.
+    written
+        its run.yaml, as `kvbench.runs.stored.read_run_yaml` gives it.
+    records
+        its samples.
 
-    Raises:
-        ResultsError: names the sample, the key and its value.
+    Raises
+    ------
+    ResultsError
+        names the sample, the key and its value.
     """
     stored_id = str(written["run_id"])
     names = {folder.name, folder.resolve().name}
@@ -56,7 +74,9 @@ def refuse_impossible(folder: Path, written: Mapping[str, Any], records: Iterabl
     unified = config["protocol"]["accounting"] == "unified"
     for record in records:
         if reason := next(_of_record(record, budget, unified), ""):
-            raise ResultsError(f"cannot be: sample {printable(record['id'])[:80]}: {printable(reason)}")
+            raise ResultsError(
+                f"cannot be: sample {printable(record['id'])[:80]}: {printable(reason)}"
+            )
 
 
 def impossible_status(says: Mapping[str, Any]) -> str:
@@ -68,15 +88,19 @@ def impossible_status(says: Mapping[str, Any]) -> str:
 def _budget(config: Mapping[str, Any]) -> Budget:
     """The budget that a run says it had; one without a size of a method that has none.
 
-    Raises:
-        ConfigError: there is no such budget.
+    Raises
+    ------
+    ConfigError
+        there is no such budget.
     """
     protocol, size = config["protocol"], config["budget"]
     if is_number(size) and size > MOST_TOKENS:
         raise ConfigError(f"budget={size}: more tokens than a prompt has")
     if not has_budget(config["method"]):
         return Budget(None)
-    return Budget.of(size, config["method"], protocol["accounting"], protocol.get("generated", "free"))
+    return Budget.of(
+        size, config["method"], protocol["accounting"], protocol.get("generated", "free")
+    )
 
 
 def _of_record(record: Record, budget: Budget, unified: bool) -> Iterator[str]:
@@ -118,7 +142,11 @@ def _bounds(part: str, key: str) -> tuple[float, float, bool]:
     if key in SHARES or key.endswith("_share"):
         return 0, 1, False
     if key.endswith("_bytes"):
-        return 0, MOST_BYTES, quantity.name in QUANTITIES and quantity.combine == "max" and part == "audit"
+        return (
+            0,
+            MOST_BYTES,
+            quantity.name in QUANTITIES and quantity.combine == "max" and part == "audit",
+        )
     if key.endswith(("_bytes_per_step", "_bandwidth")):
         return 0, MOST_BYTES, False
     if part.endswith("_ms") or quantity.unit == MS:
@@ -142,20 +170,31 @@ def _attended(record: Record, budget: Budget, unified: bool) -> Iterator[str]:
     if most > tokens:
         yield f"audit.attended_max={most:g}: of {tokens} tokens"
     if not 1 - NEAR <= mean <= most * (1 + NEAR):
-        yield f"audit.attended_mean={mean:g}: expected 1 entry or more, and no more than the most, {most:g}"
+        yield (
+            f"audit.attended_mean={mean:g}: expected 1 entry or more, and no more than the most,"
+            f" {most:g}"
+        )
     if (spread := audit.get("attended_std", 0)) > most:
         yield f"audit.attended_std={spread:g}: expected no more than the most attended, {most:g}"
     stored = audit.get("device_kv_bytes", 0)
     if (allocated := audit.get("device_kv_allocated_bytes", stored)) < stored:
-        yield f"audit.device_kv_allocated_bytes={allocated}: expected room for the {stored} that are held"
+        yield (
+            f"audit.device_kv_allocated_bytes={allocated}: expected room for the {stored} that are"
+            " held"
+        )
     if budget.size is not None:
         had = audit.get("budget", 0)
         # A share is of what is compressed.
-        size = budget.tokens((record.get("prompt_tokens") or 0) - (record.get("question_tokens") or 0))
+        size = budget.tokens(
+            (record.get("prompt_tokens") or 0) - (record.get("question_tokens") or 0)
+        )
         if not abs(had - size) < 1 + NEAR * size:
             yield f"audit.budget={had:g}: expected the {size} tokens of budget={show(budget.size)}"
         elif unified and mean > had * (1 + NEAR):
-            yield f"audit.attended_mean={mean:g}: expected no more than C, {had:g}, in which all counts"
+            yield (
+                f"audit.attended_mean={mean:g}: expected no more than C, {had:g}, in which all"
+                " counts"
+            )
 
 
 def _tokens(record: Record) -> int:
@@ -165,7 +204,9 @@ def _tokens(record: Record) -> int:
         record.get("new_tokens"),
         len(_steps(record).get("kl") or ()),
     ]
-    answer = len(record.get("output_ids") or ()) or max(filter(is_number, counts), default=0) or UNSAID
+    answer = (
+        len(record.get("output_ids") or ()) or max(filter(is_number, counts), default=0) or UNSAID
+    )
     return int(answer) + (record.get("prompt_tokens") or MOST_TOKENS)
 
 
@@ -174,7 +215,9 @@ def _steps(record: Record) -> Mapping[str, Any]:
 
 
 def _divergence(record: Record) -> Iterator[str]:
-    """What of a KL divergence from full attention cannot be: less than 0, or a mean that its steps have not."""
+    """What of a KL divergence from full attention cannot be: less than 0, or a mean that its steps
+    have not.
+    """
     near, steps = record.get("fidelity") or {}, _steps(record)
     for name in STEPS:
         key = "kl_mean" if name == "kl" else name
@@ -186,5 +229,7 @@ def _divergence(record: Record) -> Iterator[str]:
 
 
 def is_near(value: float, other: float, most: float = 0.0) -> bool:
-    """Whether two numbers are the same but for the digits that are packed, or differ by so much at most."""
+    """Whether two numbers are the same but for the digits that are packed, or differ by so much at
+    most.
+    """
     return abs(value - other) <= most + NEAR * max(abs(value), abs(other))

@@ -1,5 +1,6 @@
-"""The progress of a run: on a terminal a bar over samples and one inside the sample that runs, elsewhere a line now and
-then; and what is said once."""
+"""The progress of a run: on a terminal a bar over samples and one inside the sample that runs,
+elsewhere a line now and then; and what is said once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from datetime import timedelta
 from typing import Any
 
 from numba.core import event
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Task as Bar
 from rich.text import Text
 
@@ -21,25 +29,36 @@ from kvbench.runs.terminal import Console
 
 
 def remaining_seconds(elapsed: float, share: float) -> float | None:
-    """Seconds left by the share of the work that is done, not by counting: samples may differ a hundredfold.
+    """Seconds left by the share of the work that is done, not by counting: samples may differ a
+    hundredfold.
 
-    Args:
-        elapsed: seconds.
-        share: of the work, 0..1; None where nothing is done.
+    Parameters
+    ----------
+    elapsed
+        seconds.
+    share
+        of the work, 0..1; None where nothing is done.
     """
     return elapsed * (1 - share) / share if share > 0 else None
 
 
 @dataclass
 class JointDecodeProgress:
-    """The work of arms that decode together: prompts are read one by one, and their rows go on side by side.
+    """The work of arms that decode together: prompts are read one by one, and their rows go on side
+    by side.
 
-    Attributes:
-        read: the share of the prompts that are read, 0..1.
-        expected: tokens to decode of these prompts, in all their rows, at most.
-        decoded: of them.
-        seconds: that it took.
-        rows: of the last pass.
+    Attributes
+    ----------
+    read
+        the share of the prompts that are read, 0..1.
+    expected
+        tokens to decode of these prompts, in all their rows, at most.
+    decoded
+        of them.
+    seconds
+        that it took.
+    rows
+        of the last pass.
     """
 
     read: float = 0.0
@@ -49,11 +68,15 @@ class JointDecodeProgress:
     rows: int = 0
 
     def remaining(self, elapsed: float) -> float | None:
-        """Seconds left, by what reading and decoding have taken so far, each by itself; None before the first pass."""
+        """Seconds left, by what reading and decoding have taken so far, each by itself; None before
+        the first pass.
+        """
         if not (self.read and self.decoded):
             return None
         reading = remaining_seconds(max(0.0, elapsed - self.seconds), min(1.0, self.read))
-        decoding = remaining_seconds(self.seconds, min(1.0, self.decoded * self.read / max(1, self.expected)))
+        decoding = remaining_seconds(
+            self.seconds, min(1.0, self.decoded * self.read / max(1, self.expected))
+        )
         return (reading or 0.0) + (decoding or 0.0)
 
 
@@ -78,8 +101,10 @@ class Speed(ProgressColumn):
 class Pace:
     """Tokens a second over the last half minute; where a step takes longer, over the last step.
 
-    Attributes:
-        tokens: in all.
+    Attributes
+    ----------
+    tokens
+        in all.
     """
 
     def __init__(self, now: float) -> None:
@@ -101,11 +126,16 @@ class Pace:
 class Reporter:
     """What a run prints while it goes on.
 
-    Attributes:
-        share: of the work of this start that is done.
-        part: of this work, what is done of the samples that run.
-        joint_decode: of arms that decode together.
-        compiles: whether a kernel is being compiled.
+    Attributes
+    ----------
+    share
+        of the work of this start that is done.
+    part
+        of this work, what is done of the samples that run.
+    joint_decode
+        of arms that decode together.
+    compiles
+        whether a kernel is being compiled.
     """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
@@ -114,7 +144,9 @@ class Reporter:
         self._samples = bars.add_task("samples", total=total, completed=min(done, total))
         bars.update(self._samples, report=self)  # which is drawn at once
         self._pace = Pace(bars.get_time())
-        self._inside = bars.add_task("tokens of this sample", total=None, visible=False, pace=self._pace)
+        self._inside = bars.add_task(
+            "tokens of this sample", total=None, visible=False, pace=self._pace
+        )
         self._printed: set[str] = set()
         self._at, self._of, self._reads = 0, 0, False
 
@@ -129,7 +161,9 @@ class Reporter:
         self.bars.update(self._inside, completed=done, total=total, visible=True)
 
     def rows(self, count: int, seconds: float) -> None:
-        """A token of each of so many rows was decoded, of several arms and samples, in so many seconds."""
+        """A token of each of so many rows was decoded, of several arms and samples, in so many
+        seconds.
+        """
         joint = self.joint_decode
         self._pace.add(count, self.bars.get_time())
         self._at, self._of, joint.rows = 0, 0, count
@@ -146,8 +180,12 @@ class Reporter:
         """The time left; "" while it is not known, and where there is none."""
         elapsed = self.bars.tasks[self._samples].elapsed or 0.0
         remaining = self.joint_decode.remaining(elapsed)
-        remaining = remaining_seconds(elapsed, self.share + self.part) if remaining is None else remaining
-        return f"{timedelta(seconds=round(remaining))} left" if remaining and round(remaining) else ""
+        remaining = (
+            remaining_seconds(elapsed, self.share + self.part) if remaining is None else remaining
+        )
+        return (
+            f"{timedelta(seconds=round(remaining))} left" if remaining and round(remaining) else ""
+        )
 
     def line(self) -> None:
         """How far it is, as a line: over all samples, at what pace, and what is running."""
@@ -155,7 +193,9 @@ class Reporter:
         pace = [str(self._pace)] if self._pace.tokens else []
         remaining = self.remaining() or str(timedelta(seconds=round(samples.elapsed or 0.0)))
         line = ", ".join([f"{samples.completed:.0f}/{samples.total:.0f} samples", *pace, remaining])
-        self.bars.console.print("; ".join([line, *self._running()]), highlight=False, soft_wrap=True)
+        self.bars.console.print(
+            "; ".join([line, *self._running()]), highlight=False, soft_wrap=True
+        )
 
     def _running(self) -> Iterator[str]:
         """What goes on now."""
@@ -178,14 +218,16 @@ class Reporter:
         if budget is not None and budget >= record["prompt_tokens"]:
             self.once(
                 "budget",
-                f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of {record['id']}, which is full "
-                "attention (said once)",
+                f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of"
+                f" {record['id']}, which is full attention (said once)",
             )
         self.failed(record)
         self.advance(share)
 
     def advance(self, share: float) -> None:
-        """One more sample is done, `share` of the work; one that ended early has no tokens to come."""
+        """One more sample is done, `share` of the work; one that ended early has no
+        tokens to come.
+        """
         self._of, self.part = 0, 0.0
         self.share += share
         self.bars.update(self._samples, advance=1)
@@ -208,7 +250,9 @@ class Reporter:
 
 
 class _Compilations(event.Listener):
-    """A clock that stands still while Numba compiles a kernel that is in no cache yet, and says why nothing moves."""
+    """A clock that stands still while Numba compiles a kernel that is in no cache yet, and says why
+    nothing moves.
+    """
 
     report: Reporter
 
@@ -224,7 +268,10 @@ class _Compilations(event.Listener):
             self._since = time.monotonic()
         self._depth += 1
         self.report.compiles = True
-        self.report.once("kernels", "compiling kernels, up to a minute, the first time that they are used (said once)")
+        self.report.once(
+            "kernels",
+            "compiling kernels, up to a minute, the first time that they are used (said once)",
+        )
 
     def on_end(self, event: event.Event) -> None:
         self._depth -= 1
@@ -235,15 +282,23 @@ class _Compilations(event.Listener):
 
 @contextmanager
 def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
-    """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, whatever runs, and one at its end.
+    """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, whatever runs, and one
+    at its end.
 
-    Args:
-        console: where they are drawn.
-        total: samples in all.
-        done: samples that an earlier start finished.
+    Parameters
+    ----------
+    console
+        where they are drawn.
+    total
+        samples in all.
+    done
+        samples that an earlier start finished.
     """
     drawn = console.is_terminal or console.is_jupyter
-    columns, clock = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()), _Compilations()
+    columns, clock = (
+        (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()),
+        _Compilations(),
+    )
     times = TimeElapsedColumn(), TimeLeft(), Speed()
     with Progress(*columns, *times, console=console, disable=not drawn, get_time=clock) as bars:
         report = clock.report = Reporter(bars, total, done)

@@ -1,8 +1,10 @@
-"""Arms that differ in method and budget alone: a sample is prefilled once, and each arm begins from that.
+"""Arms that differ in method and budget alone: a sample is prefilled once, and each arm begins from
+that.
 
-Every arm has its own run folder. Where arms decode together (`sweep.shared_decode`) they have no times of their own,
-and logits that differ by rounding from those of a run alone; else each gets the bits that a run of its own would give,
-and only what the one prefill hides, the time to the first token, is missing there.
+Every arm has its own run folder. Where arms decode together (`sweep.shared_decode`) they have no
+times of their own, and logits that differ by rounding from those of a run alone; else each gets the
+bits that a run of its own would give, and only what the one prefill hides, the time to the first
+token, is missing there.
 """
 
 from __future__ import annotations
@@ -34,11 +36,16 @@ from kvbench.runs.terminal import Console
 class Outcome(NamedTuple):
     """How an arm ended.
 
-    Attributes:
-        arm: method and budget, "quest-64".
-        path: its run folder, if it got one.
-        summary: of a finished arm; {} where other shards still have samples to run.
-        error: what ended the arm before its last sample; what it had done until then stays in its folder.
+    Attributes
+    ----------
+    arm
+        method and budget, "quest-64".
+    path
+        its run folder, if it got one.
+    summary
+        of a finished arm; {} where other shards still have samples to run.
+    error
+        what ended the arm before its last sample; what it had done until then stays in its folder.
     """
 
     arm: str
@@ -47,11 +54,15 @@ class Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def run_shared(configs: Sequence[DictConfig], console: Console | None = None) -> list[dict[str, Any]]:
+def run_shared(
+    configs: Sequence[DictConfig], console: Console | None = None
+) -> list[dict[str, Any]]:
     """As `run_arms`, for who wants all arms or none; returns each one's summary.
 
-    Raises:
-        Exception: what ended an arm; the others have finished.
+    Raises
+    ------
+    Exception
+        what ended an arm; the others have finished.
     """
     outcomes = run_arms(configs, console)
     for outcome in outcomes:
@@ -60,27 +71,41 @@ def run_shared(configs: Sequence[DictConfig], console: Console | None = None) ->
     return [outcome.summary for outcome in outcomes if outcome.summary is not None]
 
 
-def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shard: Shard = WHOLE) -> list[Outcome]:
+def run_arms(
+    configs: Sequence[DictConfig], console: Console | None = None, shard: Shard = WHOLE
+) -> list[Outcome]:
     """Run composed configs together to their end, or from where they were interrupted.
 
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
 
-    Args:
-        configs: alike but for method, budget, kv and probe.
-        console: where progress is drawn.
-        shard: which of the samples to run.
+    Parameters
+    ----------
+    configs
+        alike but for method, budget, kv and probe.
+    console
+        where progress is drawn.
+    shard
+        which of the samples to run.
 
-    Raises:
-        ConfigError: they differ in more, or something is wrong that only the task's data shows.
-        ResultsError: the system allows too few open files for a single one.
+    Raises
+    ------
+    ConfigError
+        they differ in more, or something is wrong that only the task's data shows.
+    ResultsError
+        the system allows too few open files for a single one.
     """
     bind_methods()
-    plain = [cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs]
+    plain = [
+        cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs
+    ]
     refuse_different(plain)
     size = folders_at_once(len(plain), shard)
     console, loaded = console or Console(), None
     if size < len(plain):
-        console.print(f"{len(plain)} arms, {size} at a time: no more files can be open (ulimit -n)", soft_wrap=True)
+        console.print(
+            f"{len(plain)} arms, {size} at a time: no more files can be open (ulimit -n)",
+            soft_wrap=True,
+        )
     outcomes: list[Outcome] = []
     with threads(plain[0]["threads"]):
         for start in range(0, len(plain), size):
@@ -89,8 +114,12 @@ def run_arms(configs: Sequence[DictConfig], console: Console | None = None, shar
     return outcomes
 
 
-def _at_once(plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any) -> tuple[list[Outcome], Any]:
-    """As many arms as can hold their folders at once, from one prefill of each sample; and the model that they ran."""
+def _at_once(
+    plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any
+) -> tuple[list[Outcome], Any]:
+    """As many arms as can hold their folders at once, from one prefill of each sample; and the
+    model that they ran.
+    """
     outcomes = [Outcome(arm_name(config)) for config in plain]
     with ExitStack() as open_folders:
         running: dict[int, tuple[Arm, RunFolder]] = {}
@@ -120,24 +149,32 @@ def _at_once(plain: Sequence[dict[str, Any]], console: Console, shard: Shard, lo
 def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
     """Refuse configs that no common prefill can serve.
 
-    Raises:
-        ConfigError: names a key in which two differ, or an arm whose engine no other arm can use.
+    Raises
+    ------
+    ConfigError
+        names a key in which two differ, or an arm whose engine no other arm can use.
     """
     for config in configs if len(configs) > 1 else ():
         if starts_alone(config):
             raise ConfigError(
-                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for this arm alone; "
-                "expected a run of its own"
+                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for"
+                " this arm alone; expected a run of its own"
             )
-    first, *others = ({key: value for key, value in config.items() if key not in MAY_DIFFER} for config in configs)
+    first, *others = (
+        {key: value for key, value in config.items() if key not in MAY_DIFFER} for config in configs
+    )
     for other in others:
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
-                raise ConfigError(f"{key}: arms that share a prefill differ in {', '.join(MAY_DIFFER)} alone")
+                raise ConfigError(
+                    f"{key}: arms that share a prefill differ in {', '.join(MAY_DIFFER)} alone"
+                )
 
 
 def _decoding(arm: Arm, console: Console) -> Arm:
-    """An arm that decodes together with others where that is asked for and can be; what cannot is said."""
+    """An arm that decodes together with others where that is asked for and can be; what cannot is
+    said.
+    """
     if not decodes_jointly(arm.config):
         return arm
     reason = together.unfit(arm.loaded.model)

@@ -1,4 +1,6 @@
-"""How a run is doing, from its folder alone: how far it is, and whether whoever runs it is still there. No torch."""
+"""How a run is doing, from its folder alone: how far it is, and whether whoever runs it is still
+there. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from typing import Any, NamedTuple
 
 from kvbench.runs.heartbeat import BEAT_SECONDS, DEAD_SECONDS
 from kvbench.runs.plausible import impossible_status
-from kvbench.runs.stored import ResultsError, archive_of, is_there, json_in, printable, shards_of, using
+from kvbench.runs.stored import (
+    ResultsError,
+    archive_of,
+    is_there,
+    json_in,
+    printable,
+    shards_of,
+    using,
+)
 
 WATCH_SECONDS = BEAT_SECONDS + 5.0
 LONGEST_SKEW = 86400.0  # seconds between the clocks of two machines
@@ -30,17 +40,26 @@ TYPES: dict[str, tuple[type, ...]] = {
 class State(NamedTuple):
     """A run, as its status files say.
 
-    Attributes:
-        path: the run folder.
-        state: "finished"; "running"; "dead": its file says "running", but its process is gone from this machine or
-            gives no sign of life; "stopped" with Ctrl-C or SIGTERM; "interrupted" by an error; "waiting" for shards
-            that have not begun; "unknown".
-        done, failed: samples.
-        total: samples in all; None where nobody said.
-        rate: samples a minute of those that run now; None where none does, or none has one yet.
-        left_s: seconds until the slowest of them has no more; None as above.
-        silent_s: seconds since the last sign of life; None where there is none.
-        running, shards: jobs that run now, and jobs that share out the samples, 1 for a run that is not shared out.
+    Attributes
+    ----------
+    path
+        the run folder.
+    state
+        "finished"; "running"; "dead": its file says "running", but its process is gone from this
+        machine or gives no sign of life; "stopped" with Ctrl-C or SIGTERM; "interrupted" by an
+        error; "waiting" for shards that have not begun; "unknown".
+    done, failed
+        samples.
+    total
+        samples in all; None where nobody said.
+    rate
+        samples a minute of those that run now; None where none does, or none has one yet.
+    left_s
+        seconds until the slowest of them has no more; None as above.
+    silent_s
+        seconds since the last sign of life; None where there is none.
+    running, shards
+        jobs that run now, and jobs that share out the samples, 1 for a run that is not shared out.
     """
 
     path: Path
@@ -56,10 +75,13 @@ class State(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """What a status file says, and its age in seconds, below 0 where the clock of who wrote it is ahead.
+    """What a status file says, and its age in seconds, below 0 where the clock of who wrote it is
+    ahead.
 
-    Attributes:
-        moves: whether it has got a new time since one looked before; None: nobody did.
+    Attributes
+    ----------
+    moves
+        whether it has got a new time since one looked before; None: nobody did.
     """
 
     says: Mapping[str, Any]
@@ -71,17 +93,27 @@ class _Status(NamedTuple):
         state = str(self.says.get("state", "unknown"))
         if state != "running":
             return state
-        is_dead = not self.moves if self.moves is not None else self.age > DEAD_SECONDS or self._gone()
+        is_dead = (
+            not self.moves if self.moves is not None else self.age > DEAD_SECONDS or self._gone()
+        )
         return "dead" if is_dead else state
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether its age may be that of a run that lives, or of one that is dead, on a machine of another clock."""
+        """Whether its age may be that of a run that lives, or of one that is dead, on a machine of
+        another clock.
+        """
         elsewhere = self.says.get("host") != socket.gethostname()
-        return self.says.get("state") == "running" and elsewhere and DEAD_SECONDS < abs(self.age) < LONGEST_SKEW
+        return (
+            self.says.get("state") == "running"
+            and elsewhere
+            and DEAD_SECONDS < abs(self.age) < LONGEST_SKEW
+        )
 
     def _gone(self) -> bool:
-        """Whether the process ran on this machine and is there no more; of another machine's nothing is known."""
+        """Whether the process ran on this machine and is there no more; of another machine's
+        nothing is known.
+        """
         pid = self.says.get("pid", 0)
         if pid < 1 or self.says.get("host") != socket.gethostname():
             return False
@@ -94,13 +126,17 @@ class _Status(NamedTuple):
 
 
 def doubtful(folders: Iterable[Path]) -> dict[Path, float]:
-    """The status files of runs of which the clocks of two machines may say wrongly that they are dead, or not, with
-    their times: who lives gives it another one within `WATCH_SECONDS`. What cannot be read is passed over.
+    """The status files of runs of which the clocks of two machines may say wrongly that they are
+    dead, or not, with their times: who lives gives it another one within `WATCH_SECONDS`. What
+    cannot be read is passed over.
     """
     times: dict[Path, float] = {}
     for folder in folders:
         with suppress(ResultsError), using(folder):
-            for file in (folder / "status.json", *(shard / "status.json" for shard in shards_of(folder))):
+            for file in (
+                folder / "status.json",
+                *(shard / "status.json" for shard in shards_of(folder)),
+            ):
                 if archive_of(folder) is None and (status := _status(file)) and status.is_doubtful:
                     times[file] = file.stat().st_mtime
     return times
@@ -109,17 +145,26 @@ def doubtful(folders: Iterable[Path]) -> dict[Path, float]:
 def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) -> State:
     """The state of a run folder, its shards taken together.
 
-    Args:
-        folder: of the run.
-        before: what `doubtful` gave, `WATCH_SECONDS` ago.
+    Parameters
+    ----------
+    folder
+        of the run.
+    before
+        what `doubtful` gave, `WATCH_SECONDS` ago.
 
-    Raises:
-        ResultsError: it may not be read, or its numbers cannot be.
+    Raises
+    ------
+    ResultsError
+        it may not be read, or its numbers cannot be.
     """
     with using(folder):
         is_there(folder / "status.json")  # else what may not be read looks as if it were not there
         run_status = _status(folder / "status.json", before)
-        files = {shard / "status.json": int(number[1]) for shard in shards_of(folder) if (number := _of(shard))}
+        files = {
+            shard / "status.json": int(number[1])
+            for shard in shards_of(folder)
+            if (number := _of(shard))
+        }
         shards = [status for file in files if (status := _status(file, before))]
     statuses = [*([run_status] if run_status else []), *shards]
     running = [status for status in statuses if status.state == "running"]
@@ -127,7 +172,9 @@ def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) 
     paces = [pace for status in running if (pace := _pace(status))]
     return State(
         folder,
-        _overall_state([status.state for status in shards] or [status.state for status in statuses]),
+        _overall_state(
+            [status.state for status in shards] or [status.state for status in statuses]
+        ),
         sum(status.says.get("done", 0) for status in statuses),
         sum(status.says.get("failed", 0) for status in statuses),
         max(totals, default=None),
@@ -153,10 +200,14 @@ def _overall_state(states: Sequence[str]) -> str:
 
 
 def _pace(status: _Status) -> tuple[float, float | None] | None:
-    """Samples a minute since its start, and the seconds that it has left; None before its first sample."""
+    """Samples a minute since its start, and the seconds that it has left; None before its first
+    sample.
+    """
     says = status.says
     try:
-        elapsed = (datetime.fromisoformat(says["updated"]) - datetime.fromisoformat(says["began"])).total_seconds()
+        elapsed = (
+            datetime.fromisoformat(says["updated"]) - datetime.fromisoformat(says["began"])
+        ).total_seconds()
         ran, share = says["ran"], says["share"]
     except (KeyError, TypeError, ValueError):
         return None
@@ -167,7 +218,9 @@ def _pace(status: _Status) -> tuple[float, float | None] | None:
 
 
 def _status(file: Path, before: Mapping[Path, float] = MappingProxyType({})) -> _Status | None:
-    """A status file, of which what has another type than kvbench writes says nothing; None where it cannot be read."""
+    """A status file, of which what has another type than kvbench writes says nothing; None where it
+    cannot be read.
+    """
     says = json_in(file)  # opening asks a file server for the file's present time
     try:
         written = (archive_of(file.parent) or file).stat().st_mtime

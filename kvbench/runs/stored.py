@@ -1,9 +1,11 @@
-"""What is stored of a run, read as data: whoever made it, nothing in it is imported, called or followed elsewhere.
+"""What is stored of a run, read as data: whoever made it, nothing in it is imported, called or
+followed elsewhere.
 
-A folder may come from anybody. A file here is a regular one of bounded size; YAML has no aliases, by which a small file
-means a huge one; numbers are finite and fit 64 bits; a record has the types that `kvbench.measure` gives it. What does
-not keep to that is a `ResultsError`, never a traceback. Run folders may lie in an archive (`kvbench.runs.archive`),
-whose name their paths then go through: results/reference.tar.xz/runs/passkey. No torch.
+A folder may come from anybody. A file here is a regular one of bounded size; YAML has no aliases,
+by which a small file means a huge one; numbers are finite and fit 64 bits; a record has the types
+that `kvbench.measure` gives it. What does not keep to that is a `ResultsError`, never a traceback.
+Run folders may lie in an archive (`kvbench.runs.archive`), whose name their paths then go through:
+results/reference.tar.xz/runs/passkey. No torch.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ FORMAT = 1  # of everything in a run folder; raised when an older reader would m
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
-MOST_LISTS = 2**22  # and mappings in the JSON of a file: empty ones of three bytes take 70 in memory
+# and mappings in the JSON of a file: empty ones of three bytes take 70 in memory
+MOST_LISTS = 2**22
 MOST_NODES = 2**13  # values in a run.yaml, which are slow to read; ours have up to 600
 MOST_ARCHIVED_NODES = 2**20  # in all run.yaml of an archive: of 1,700 runs
-MOST_NAMES = 1000  # of the numbers of all samples of a run: a summary goes over the samples for each
+# of the numbers of all samples of a run: a summary goes over the samples for each
+MOST_NAMES = 1000
 OF_RUNS = MOST_BYTES.keys()  # a folder with one of these is a run's
 DEEPEST = 32  # levels of a run.yaml; ours have six
 
-# What a computation raises on values that no kvbench wrote. Whoever computes from stored data says what is wrong.
+# What a computation raises on values that no kvbench wrote. Whoever computes from stored data says
+# what is wrong.
 DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 Record = dict[str, Any]
@@ -48,7 +53,18 @@ WORDS = ("id", "sample", "group", "content", "decode", "error", "output")
 COUNTS = ("prompt_tokens", "cut_tokens", "question_tokens", "new_tokens")
 LISTS = ("answers", "output_ids")
 MAPPINGS = (
-    *("meta", "scores", "audit", "probe", "fidelity", "hardware", "machine", "tpot_ms", "breakdown_ms", "prefill_ms"),
+    *(
+        "meta",
+        "scores",
+        "audit",
+        "probe",
+        "fidelity",
+        "hardware",
+        "machine",
+        "tpot_ms",
+        "breakdown_ms",
+        "prefill_ms",
+    ),
     "written",
 )
 TYPES: dict[str, type] = {
@@ -62,15 +78,19 @@ _BEFORE_NODES = (
     *(b"\n", b"\r", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9", b",", b"[", b"{"),
     *(mark + space for mark in (b"-", b":", b"?") for space in (b" ", b"\t")),
 )
-_LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")  # where a number may be that does not fit, or text like it
+# where a number may be that does not fit, or text like it
+_LARGE = re.compile(r"\d{19}|[eE]\+?\d{3}|NaN|Infinity")
 
-_TEXT = re.compile(rb'(?s)"(?:[^"\\]++|\\.)*+"?')  # up to the end where it has none: one pass over any bytes
+# up to the end where it has none: one pass over any bytes
+_TEXT = re.compile(rb'(?s)"(?:[^"\\]++|\\.)*+"?')
 _ENTERED = re.compile(re.escape(SUFFIX) + "/")  # in a path that may lead into an archive
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _Plain(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Of YAML what kvbench writes: no dates, no numbers to other bases than ten, and none of hundreds of digits."""
+    """Of YAML what kvbench writes: no dates, no numbers to other bases than ten, and none of
+    hundreds of digits.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -90,23 +110,31 @@ for kind, pattern, first in (
     ("float", r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]\d+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
 ):
     _Plain.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$"), first)
-_Plain.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _fitting(loader.construct_scalar(node)))
+_Plain.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: _fitting(loader.construct_scalar(node))
+)
 
 
 class ResultsError(RuntimeError):
-    """A run folder cannot be used: held by another process, of another format, damaged, or not writable."""
+    """A run folder cannot be used: held by another process, of another format, damaged, or not
+    writable.
+    """
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 
 def contents(path: Path) -> bytes:
     """All of a regular file, on the disk or in an archive.
 
-    Raises:
-        ResultsError: it is a pipe, a device or a folder, larger than any that kvbench writes, or in a damaged archive.
-        OSError: it is not there, or cannot be read.
+    Raises
+    ------
+    ResultsError
+        it is a pipe, a device or a folder, larger than any that kvbench writes, or in a damaged
+        archive.
+    OSError
+        it is not there, or cannot be read.
     """
     most = MOST_BYTES.get(path.name, MOST_OTHERS)
     if place := _in_archive(path):
@@ -116,7 +144,8 @@ def contents(path: Path) -> bytes:
         if len(data) > most:
             raise ResultsError(f"{path}: has {len(data)} bytes; expected at most {most}")
         return bytes(data)
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without the second a pipe would be waited for
+    # without the second a pipe would be waited for
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         stats = os.fstat(opened)
         if not stat.S_ISREG(stats.st_mode):
@@ -132,9 +161,12 @@ def contents(path: Path) -> bytes:
 def is_there(path: Path) -> bool:
     """Whether there is something at a path, on the disk or in an archive.
 
-    Raises:
-        ResultsError: the archive is damaged.
-        OSError: nobody may look there.
+    Raises
+    ------
+    ResultsError
+        the archive is damaged.
+    OSError
+        nobody may look there.
     """
     if place := _in_archive(path):
         return place[1] in _files_in(place[0])
@@ -148,11 +180,16 @@ def is_there(path: Path) -> bool:
 def refuse_archive(folder: Path) -> None:
     """Refuse to write into an archive.
 
-    Raises:
-        ResultsError: the folder is in one.
+    Raises
+    ------
+    ResultsError
+        the folder is in one.
     """
     if archive := archive_of(folder):
-        raise ResultsError(f"{folder}: an archive is not written to; unpack it: tar -xf {shlex.quote(str(archive))}")
+        raise ResultsError(
+            f"{folder}: an archive is not written to; unpack it: tar -xf"
+            f" {shlex.quote(str(archive))}"
+        )
 
 
 def archive_of(folder: Path) -> Path | None:
@@ -173,24 +210,33 @@ def _in_archive(path: Path) -> tuple[Path, str] | None:
 def _files_in(archive: Path) -> Mapping[str, memoryview]:
     """The files of an archive by their names there.
 
-    Raises:
-        ResultsError: it is damaged.
+    Raises
+    ------
+    ResultsError
+        it is damaged.
     """
     stats = archive.stat()
-    files, wrong = _unpacked(str(archive.absolute()), (stats.st_ino, stats.st_size, stats.st_mtime_ns))
+    files, wrong = _unpacked(
+        str(archive.absolute()), (stats.st_ino, stats.st_size, stats.st_mtime_ns)
+    )
     if wrong:
         raise ResultsError(wrong)
     return files
 
 
-@functools.lru_cache(maxsize=8)  # samples are read again, run by run, and a damaged archive is not unpacked again
+# samples are read again, run by run, and a damaged archive is not unpacked again
+@functools.lru_cache(maxsize=8)
 def _unpacked(archive: str, _: tuple[int, ...]) -> tuple[Mapping[str, memoryview], str]:
     """The files of an archive, and what is wrong with it."""
     try:
         files = unpacked(contents(Path(archive)))
-        nodes = sum(_nodes_in(bytes(data)) for name, data in files.items() if name.endswith("run.yaml"))
+        nodes = sum(
+            _nodes_in(bytes(data)) for name, data in files.items() if name.endswith("run.yaml")
+        )
         if nodes > MOST_ARCHIVED_NODES:
-            raise ResultsError(f"{nodes} values in all run.yaml; expected at most {MOST_ARCHIVED_NODES}")
+            raise ResultsError(
+                f"{nodes} values in all run.yaml; expected at most {MOST_ARCHIVED_NODES}"
+            )
         return files, ""
     except (OSError, MemoryError, ResultsError, ValueError) as error:
         return {}, f"{Path(archive).name}: no archive that kvbench reads ({printable(str(error))})"
@@ -199,9 +245,12 @@ def _unpacked(archive: str, _: tuple[int, ...]) -> tuple[Mapping[str, memoryview
 def json_of(data: bytes) -> Any:
     """The JSON value in some bytes of UTF-8.
 
-    Raises:
-        ValueError: it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, a text
-            with half a character, a key twice in one mapping, or more than `MOST_LISTS` lists and mappings.
+    Raises
+    ------
+    ValueError
+        it is none, is nested too deeply, has a number that is not finite or does not fit 64 bits, a
+        text with half a character, a key twice in one mapping, or more than `MOST_LISTS` lists and
+        mappings.
     """
     _refuse_crowd(data)
     text = data.decode("utf-8")
@@ -217,7 +266,8 @@ def json_of(data: bytes) -> Any:
         else:
             value = json.loads(text, object_pairs_hook=_mapping)
         if _ESCAPED_HALF.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # whole characters are written with two such escapes
+            # whole characters are written with two such escapes
+            json.dumps(value, ensure_ascii=False).encode()
         return value
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
@@ -269,14 +319,17 @@ def json_in(path: Path) -> dict[str, Any]:
 def using(folder: Path) -> Iterator[None]:
     """Say that a folder cannot be used where reading it, or computing from what it holds, fails.
 
-    Raises:
-        ResultsError: why; a ResultsError or a ConfigError from inside passes as it is.
+    Raises
+    ------
+    ResultsError
+        why; a ResultsError or a ConfigError from inside passes as it is.
     """
     try:
         yield
     except (ConfigError, ResultsError):
         raise
-    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:  # RuntimeError: a path with ~name, of no user
+    except (OSError, MemoryError, RuntimeError, *DAMAGED) as error:
+        # RuntimeError: a path with ~name, of no user
         raise ResultsError(f"{folder}: not as kvbench writes it ({what_of(error)})") from error
 
 
@@ -287,20 +340,26 @@ def what_of(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """A text for a terminal, on one line: characters that would command it are written out."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Folders
 
 
 def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
-    """The run folders at or under these paths, on the disk and in archives, in order and none twice.
+    """The run folders at or under these paths, on the disk and in archives, in order and none
+    twice.
 
-    An archive or a folder that cannot be read stands for itself: whoever reads a run there says why.
+    An archive or a folder that cannot be read stands for itself: whoever reads a run there says
+    why.
 
-    Raises:
-        ResultsError: there is none at one of them.
+    Raises
+    ------
+    ResultsError
+        there is none at one of them.
     """
     right = "a run is a folder such as results/runs/<task>/<model>/<arm>/<run id>"
     if not paths:
@@ -315,8 +374,9 @@ def runs_in(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def runs_below(path: Path) -> Iterator[Path]:
-    """The run folders at or under a path, with those that lost their run.yaml and folders that cannot be read; some of
-    them twice."""
+    """The run folders at or under a path, with those that lost their run.yaml and folders that
+    cannot be read; some of them twice.
+    """
     if archive := archive_of(path):
         yield from _runs_in_archive(archive, path)
         return
@@ -335,11 +395,17 @@ def runs_below(path: Path) -> Iterator[Path]:
 
 def _runs_in_archive(archive: Path, path: Path) -> Iterator[Path]:
     try:
-        folders = {archive / file.parent for file in map(PurePosixPath, _files_in(archive)) if file.name in OF_RUNS}
+        folders = {
+            archive / file.parent
+            for file in map(PurePosixPath, _files_in(archive))
+            if file.name in OF_RUNS
+        }
     except (OSError, ResultsError):
         yield archive
         return
-    yield from (folder for folder in folders if folder.is_relative_to(path) and folder.parent.name != SHARDS)
+    yield from (
+        folder for folder in folders if folder.is_relative_to(path) and folder.parent.name != SHARDS
+    )
 
 
 def _no_run(path: Path) -> str:
@@ -352,15 +418,17 @@ def _no_run(path: Path) -> str:
     return f"a file; name its folder, {path.parent}" if is_run else "a file, and no run"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # run.yaml
 
 
 def read_run_yaml(folder: Path) -> dict[str, Any]:
     """What run.yaml holds: plain values, and under "config" the names of model, method and task.
 
-    Raises:
-        ResultsError: it is not there, of another format, or not as kvbench writes it.
+    Raises
+    ------
+    ResultsError
+        it is not there, of another format, or not as kvbench writes it.
     """
     path = folder / "run.yaml"
     try:
@@ -368,7 +436,9 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
         if (nodes := _nodes_in(data)) > MOST_NODES:
             raise ResultsError(f"run.yaml has some {nodes} values; expected at most {MOST_NODES}")
         text = data.decode("utf-8")
-        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Plain)):
+        if "*" in text and any(
+            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Plain)
+        ):
             raise ResultsError("run.yaml has YAML aliases, which kvbench never writes")
         written = yaml.load(text, _Plain)
     except (OSError, MemoryError, yaml.YAMLError, *DAMAGED) as error:
@@ -376,8 +446,15 @@ def read_run_yaml(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict) or "format" not in written:
         raise ResultsError("run.yaml is not kvbench's")
     if written["format"] != FORMAT:
-        raise ResultsError(f"of format {printable(str(written['format'])[:40])}; this kvbench reads format {FORMAT}")
-    if reason := _strange(written, "run.yaml") or _nameless(written) or _undecoded(written["identity"]):
+        raise ResultsError(
+            f"of format {printable(str(written['format'])[:40])}; this kvbench reads format"
+            f" {FORMAT}"
+        )
+    if (
+        reason := _strange(written, "run.yaml")
+        or _nameless(written)
+        or _undecoded(written["identity"])
+    ):
         raise ResultsError(f"not as kvbench writes it ({printable(reason)})")
     return written
 
@@ -388,13 +465,17 @@ def _nodes_in(data: bytes) -> int:
 
 
 def _strange(value: Any, where: str, level: int = 0) -> str:
-    """What in a value is not plain: other types than JSON has, numbers that do not fit, too many levels; or ""."""
+    """What in a value is not plain: other types than JSON has, numbers that do not fit, too many
+    levels; or "".
+    """
     if level > DEEPEST:
         return f"{where[:80]}...: more than {DEEPEST} levels"
     if isinstance(value, Mapping):
         if any(not isinstance(key, str) or not _is_whole(key) for key in value):
             return f"{where}: a key that is no word"
-        inside: Iterator[tuple[str, Any]] = ((f"{where}.{key}", item) for key, item in value.items())
+        inside: Iterator[tuple[str, Any]] = (
+            (f"{where}.{key}", item) for key, item in value.items()
+        )
     elif isinstance(value, list):
         inside = ((f"{where}[{place}]", item) for place, item in enumerate(value))
     elif isinstance(value, float):
@@ -418,7 +499,10 @@ def _nameless(written: Mapping[str, Any]) -> str:
     for section in ("identity", "config"):
         if not isinstance(written.get(section), dict):
             return f"{section}: expected a mapping"
-    for where, config in (("config", written["config"]), ("identity.config", written["identity"].get("config", {}))):
+    for where, config in (
+        ("config", written["config"]),
+        ("identity.config", written["identity"].get("config", {})),
+    ):
         if not isinstance(config, dict):
             return f"{where}: expected a mapping"
         for group in {"model", "method", "task"} & config.keys():
@@ -436,31 +520,42 @@ def _undecoded(written: Mapping[str, Any]) -> str:
 
 
 def stored_task(folder: Path) -> tuple[dict[str, Any], str]:
-    """The config of a run's task, as run.yaml holds it, and the name of the user's folder of choices that the run was
-    made with, or "". What they name is not trusted: see `kvbench.tasks.known`.
+    """The config of a run's task, as run.yaml holds it, and the name of the user's folder of
+    choices that the run was made with, or "". What they name is not trusted: see
+    `kvbench.tasks.known`.
 
-    Raises:
-        ResultsError: there is none that can be read.
+    Raises
+    ------
+    ResultsError
+        there is none that can be read.
     """
     try:
         config = read_run_yaml(folder)["config"]
     except ResultsError as error:
-        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read ({error})") from error
+        raise ResultsError(
+            f"{folder / 'run.yaml'}: damaged, its task cannot be read ({error})"
+        ) from error
     task = config.get("task")
     if not isinstance(task, dict) or not isinstance(task.get("_target_"), str):
-        raise ResultsError(f"{folder / 'run.yaml'}: damaged, its task cannot be read (config.task._target_: no name)")
+        raise ResultsError(
+            f"{folder / 'run.yaml'}: damaged, its task cannot be read (config.task._target_: no"
+            " name)"
+        )
     return task, str(config.get("config_dir") or "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # samples.jsonl
 
 
 def read_samples(path: Path) -> tuple[dict[str, Record], int]:
-    """Newest record of every id, and the size in bytes up to the last whole line; what follows it was torn off.
+    """Newest record of every id, and the size in bytes up to the last whole line; what follows it
+    was torn off.
 
-    Raises:
-        ResultsError: a line is damaged, or the file is none.
+    Raises
+    ------
+    ResultsError
+        a line is damaged, or the file is none.
     """
     try:
         data = contents(path)
@@ -479,12 +574,13 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
             break  # after a power cut the last line can be there in length but not in content
         if record is None:
             raise ResultsError(
-                f"{path}: line {number} is damaged{reason and f' ({printable(reason)})'}; delete that line "
-                f"(sed -i {number}d {shlex.quote(str(path))}), and its sample runs again"
+                f"{path}: line {number} is damaged{reason and f' ({printable(reason)})'}; delete"
+                f" that line (sed -i {number}d {shlex.quote(str(path))}), and its sample runs again"
             )
         if (before := records.get(record["id"])) and not _follows(record, before):
             raise ResultsError(
-                f"{path}: line {number} has a second answer of {printable(record['id'])[:80]}; delete one of its lines"
+                f"{path}: line {number} has a second answer of {printable(record['id'])[:80]};"
+                " delete one of its lines"
             )
         names.update(*(record.get(part) or () for part in MAPPINGS if part != "meta"))
         if len(names) > MOST_NAMES:
@@ -495,12 +591,15 @@ def read_samples(path: Path) -> tuple[dict[str, Record], int]:
 
 
 def _follows(record: Record, before: Record) -> bool:
-    """Whether a later record of a sample may stand for an earlier one: either failed, or it is the same, or scored
-    anew."""
+    """Whether a later record of a sample may stand for an earlier one: either failed, or it is the
+    same, or scored anew.
+    """
     if before.get("error") or record.get("error") or record == before:
         return True
     of_scoring = ("scores", "rescored")
-    rest, earlier = ({key: version[key] for key in version.keys() - of_scoring} for version in (record, before))
+    rest, earlier = (
+        {key: version[key] for key in version.keys() - of_scoring} for version in (record, before)
+    )
     return "rescored" in record and rest == earlier
 
 
@@ -535,7 +634,9 @@ def samples_so_far(folder: Path) -> dict[str, Record]:
 
 
 def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
-    """What the shards of a run know beyond these records: a sample that ran stands above one that failed."""
+    """What the shards of a run know beyond these records: a sample that ran stands above one that
+    failed.
+    """
     newer: dict[str, Record] = {}
     for shard in shards_of(folder):
         for key, record in read_samples(shard / "samples.jsonl")[0].items():
@@ -548,8 +649,10 @@ def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:
 def shards_of(folder: Path) -> list[Path]:
     """The folders of the jobs that share out a run's samples, in order.
 
-    Raises:
-        OSError: they cannot be read.
+    Raises
+    ------
+    OSError
+        they cannot be read.
     """
     try:
         return sorted(path for path in (folder / SHARDS).iterdir() if path.is_dir())

@@ -12,26 +12,32 @@ from kvbench.runs.divergence import statistics as of_tokens
 from kvbench.runs.quantities import JOINTLY, PASSED, QUANTITIES, find, is_number
 
 Record = TypeVar("Record", bound=Mapping[str, Any])
-LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128  # of a loop: repeats, tokens in all, and tokens of its n-gram
+# of a loop: repeats, tokens in all, and tokens of its n-gram
+LOOP_TIMES, LOOP_LEAST, LOOP_MOST = 4, 32, 128
 DIGITS = 5e-5  # relative: numbers of an archive have five digits
-DISTURBED = 0.1  # of the threads' cores, taken away by others: beyond that a time is not the method's
+# of the threads' cores, taken away by others: beyond that a time is not the method's
+DISTURBED = 0.1
 
 
 def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, Any]:
     """What summary.json holds, from sample records alone.
 
-    Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed out; `stderr` is the
-    standard error of the mean in the same units. Where a prompt has several answers, its score is their mean, the error
-    is over prompts, and `pass_at_<k>` is there. Timings, audit, hardware and probes are over samples that did not fail,
-    and timings and hardware over those of one machine (`same_machine`); a broken budget rule, which fails its sample,
-    still shows in the audit. Where samples decoded together (`decode`), the others give no times: there is none of a
-    whole token, and the parts of a step are the method's own. Where samples belong to several groups (subsets,
-    lengths), `groups` has each one's own, and `macro` the plain mean of theirs. What no sample measured is None or
-    absent.
+    Scores are means x 100 over all samples, a failed one counting 0; `score_ok` leaves the failed
+    out; `stderr` is the standard error of the mean in the same units. Where a prompt has several
+    answers, its score is their mean, the error is over prompts, and `pass_at_<k>` is there.
+    Timings, audit, hardware and probes are over samples that did not fail, and timings and hardware
+    over those of one machine (`same_machine`); a broken budget rule, which fails its sample, still
+    shows in the audit. Where samples decoded together (`decode`), the others give no times: there
+    is none of a whole token, and the parts of a step are the method's own. Where samples belong to
+    several groups (subsets, lengths), `groups` has each one's own, and `macro` the plain mean of
+    theirs. What no sample measured is None or absent.
 
-    Args:
-        records: one record a sample, as in samples.jsonl.
-        metric: the main score's name.
+    Parameters
+    ----------
+    records
+        one record a sample, as in samples.jsonl.
+    metric
+        the main score's name.
     """
     records = list(records)
     finished = [record for record in records if not record.get("error")]
@@ -39,7 +45,9 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     main = _of_prompts(records, metric)
     groups = _groups(records, metric)
     jointly = any(record.get("decode") == JOINTLY for record in records)
-    timed = same_machine([record for record in finished if (record.get("decode") == JOINTLY) == jointly])
+    timed = same_machine(
+        [record for record in finished if (record.get("decode") == JOINTLY) == jointly]
+    )
     summary: dict[str, Any] = {
         "score": _percent(main),
         "score_ok": _percent(_of_prompts(finished, metric)),
@@ -62,12 +70,24 @@ def summarise(records: Iterable[Mapping[str, Any]], metric: str) -> dict[str, An
     }
     if any((record.get("audit") or {}).get("over_rule") for record in records):
         summary["audit"] = {**summary["audit"], "over_rule": True}
-    optional = ("decode", "groups", "macro", "machine", "audit", "hardware", "output", "probe", "fidelity")
+    optional = (
+        "decode",
+        "groups",
+        "macro",
+        "machine",
+        "audit",
+        "hardware",
+        "output",
+        "probe",
+        "fidelity",
+    )
     return {key: value for key, value in summary.items() if value or key not in optional}
 
 
 def answers_of(records: Iterable[Record]) -> list[list[Record]]:
-    """The answers to each prompt, in order of appearance; each record is one where prompts have one answer."""
+    """The answers to each prompt, in order of appearance; each record is one where prompts have one
+    answer.
+    """
     by_sample: dict[Any, list[Record]] = {}
     for place, record in enumerate(records):
         by_sample.setdefault(record.get("sample", record.get("id", place)), []).append(record)
@@ -75,16 +95,20 @@ def answers_of(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """How many prompts there are, and pass@k, 0-100, where prompts have several answers; {} where they have one.
+    """How many prompts there are, and pass@k, 0-100, where prompts have several answers; {} where
+    they have one.
 
-    pass@k is the chance that one of k answers is right, which has a score of 1: of a prompt with n answers, c of them
-    right, 1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models
-    Trained on Code, eq. 1), and its mean over prompts.
+    pass@k is the chance that one of k answers is right, which has a score of 1: of a prompt with n
+    answers, c of them right, 1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021
+    (Evaluating Large Language Models Trained on Code, eq. 1), and its mean over prompts.
     """
     prompts = answers_of(records)
     if len(prompts) == len(records):
         return {}
-    counts = [(len(answers), sum(_score(record, metric) > 1 - 1e-9 for record in answers)) for answers in prompts]
+    counts = [
+        (len(answers), sum(_score(record, metric) > 1 - 1e-9 for record in answers))
+        for answers in prompts
+    ]
     least = min(n for n, _ in counts)
     pass_rates = {
         name: math.fsum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
@@ -95,7 +119,9 @@ def _passed(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, floa
 
 
 def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where it wrote none."""
+    """How long the outputs are that a model wrote, and how many of them ended in a loop; {} where
+    it wrote none.
+    """
     outputs = [
         facts
         for record in records
@@ -112,13 +138,20 @@ def _written(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def written(record: Mapping[str, Any]) -> dict[str, int]:
-    """How long a sample's output is, and whether it ended in a loop; a copy without the output has it written down."""
+    """How long a sample's output is, and whether it ended in a loop; a copy without the output has
+    it written down.
+    """
     output = record.get("output_ids")
-    return {"length": len(output), "looped": is_looped(output)} if output else record.get("written") or {}
+    return (
+        {"length": len(output), "looped": is_looped(output)}
+        if output
+        else record.get("written") or {}
+    )
 
 
 def is_looped(output: Sequence[int]) -> bool:
-    """Whether the ids of an output end in one n-gram over and over: four times or more, and for 32 tokens or more.
+    """Whether the ids of an output end in one n-gram over and over: four times or more, and for 32
+    tokens or more.
 
     n is at most 128. An output that a stop token has ended does not end in a loop.
     """
@@ -132,7 +165,9 @@ def is_looped(output: Sequence[int]) -> bool:
 
 
 def _cut(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many samples have lost the middle of their prompts, and which share of all tokens that is; {} for none."""
+    """How many samples have lost the middle of their prompts, and which share of all tokens that
+    is; {} for none.
+    """
     lost = [record.get("cut_tokens") or 0 for record in records]
     if not any(lost):
         return {}
@@ -147,10 +182,12 @@ def _unbounded(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def is_unbounded(record: Mapping[str, Any]) -> bool:
-    """Whether a sample's budget never applied: in each step every KV head of each sparse layer attended all tokens.
+    """Whether a sample's budget never applied: in each step every KV head of each sparse layer
+    attended all tokens.
 
-    After N tokens the counts are then N + 1, N + 2, ... up to the most, whose mean lies half-way; steps or heads that
-    attend less lower it. Of a question that is read token by token every token is a step.
+    After N tokens the counts are then N + 1, N + 2, ... up to the most, whose mean lies half-way;
+    steps or heads that attend less lower it. Of a question that is read token by token every token
+    is a step.
     """
     audit = record.get("audit") or {}
     numbers: tuple[Any, ...] = (
@@ -168,11 +205,12 @@ def is_unbounded(record: Mapping[str, Any]) -> bool:
 
 
 def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
-    """As `summarise`, of repeats of one timed sample on one machine: each time is the median of `repeats` of them.
+    """As `summarise`, of repeats of one timed sample on one machine: each time is the median of
+    `repeats` of them.
 
-    The parts of a step are those of the repeat with the median time per token, of an even number the mean of the two in
-    the middle, so that they still add up to it.
-    `spread` has the least and the largest of each, as pairs by the names in `latency`; {} of a single one.
+    The parts of a step are those of the repeat with the median time per token, of an even number
+    the mean of the two in the middle, so that they still add up to it. `spread` has the least and
+    the largest of each, as pairs by the names in `latency`; {} of a single one.
     """
     timed = same_machine(records)
     ordered = sorted(timed, key=lambda record: _times(record).get("tpot_ms_mean") or 0.0)
@@ -181,13 +219,15 @@ def summarise_repeats(records: Sequence[Mapping[str, Any]], metric: str) -> dict
     several = [name for name in least if is_number(least[name])] if len(timed) > 1 else []
     return {
         **summarise(records, metric),
-        "latency": _latency(timed, statistics.median) | {"breakdown_ms": _latency(middle)["breakdown_ms"]},
+        "latency": (
+            _latency(timed, statistics.median) | {"breakdown_ms": _latency(middle)["breakdown_ms"]}
+        ),
         "repeats": len(timed),
         "spread": {name: (least[name], largest[name]) for name in several},
     }
 
 
-# -- where times are from ----------------------------------------------------------------------------------------------
+# -- where times are from --------------------------------------------------------------------------
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:
@@ -196,7 +236,9 @@ def machine_name(machine: Mapping[str, Any]) -> str:
 
 
 def is_disturbed(record: Mapping[str, Any]) -> bool:
-    """Whether other processes or guests took cores that a sample's threads were to have, a tenth of them or more."""
+    """Whether other processes or guests took cores that a sample's threads were to have, a tenth of
+    them or more.
+    """
     machine = record.get("machine") or {}
     taken = (machine.get("others") or 0.0) + (machine.get("steal") or 0.0)
     threads, cores = machine.get("threads", 0), machine.get("cores", 0)
@@ -204,10 +246,14 @@ def is_disturbed(record: Mapping[str, Any]) -> bool:
 
 
 def by_machine(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The timed ones of these records by the name of their machine, as they appear; failed ones have no times."""
+    """The timed ones of these records by the name of their machine, as they appear; failed ones
+    have no times.
+    """
     by_name: dict[str, list[Record]] = {}
     for record in records:
-        timed = record.get("tpot_ms") or record.get("breakdown_ms") or record.get("ttft_s") is not None
+        timed = (
+            record.get("tpot_ms") or record.get("breakdown_ms") or record.get("ttft_s") is not None
+        )
         if timed and not record.get("error"):
             by_name.setdefault(machine_name(record.get("machine") or {}), []).append(record)
     return by_name
@@ -224,7 +270,9 @@ def same_machine(records: Iterable[Record]) -> list[Record]:
 
 
 def _machine(timed: Sequence[Mapping[str, Any]], of: int) -> dict[str, Any]:
-    """What these times are of, whether all were disturbed, and how many samples' times are not among them."""
+    """What these times are of, whether all were disturbed, and how many samples' times are not
+    among them.
+    """
     combined = _combined("machine", timed)
     caveats = {"disturbed": is_disturbed(timed[0]), "left_out": of - len(timed)} if timed else {}
     return {**combined, **caveats} if combined or any(caveats.values()) else {}
@@ -237,16 +285,19 @@ def _score(record: Mapping[str, Any], name: str) -> float:
 
 
 def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their groups.
+    """The scores of that name, 0..1, of the samples that have it, and of the failed ones in their
+    groups.
 
-    Subsets may have metrics of their own. A sample may have a score named after its kind, a value of its `meta`: only
-    samples of that kind count there.
+    Subsets may have metrics of their own. A sample may have a score named after its kind, a value
+    of its `meta`: only samples of that kind count there.
     """
     having = [name in (record.get("scores") or {}) for record in records]
     groups = {record.get("group") for record, has in zip(records, having, strict=True) if has}
     of_kind = [name in (record.get("meta") or {}).values() for record in records]
     failed = [
-        bool(record.get("error")) and record.get("group") in groups and (is_of_kind or not any(of_kind))
+        bool(record.get("error"))
+        and record.get("group") in groups
+        and (is_of_kind or not any(of_kind))
         for record, is_of_kind in zip(records, of_kind, strict=True)
     ]
     counts = [has or lost or not groups for has, lost in zip(having, failed, strict=True)]
@@ -255,7 +306,10 @@ def _scores(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def _of_prompts(records: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """The score of each prompt, 0..1: the mean over its answers."""
-    return [statistics.fmean(_score(record, name) for record in answers) for answers in answers_of(records)]
+    return [
+        statistics.fmean(_score(record, name) for record in answers)
+        for answers in answers_of(records)
+    ]
 
 
 def _percent(scores: Sequence[float]) -> float | None:
@@ -278,7 +332,9 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict[str, Any]]:
-    """Main score, standard error, samples and failures of each group, in order of appearance; {} for a single one."""
+    """Main score, standard error, samples and failures of each group, in order of appearance; {}
+    for a single one.
+    """
     members: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         members.setdefault(record.get("group") or "", []).append(record)
@@ -298,7 +354,9 @@ def _groups(records: Sequence[Mapping[str, Any]], metric: str) -> dict[str, dict
 
 
 def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """The plain mean over groups, whatever their sizes, and its standard error; samples of no group are left out."""
+    """The plain mean over groups, whatever their sizes, and its standard error; samples of no group
+    are left out.
+    """
     named_groups = [group for name, group in groups.items() if name]
     if not named_groups:
         return {}
@@ -306,15 +364,23 @@ def _macro(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     has_errors = None not in errors
     return {
         "score": math.fsum(group["score"] for group in named_groups) / len(named_groups),
-        "stderr": math.sqrt(math.fsum(error**2 for error in errors)) / len(named_groups) if has_errors else None,
+        "stderr": (
+            math.sqrt(math.fsum(error**2 for error in errors)) / len(named_groups)
+            if has_errors
+            else None
+        ),
     }
 
 
 Centre = Callable[[list[Any]], Any]  # numbers, one or more, to one
 
 
-def _latency(records: Sequence[Mapping[str, Any]], centre: Centre = statistics.fmean) -> dict[str, Any]:
-    """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over their steps."""
+def _latency(
+    records: Sequence[Mapping[str, Any]], centre: Centre = statistics.fmean
+) -> dict[str, Any]:
+    """Means over samples; tpot_ms_p50 and _p95 are the mean of the samples' own percentiles over
+    their steps.
+    """
     times = [_times(record) for record in records]
     breakdown = [record["breakdown_ms"] for record in records if record.get("breakdown_ms")]
     parts = dict.fromkeys(part for sample in breakdown for part in sample)
@@ -322,12 +388,17 @@ def _latency(records: Sequence[Mapping[str, Any]], centre: Centre = statistics.f
     return {
         **{name: _of_numbers(centre, (sample.get(name) for sample in times)) for name in names},
         # A part that a sample never entered took 0 ms there: so the means still add up to the step.
-        "breakdown_ms": {part: _of_numbers(centre, (sample.get(part, 0.0) for sample in breakdown)) for part in parts},
+        "breakdown_ms": {
+            part: _of_numbers(centre, (sample.get(part, 0.0) for sample in breakdown))
+            for part in parts
+        },
     }
 
 
 def _times(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The times of a sample by name: those that its record nests, as "tpot_ms": {"mean": 4.0}, as "tpot_ms_mean"."""
+    """The times of a sample by name: those that its record nests, as "tpot_ms": {"mean": 4.0}, as
+    "tpot_ms_mean".
+    """
     nested = {f"tpot_ms_{name}": value for name, value in (record.get("tpot_ms") or {}).items()}
     if record.get("ttft_s") is not None and record.get("prefill_ms"):
         nested["index_s"] = record["prefill_ms"].get("index_build", 0.0) / 1e3
@@ -335,7 +406,9 @@ def _times(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One value per key of a part of several samples; nested values are left to the sample lines."""
+    """One value per key of a part of several samples; nested values are left to the
+    sample lines.
+    """
     values: dict[str, list[Any]] = {}
     for record in records:
         for key, value in (record.get(part) or {}).items():
@@ -345,7 +418,8 @@ def _combined(part: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def combine(how: str, values: list[Any]) -> Any:
-    """What values of one key come to: flags to any, words to those that differ, numbers to their mean or maximum.
+    """What values of one key come to: flags to any, words to those that differ, numbers to their
+    mean or maximum.
 
     How is what `kvbench.runs.quantities` says; a flag or a word of a method's own shows what it is.
     """
@@ -359,16 +433,23 @@ def combine(how: str, values: list[Any]) -> Any:
 
 
 def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
-    """How near to full attention a method stayed: means over stretches of text, and what follows from their tokens.
+    """How near to full attention a method stayed: means over stretches of text, and what follows
+    from their tokens.
 
-    Args:
-        stretches: records of `task=fidelity`.
-        metric: the score that is the share of steps with full attention's top token.
+    Parameters
+    ----------
+    stretches
+        records of `task=fidelity`.
+    metric
+        the score that is the share of steps with full attention's top token.
     """
     if not stretches:
         return {}
     near = [record["fidelity"] for record in stretches]
-    numbers = {name: _mean(stretch.get(name) for stretch in near) for name in ("kl_mean", "nll", "nll_full")}
+    numbers = {
+        name: _mean(stretch.get(name) for stretch in near)
+        for name in ("kl_mean", "nll", "nll_full")
+    }
     if len(near) > 1:
         numbers["kl_stderr"] = _standard_error([stretch["kl_mean"] for stretch in near])
         numbers["ln_perplexity_ratio_stderr"] = _standard_error(
@@ -377,7 +458,8 @@ def _nearness(stretches: Sequence[Mapping[str, Any]], metric: str) -> dict[str, 
     steps = [stretch["steps"] for stretch in near if "steps" in stretch]
     if len(steps) == len(near):
         same = sum(
-            round(_score(record, metric) * len(step["kl"])) for record, step in zip(stretches, steps, strict=True)
+            round(_score(record, metric) * len(step["kl"]))
+            for record, step in zip(stretches, steps, strict=True)
         )
         numbers |= of_tokens(steps, same)
     return numbers

@@ -1,7 +1,8 @@
-"""What commands print, in characters that the terminal, file or pipe has: others become plain ones that mean the same.
+"""What commands print, in characters that the terminal, file or pipe has: others become plain ones
+that mean the same.
 
-Every command begins with `fit_streams`, in `kvbench.cli.output`. Tables are laid out by a `Console` from here, which
-knows how wide they become.
+Every command begins with `fit_streams`, in `kvbench.cli.output`. Tables are laid out by a `Console`
+from here, which knows how wide they become.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-# What a character becomes where there is none of it; accents are left out, and other scripts are spelled by number.
+# What a character becomes where there is none of it; accents are left out, and other scripts are
+# spelled by number.
 PLAIN = {
     "±": "+-",
     "×": "x",
@@ -52,7 +54,9 @@ def _plain_character(character: str) -> str:
         return "|" if "VERTICAL" in name else "-"
     if "BLOCK" in name.split():  # of a bar
         return "#"
-    bare = "".join(part for part in unicodedata.normalize("NFKD", character) if not unicodedata.combining(part))
+    bare = "".join(
+        part for part in unicodedata.normalize("NFKD", character) if not unicodedata.combining(part)
+    )
     return bare if bare.isascii() else character.encode("ascii", "backslashreplace").decode()
 
 
@@ -60,7 +64,9 @@ codecs.register_error(HANDLER, _plain)
 
 
 def fit_streams() -> None:
-    """Let what is printed from now on be in characters that standard output and standard error have."""
+    """Let what is printed from now on be in characters that standard output and standard error
+    have.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=HANDLER)
@@ -72,8 +78,8 @@ def fitting(text: str, encoding: str) -> str:
 
 
 class Console(rich.console.Console):
-    """A console of rich that lays texts out as its file shows them: what becomes longer has its room. A name in square
-    brackets is a name, and no markup.
+    """A console of rich that lays texts out as its file shows them: what becomes longer has its
+    room. A name in square brackets is a name, and no markup.
     """
 
     def __init__(self, **options: Any) -> None:

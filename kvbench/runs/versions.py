@@ -1,9 +1,10 @@
 """What code a run's numbers come from, as its id has it. No torch.
 
-kvbench's own code counts by versions that are raised by hand: `HARNESS` below, `version:` in the YAML of each method,
-task and backend, and those of `kvbench.memory.kinds`. `tests/test_goldens.py` fails where numbers change and the
-version does not. Names, comments, docstrings and the place of a definition are in no id. Code that is not kvbench's
-has no version that anybody must raise: it counts by the bytes of its files.
+kvbench's own code counts by versions that are raised by hand: `HARNESS` below, `version:` in the
+YAML of each method, task and backend, and those of `kvbench.memory.kinds`. `tests/test_goldens.py`
+fails where numbers change and the version does not. Names, comments, docstrings and the place of a
+definition are in no id. Code that is not kvbench's has no version that anybody must raise: it
+counts by the bytes of its files.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 
 from kvbench.memory.kinds import kv_in
 
-# Raised when a change of the engine, the store, an executor, the loading of models or the protocol changes numbers of
-# methods and tasks that are themselves unchanged.
+# Raised when a change of the engine, the store, an executor, the loading of models or the protocol
+# changes numbers of methods and tasks that are themselves unchanged.
 HARNESS = 1
 
 OURS = ("kvbench", "methods")
@@ -37,13 +38,19 @@ def versions_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def versions_in(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The versions of a stored run.
 
-    Runs of before there were any have the first ones, and of users' code the digest that stands in their place.
+    Runs of before there were any have the first ones, and of users' code the digest that stands in
+    their place.
     """
     if "versions" in identity:
         return dict(identity["versions"])
     target = identity["config"]["method"].get("_target_", "")
     is_users = target and _top(target) not in OURS
-    return {"harness": 1, "backend": 1, "method": identity.get("source", "") if is_users else 1, "task": 1}
+    return {
+        "harness": 1,
+        "backend": 1,
+        "method": identity.get("source", "") if is_users else 1,
+        "task": 1,
+    }
 
 
 def is_ours(choice: Mapping[str, Any]) -> bool:
@@ -57,7 +64,9 @@ def version_of(choice: Mapping[str, Any]) -> int | str:
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """12 hex digits of files, by their names and bytes, in any order; not where they lie. "" for none."""
+    """12 hex digits of files, by their names and bytes, in any order; not where they lie. "" for
+    none.
+    """
     named = sorted((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths)
     return hashlib.sha256(repr(named).encode()).hexdigest()[:12] if named else ""
 
@@ -65,11 +74,13 @@ def files_digest(paths: Iterable[Path]) -> str:
 def files_of(target: str) -> list[Path]:
     """The files of a class such as "mymethod.Mine", found without importing anything.
 
-    Its module's, and those that it imports, directly or not: of its own package, or of the folder that it lies in
-    where that is no folder of installed libraries.
+    Its module's, and those that it imports, directly or not: of its own package, or of the folder
+    that it lies in where that is no folder of installed libraries.
 
-    Raises:
-        ModuleNotFoundError: the module has no Python source.
+    Raises
+    ------
+    ModuleNotFoundError
+        the module has no Python source.
     """
     module = target.rpartition(".")[0]
     top = _top(module)
@@ -86,8 +97,14 @@ def files_of(target: str) -> list[Path]:
             continue
         files[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        imported = {candidate: _top(candidate) for candidate in _imported(path, package) - files.keys()}
-        waiting |= {candidate for candidate, its in imported.items() if its == top or not (installed or its in OURS)}
+        imported = {
+            candidate: _top(candidate) for candidate in _imported(path, package) - files.keys()
+        }
+        waiting |= {
+            candidate
+            for candidate, its in imported.items()
+            if its == top or not (installed or its in OURS)
+        }
     if module not in files:
         raise ModuleNotFoundError(f"{target}: no Python source found for module {module!r}")
     return sorted(files.values())
@@ -100,8 +117,10 @@ def _top(dotted: str) -> str:
 def _folder_of(top: str) -> Path:
     """The folder in which a top-level package or module lies.
 
-    Raises:
-        ModuleNotFoundError: it has no file.
+    Raises
+    ------
+    ModuleNotFoundError
+        it has no file.
     """
     try:
         spec = importlib.util.find_spec(top)
@@ -119,7 +138,9 @@ def _imported(path: Path, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            prefix = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            prefix = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             module = ".".join([*filter(None, prefix), *([node.module] if node.module else [])])
             names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return names - {""}

@@ -1,4 +1,7 @@
-"""Tasks: load samples, score outputs. One file a family; a task knows no model, no method and no results folder."""
+"""Tasks: load samples, score outputs.
+
+One file a family; a task knows no model, no method and no results folder.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,18 @@ Keys = Literal["model", "synthetic_attention"]
 class Timed:
     """A timed sample: token ids in place of a text, and no end before the last step.
 
-    Attributes:
-        rows: token ids of each row of the batch, all of one length.
-        warmup: first decode steps, which the time per token leaves out.
-        keys: whose keys and queries are stored and asked: the model's, or those of `kvbench.measure.synthetic`.
-        prefill: the model reads the prompt; else every layer's store is filled with synthetic keys and values.
+    Attributes
+    ----------
+    rows
+        token ids of each row of the batch, all of one length.
+    warmup
+        first decode steps, which the time per token leaves out.
+    keys
+        whose keys and queries are stored and asked: the model's, or those of
+        `kvbench.measure.synthetic`.
+    prefill
+        the model reads the prompt; else every layer's store is filled with synthetic keys and
+        values.
     """
 
     rows: Sequence[Sequence[int]]
@@ -37,11 +47,16 @@ class Timed:
 
 @dataclass(frozen=True)
 class ForcedOutput:
-    """What a sample is whose output is given to the model, so that methods are compared on the same tokens.
+    """What a sample is whose output is given to the model, so that methods are compared on the same
+    tokens.
 
-    Attributes:
-        prompt: token ids to prefill.
-        tokens: token ids that follow, each read in a decode step of its own but for the last, which is only predicted.
+    Attributes
+    ----------
+    prompt
+        token ids to prefill.
+    tokens
+        token ids that follow, each read in a decode step of its own but for the last, which is only
+        predicted.
     """
 
     prompt: Sequence[int]
@@ -52,27 +67,50 @@ class ForcedOutput:
 class Sample:
     """One prompt with its answer.
 
-    Attributes:
-        id: unique within the task and stable across runs; resume goes by it.
-        prompt: the raw text, before any chat template and without `answer_prefix`.
-        answers: accepted answers.
-        max_new_tokens: tokens to generate at most.
-        question: the end of `prompt` that asks, or "" where the task has no such part.
-        answer_prefix: begins the answer: after the prompt, or after the assistant's header of a chat template.
-        group: the subset or cell it counts towards.
-        meta: what a report may group by (length, depth, ...); JSON values.
-        chat: the benchmark puts it through the chat template; `protocol.chat` may say otherwise.
-        stop: texts; generation ends once the decoded output holds one of them. Cutting there is the task's affair.
-        end_token: a text whose last token ends the output as the model's own stop tokens do; then none of them comes
-            first.
-        truncate: a prompt that is too long loses its middle, and is no error.
-        max_length: with `truncate`, tokens of the longest raw prompt; None: what the model's window has room for.
-        keep_ids: its score goes by token ids: those of the output are kept in `meta` as "output_ids".
-        timed: its generation is timed, and it has no prompt but this.
-        forced: its output is given, and compared with full attention's; it has no prompt but this.
-        error: why it cannot run (a bad line in a data file), or ""; it then counts as failed.
-        of: where several answers to a prompt are asked for, the id of the task's sample; `id` is then the answer's.
-        answer: which of them it is, from 0 on.
+    Attributes
+    ----------
+    id
+        unique within the task and stable across runs; resume goes by it.
+    prompt
+        the raw text, before any chat template and without `answer_prefix`.
+    answers
+        accepted answers.
+    max_new_tokens
+        tokens to generate at most.
+    question
+        the end of `prompt` that asks, or "" where the task has no such part.
+    answer_prefix
+        begins the answer: after the prompt, or after the assistant's header of a chat template.
+    group
+        the subset or cell it counts towards.
+    meta
+        what a report may group by (length, depth, ...); JSON values.
+    chat
+        the benchmark puts it through the chat template; `protocol.chat` may say otherwise.
+    stop
+        texts; generation ends once the decoded output holds one of them. Cutting there is the
+        task's affair.
+    end_token
+        a text whose last token ends the output as the model's own stop tokens do; then none of them
+        comes first.
+    truncate
+        a prompt that is too long loses its middle, and is no error.
+    max_length
+        with `truncate`, tokens of the longest raw prompt; None: what the model's window has room
+        for.
+    keep_ids
+        its score goes by token ids: those of the output are kept in `meta` as "output_ids".
+    timed
+        its generation is timed, and it has no prompt but this.
+    forced
+        its output is given, and compared with full attention's; it has no prompt but this.
+    error
+        why it cannot run (a bad line in a data file), or ""; it then counts as failed.
+    of
+        where several answers to a prompt are asked for, the id of the task's sample; `id` is then
+        the answer's.
+    answer
+        which of them it is, from 0 on.
     """
 
     id: str
@@ -102,20 +140,30 @@ class Sample:
 
 
 class Task(ABC):
-    """What the harness asks of a task. Subclass it, set `name` and `metric`, and say what the samples and scores are.
+    """What the harness asks of a task.
 
-    A constructor checks its options and neither reads nor fetches anything, so that bad values are refused at once and
-    stored outputs can be scored where the data is not.
+    Subclass it, set `name` and `metric`, and say what the samples and scores are.
 
-    Attributes:
-        name: what results call it.
-        metric: the main one of the scores that `score` returns, each 0..1.
-        sources: files that the samples are read from; their content is part of a result's identity.
-        secret: nobody may pass its prompts on, so results hold no word of them.
-        stored: samples are read from files, cheap to have all at once: the longest run first.
-        notes: what else decides a score (the version of a library), kept with every result.
-        permissions: options by which scoring may do more than compute, such as run what a model wrote; that a stored
-            run had them is no permission to have them again.
+    A constructor checks its options and neither reads nor fetches anything, so that bad values are
+    refused at once and stored outputs can be scored where the data is not.
+
+    Attributes
+    ----------
+    name
+        what results call it.
+    metric
+        the main one of the scores that `score` returns, each 0..1.
+    sources
+        files that the samples are read from; their content is part of a result's identity.
+    secret
+        nobody may pass its prompts on, so results hold no word of them.
+    stored
+        samples are read from files, cheap to have all at once: the longest run first.
+    notes
+        what else decides a score (the version of a library), kept with every result.
+    permissions
+        options by which scoring may do more than compute, such as run what a model wrote; that a
+        stored run had them is no permission to have them again.
     """
 
     name: str
@@ -134,13 +182,17 @@ class Task(ABC):
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
         """All samples, in an order whose every prefix is a fair smaller run.
 
-        Raises:
-            ValueError: something is wrong that shows only with the tokenizer or the data.
+        Raises
+        ------
+        ValueError
+            something is wrong that shows only with the tokenizer or the data.
         """
 
     @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and meta alone."""
+        """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and
+        meta alone.
+        """
 
     def questions(self, sample: Sample, output: str) -> dict[str, str]:
         """What a judge, another model, is to be asked about an output, by name; {}: nothing.
@@ -153,12 +205,16 @@ class Task(ABC):
 def task_of(config: Mapping[str, Any]) -> Task:
     """The task that the `task` group of a run asks for.
 
-    Raises:
-        ConfigError: it cannot be built, or is no `Task`.
+    Raises
+    ------
+    ConfigError
+        it cannot be built, or is no `Task`.
     """
     task = build(config)
     if not isinstance(task, Task):
-        raise ConfigError(f"_target_={config['_target_']}: no task; expected a subclass of kvbench.tasks.Task")
+        raise ConfigError(
+            f"_target_={config['_target_']}: no task; expected a subclass of kvbench.tasks.Task"
+        )
     return task
 
 
@@ -168,7 +224,13 @@ def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
 
 
 def several(samples: Iterable[Sample], count: int) -> Iterator[Sample]:
-    """Each sample as often as answers to it are asked for, one after the other; a single answer is the sample."""
+    """Each sample as often as answers to it are asked for, one after the other; a single answer is
+    the sample.
+    """
     for sample in samples:
         for answer in range(count):
-            yield sample if count == 1 else replace(sample, id=f"{sample.id}#{answer + 1}", of=sample.id, answer=answer)
+            yield (
+                sample
+                if count == 1
+                else replace(sample, id=f"{sample.id}#{answer + 1}", of=sample.id, answer=answer)
+            )

@@ -1,8 +1,8 @@
 """GPQA-diamond: 198 questions of science with four choices, asked and scored as simple-evals does.
 
-Its authors ask that the text appears nowhere in the open, so the data is gated and neither prompts nor choices are
-stored with results: an answer is a letter. What a model writes is stored, and may repeat a question: such results are
-not for publication.
+Its authors ask that the text appears nowhere in the open, so the data is gated and neither prompts
+nor choices are stored with results: an answer is a letter. What a model writes is stored, and may
+repeat a question: such results are not for publication.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
 
 
 class Gpqa(TableTask):
-    """All questions; the order of a question's choices is simple-evals' of the first of its repeats.
+    """All questions; the order of a question's choices is simple-evals' of the first of its
+    repeats.
 
-    Attributes:
-        sources: the file.
+    Attributes
+    ----------
+    sources
+        the file.
     """
 
     name = "gpqa"
@@ -44,9 +47,12 @@ class Gpqa(TableTask):
     def __init__(self, max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
         """Check the options.
 
-        Args:
-            max_new_tokens: tokens to generate at most.
-            data_dir: folder of gpqa_diamond.csv; None: the hub's, for which a token is needed.
+        Parameters
+        ----------
+        max_new_tokens
+            tokens to generate at most.
+        data_dir
+            folder of gpqa_diamond.csv; None: the hub's, for which a token is needed.
         """
         super().__init__({"": local_or_hub(data_dir, HUB, FILE)}, max_new_tokens)
 

@@ -1,8 +1,10 @@
-"""GSM8K: grade-school word problems, solved step by step after worked examples, in two published set-ups.
+"""GSM8K: grade-school word problems, solved step by step after worked examples, in two published
+set-ups.
 
-`wei8` is lm-eval's `gsm8k_cot`: eight examples of Wei et al. `pqcache` is the script of PQCache, which IceCache runs
-too: ten examples from a file without a licence, so the user names it. Both are raw prompts, as published: without
-`protocol.chat=on` no chat template is used. The problems are the 1,319 of the test split.
+`wei8` is lm-eval's `gsm8k_cot`: eight examples of Wei et al. `pqcache` is the script of PQCache,
+which IceCache runs too: ten examples from a file without a licence, so the user names it. Both are
+raw prompts, as published: without `protocol.chat=on` no chat template is used. The problems are the
+1,319 of the test split.
 """
 
 from __future__ import annotations
@@ -27,40 +29,50 @@ _STRINGS: dict[str, dict[str, Any]] = yaml.safe_load(
 HUB = HubFile("openai/gsm8k", "main/test-00000-of-00001.parquet", megabytes=0.4, published=1319)
 NEW_TOKENS = 256
 
-# lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends right after it
-# the last digit is lost; FLEXIBLE takes more than numbers, such as "...". Both are kept: they are the benchmark.
+# lm-eval's two patterns. STRICT takes one character more than the number, so of an output that ends
+# right after it the last digit is lost; FLEXIBLE takes more than numbers, such as "...". Both are
+# kept: they are the benchmark.
 STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
 GOLD = re.compile(r"-?\$?[\d,]*\.?\d+")
 
-# PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A hyphen after a digit or
-# a word is none ("5-7", "x-7").
+# PQCache's `\d*\.?\d+`, with a sign, which it loses on both sides: -3 would be as good as 3. A
+# hyphen after a digit or a word is none ("5-7", "x-7").
 NUMBER = re.compile(r"(?P<sign>(?<![\w.)])-)?\$?(?P<digits>\d*\.?\d+)")
 
 
 class Gsm8k(TableTask):
     """The test split in a shuffled order, which the seed decides.
 
-    `wei8` gives the scores "flexible", the last number in the output, and "strict", the one after "The answer is".
-    The main one is flexible. It asks for the result and not for its wording, as the scripts of KV-cache papers do
-    (PQCache's and IceCache's take the last number), and strict misreads an output that ends right after its number.
-    `pqcache` gives "accuracy", equality of the last numbers as floats.
+    `wei8` gives the scores "flexible", the last number in the output, and "strict", the one after
+    "The answer is". The main one is flexible. It asks for the result and not for its wording, as
+    the scripts of KV-cache papers do (PQCache's and IceCache's take the last number), and strict
+    misreads an output that ends right after its number. `pqcache` gives "accuracy", equality of the
+    last numbers as floats.
 
-    Attributes:
-        sources: the problems, and PQCache's examples.
+    Attributes
+    ----------
+    sources
+        the problems, and PQCache's examples.
     """
 
     name = "gsm8k"
     fields = {"question": str, "answer": str}
 
-    def __init__(self, variant: Variant = "wei8", exemplars: str | None = None, data_dir: str | None = None) -> None:
+    def __init__(
+        self, variant: Variant = "wei8", exemplars: str | None = None, data_dir: str | None = None
+    ) -> None:
         """Check the options.
 
-        Args:
-            variant: "wei8" or "pqcache".
-            exemplars: file of PQCache's worked examples, which end one newline before "Question: ".
-            data_dir: folder of test.jsonl; None: the hub's copy.
+        Parameters
+        ----------
+        variant
+            "wei8" or "pqcache".
+        exemplars
+            file of PQCache's worked examples, which end one newline before "Question: ".
+        data_dir
+            folder of test.jsonl; None: the hub's copy.
         """
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
@@ -70,13 +82,21 @@ class Gsm8k(TableTask):
                 "GSM8k/gsm8k_prompt_formal.txt of the repository HugoZHL/PQCache"
             )
         if variant == "wei8" and exemplars is not None:
-            raise ValueError(f"task.exemplars={exemplars}: task.variant=wei8 brings its own; use null")
+            raise ValueError(
+                f"task.exemplars={exemplars}: task.variant=wei8 brings its own; use null"
+            )
         self.variant = variant
         self.metric = "flexible" if variant == "wei8" else "accuracy"
         self._strings = _STRINGS[variant]
         super().__init__({"": local_or_hub(data_dir, HUB, "test.jsonl")}, NEW_TOKENS)
-        self._exemplars = None if exemplars is None else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
-        self.sources = tuple(file for file in (*self.files.values(), self._exemplars) if file is not None)
+        self._exemplars = (
+            None
+            if exemplars is None
+            else LocalFile(Path(str(exemplars)).expanduser(), "task.exemplars")
+        )
+        self.sources = tuple(
+            file for file in (*self.files.values(), self._exemplars) if file is not None
+        )
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Right or wrong, by what stands before the first stop text."""
@@ -100,9 +120,14 @@ class Gsm8k(TableTask):
         try:
             text = self._exemplars.path().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"task.exemplars: {self._exemplars.file}: not a text file ({error})") from error
+            raise ValueError(
+                f"task.exemplars: {self._exemplars.file}: not a text file ({error})"
+            ) from error
         if not text.startswith("Question: "):
-            raise ValueError(f'task.exemplars: {self._exemplars.file}: expected worked examples, "Question: ..." first')
+            raise ValueError(
+                f'task.exemplars: {self._exemplars.file}: expected worked examples, "Question: ..."'
+                " first"
+            )
         return text + separator
 
     def unfit(self, data: Mapping[str, Any]) -> str:
@@ -151,7 +176,9 @@ EXTRACTIONS = {"flexible": flexible, "strict": strict}
 
 
 def plain(number: str) -> str:
-    """A number as lm-eval compares it: text without commas, dollar signs and one last full stop, so 18.00 is not 18."""
+    """A number as lm-eval compares it: text without commas, dollar signs and one last full stop, so
+    18.00 is not 18.
+    """
     return number.replace(",", "").replace("$", "").removesuffix(".")
 
 

@@ -1,8 +1,10 @@
-"""L-Eval's closed-ended subsets: exams, a science fiction, topics of a conversation and word problems (An et al. 2023).
+"""L-Eval's closed-ended subsets: exams, a science fiction, topics of a conversation and word
+problems (An et al. 2023).
 
-All questions of a document follow each other and differ in what stands after it alone. Prompts, cuts and scores follow
-OpenLMLab/LEval, `Baselines/llama2-chat-test.py` and `Evaluation/auto_eval.py`, whose reading of a letter is generous; a
-strict one stands beside it. sci_fi is asked as the document has it ("loyalty"), and not by the world's facts.
+All questions of a document follow each other and differ in what stands after it alone. Prompts,
+cuts and scores follow OpenLMLab/LEval, `Baselines/llama2-chat-test.py` and
+`Evaluation/auto_eval.py`, whose reading of a letter is generous; a strict one stands beside it.
+sci_fi is asked as the document has it ("loyalty"), and not by the world's facts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ PUBLISHED = {  # rows of the repository's files
     "topic_retrieval_longchat": 50,
     "gsm100": 100,
 }
-SHORTER = 250  # words that a document gives up at a time once it was cut to as many words as tokens are allowed
+# words that a document gives up at a time once it was cut to as many words as tokens are allowed
+SHORTER = 250
 LETTERS = "ABCD"
 ALONE = re.compile(r"\b[A-D]+\b")
 NUMBER = re.compile(r"The answer is \$?(-?[\d,]*\.?\d+)")
@@ -59,12 +62,18 @@ SUBSETS: dict[str, LEvalSubset] = {
 class LEval(Task):
     """All questions of some subsets, a group each.
 
-    Attributes:
-        subsets: names, of `SUBSETS`.
-        max_length: tokens of the longest document; None: any.
-        max_new_tokens: tokens to generate at most.
-        files: the file of each subset.
-        sources: those files.
+    Attributes
+    ----------
+    subsets
+        names, of `SUBSETS`.
+    max_length
+        tokens of the longest document; None: any.
+    max_new_tokens
+        tokens to generate at most.
+    files
+        the file of each subset.
+    sources
+        those files.
     """
 
     name = "leval"
@@ -80,15 +89,25 @@ class LEval(Task):
     ) -> None:
         check_subsets(subsets, SUBSETS)
         if data_dir is None:
-            raise ValueError("task.data_dir=null: needs the folder LEval-data of the repository OpenLMLab/LEval")
+            raise ValueError(
+                "task.data_dir=null: needs the folder LEval-data of the repository OpenLMLab/LEval"
+            )
         if max_length is not None and (type(max_length) is not int or max_length < 1):
-            raise ValueError(f"task.max_length={max_length}: a number of tokens, 1 or more, or null")
-        self.subsets, self.max_length, self.max_new_tokens = tuple(subsets), max_length, max_new_tokens
+            raise ValueError(
+                f"task.max_length={max_length}: a number of tokens, 1 or more, or null"
+            )
+        self.subsets, self.max_length, self.max_new_tokens = (
+            tuple(subsets),
+            max_length,
+            max_new_tokens,
+        )
         folder = Path(str(data_dir)).expanduser()
         nested = folder / "Closed-ended-tasks"
         folder = nested if nested.is_dir() else folder
         self.files = {
-            name: LocalFile(folder / f"{name}.jsonl", "task.data_dir", tuple(SUBSETS), PUBLISHED[name])
+            name: LocalFile(
+                folder / f"{name}.jsonl", "task.data_dir", tuple(SUBSETS), PUBLISHED[name]
+            )
             for name in self.subsets
         }
         self.sources = tuple(self.files.values())
@@ -98,19 +117,24 @@ class LEval(Task):
         return sum(1 if row.error else len(row.data["instructions"]) for row in rows)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """The questions of a document of every subset, then of the next; documents are shuffled by the seed.
+        """The questions of a document of every subset, then of the next; documents are shuffled by
+        the seed.
 
         A bad line is a sample with an error.
 
-        Raises:
-            ValueError: a file cannot be had or read as what it should be.
+        Raises
+        ------
+        ValueError
+            a file cannot be had or read as what it should be.
         """
         documents = {name: self._documents(name, tokenizer) for name in self.subsets}
         turns: Iterator[list[Sample]] = in_turn(self.name, seed, documents)
         return chain.from_iterable(turns)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The official score, "score", and but for topics one by a strict reading of the reply, "strict"."""
+        """The official score, "score", and but for topics one by a strict reading of the reply,
+        "strict".
+        """
         reads, (answer,) = SUBSETS[sample.group].reads, sample.answers
         strict = {"strict": float(_STRICT[reads](output, answer))} if reads in _STRICT else {}
         return {self.metric: _OFFICIAL[reads](output, answer), **strict}
@@ -124,19 +148,27 @@ class LEval(Task):
         ]
 
     def _documents(self, name: str, tokenizer: Tokenizer | None) -> list[list[Sample]]:
-        """The samples of each document; lines with one text, as all of gsm100, are of one document."""
+        """The samples of each document; lines with one text, as all of gsm100, are of one
+        document.
+        """
         lines: dict[str, list[DataRow]] = {}
         for row in self._rows(name):
             lines.setdefault(row.error or row.data["input"], []).append(row)
         return [self._document(name, rows, tokenizer) for rows in lines.values()]
 
-    def _document(self, name: str, rows: Sequence[DataRow], tokenizer: Tokenizer | None) -> list[Sample]:
+    def _document(
+        self, name: str, rows: Sequence[DataRow], tokenizer: Tokenizer | None
+    ) -> list[Sample]:
         subset, first = SUBSETS[name], rows[0]
         id = f"{name}-{first.line - 1}"
         if first.error:
             return [Sample(id, "", (), self.max_new_tokens, group=name, error=first.error)]
         context = subset.before + self._cut(first.data["input"], tokenizer)
-        pairs = [pair for row in rows for pair in zip(row.data["instructions"], row.data["outputs"], strict=True)]
+        pairs = [
+            pair
+            for row in rows
+            for pair in zip(row.data["instructions"], row.data["outputs"], strict=True)
+        ]
         return [
             Sample(
                 id=f"{id}-{number}",
@@ -153,7 +185,9 @@ class LEval(Task):
         ]
 
     def _cut(self, document: str, tokenizer: Tokenizer | None) -> str:
-        """A document of at most `max_length` tokens; what is too long is cut to as many words, and then further."""
+        """A document of at most `max_length` tokens; what is too long is cut to as many words, and
+        then further.
+        """
         if self.max_length is None:
             return document
         assert tokenizer is not None
@@ -166,25 +200,35 @@ class LEval(Task):
 def _unfit(where: str, data: Mapping[str, Any]) -> str:
     """Why a line is no document with questions, or ""."""
     questions, answers = data["instructions"], data["outputs"]
-    if not questions or not all(isinstance(text, str) and text.strip() for text in (*questions, *answers)):
+    if not questions or not all(
+        isinstance(text, str) and text.strip() for text in (*questions, *answers)
+    ):
         return f"{where} instructions or outputs: expected texts, one or more"
     if len(questions) != len(answers):
         return f"{where} outputs: {len(answers)}, of {len(questions)} instructions"
     return ""
 
 
-# -- what a reply says -------------------------------------------------------------------------------------------------
+# -- what a reply says -----------------------------------------------------------------------------
 
 
 def letter(reply: str) -> str:
-    """The letter of a choice: the first of A to D in a reply; of one without, A, and of an empty one "None"."""
+    """The letter of a choice: the first of A to D in a reply; of one without, A, and of an empty
+    one "None".
+    """
     if not reply.strip():
         return "None"
-    return reply if reply in LETTERS else next((character for character in reply if character in LETTERS), "A")
+    return (
+        reply
+        if reply in LETTERS
+        else next((character for character in reply if character in LETTERS), "A")
+    )
 
 
 def letters(reply: str) -> str:
-    """The letters of several choices: those at the start of a reply, or before a space, a full stop or a bracket."""
+    """The letters of several choices: those at the start of a reply, or before a space, a full stop
+    or a bracket.
+    """
     if not reply.strip() or reply in LETTERS:
         return letter(reply)
     first = "".join(takewhile(LETTERS.__contains__, reply))
@@ -197,7 +241,9 @@ def letters(reply: str) -> str:
 
 
 def judgement(reply: str) -> str:
-    """What the first word with "true" or "false" in it says, "untrue" too; "" of a reply without."""
+    """What the first word with "true" or "false" in it says, "untrue" too; "" of a reply
+    without.
+    """
     for word in reply.lower().partition("[fact:")[0].split():
         if verdict := next((option for option in ("true", "false") if option in word), ""):
             return verdict
@@ -205,10 +251,14 @@ def judgement(reply: str) -> str:
 
 
 def number(text: str) -> str:
-    """The digits before a full stop: of the word after "The answer is", or of the first paragraph's last with any."""
+    """The digits before a full stop: of the word after "The answer is", or of the first paragraph's
+    last with any.
+    """
     named = re.search(r"The answer is (\S+)", text)
     words = [named[1]] if named else text.partition("\n\n")[0].split(" ")
-    word: str = next((candidate for candidate in reversed(words) if re.search(r"\d", candidate)), "")
+    word: str = next(
+        (candidate for candidate in reversed(words) if re.search(r"\d", candidate)), ""
+    )
     return "".join(re.findall(r"\d", word.partition(".")[0]))
 
 
@@ -245,7 +295,8 @@ def _strict_number(reply: str, answer: str) -> bool:
     return float(match[1].replace(",", "")) == float(truth[1].replace(",", ""))
 
 
-# By what is read: the official score of a reply against an answer, and whether it is right by a strict reading.
+# By what is read: the official score of a reply against an answer, and whether it is right by a
+# strict reading.
 _OFFICIAL: dict[str, Callable[[str, str], float]] = {
     "letter": lambda reply, answer: _choice(letter(reply), answer),
     "letters": lambda reply, answer: _choice(letters(reply), answer),

@@ -1,8 +1,10 @@
-"""LongBench v1, its 16 English subsets: question answering, summaries, few-shot learning, retrieval and code.
+"""LongBench v1, its 16 English subsets: question answering, summaries, few-shot learning, retrieval
+and code.
 
-Prompts, chat templates, cuts and scores follow THUDM/LongBench, `LongBench/pred.py` and `eval.py`. The table's number
-is the unweighted mean of the subsets' scores. Data is read from the hub's archive or from a folder of the user's; the
-loading script that lies beside the archive is never run, and nothing is unpacked.
+Prompts, chat templates, cuts and scores follow THUDM/LongBench, `LongBench/pred.py` and `eval.py`.
+The table's number is the unweighted mean of the subsets' scores. Data is read from the hub's
+archive or from a folder of the user's; the loading script that lies beside the archive is never
+run, and nothing is unpacked.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ FIELDS = {"input": str, "context": str, "answers": list, "length": int}
 class LongBenchSubset:
     """What the official scripts know of one subset.
 
-    Attributes:
-        prompt: with `{context}` and, after it, perhaps `{input}`.
-        metric: a function of `metrics`.
-        chat: chat models get their template.
-        first_line: only the first line of an output is scored, empty ones before it left out.
-        end_token: what ends an output besides the model's own end.
+    Attributes
+    ----------
+    prompt
+        with `{context}` and, after it, perhaps `{input}`.
+    metric
+        a function of `metrics`.
+    chat
+        chat models get their template.
+    first_line
+        only the first line of an output is scored, empty ones before it left out.
+    end_token
+        what ends an output besides the model's own end.
     """
 
     prompt: str
@@ -73,7 +81,9 @@ SUBSETS: dict[str, LongBenchSubset] = {
 }
 
 # Where one metric has several readings, the one that is meant.
-ROUGE_NOTE = "as rouge 1.0.1; sentences too long for its recursion have their score, there they get 0"
+ROUGE_NOTE = (
+    "as rouge 1.0.1; sentences too long for its recursion have their score, there they get 0"
+)
 CODE_NOTES: dict[metrics.Ratio, str] = {
     "difflib": "as fuzzywuzzy without Levenshtein, by Python's difflib",
     "levenshtein": "as fuzzywuzzy with Levenshtein",
@@ -83,14 +93,21 @@ CODE_NOTES: dict[metrics.Ratio, str] = {
 class LongBench(Task):
     """All samples of some subsets.
 
-    Attributes:
-        subsets: names, of `SUBSETS`.
-        data_dir: a folder with `<subset>.jsonl` files or the hub's `data.zip`; None: the hub.
-        max_length: tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has room
-            for.
-        code_sim: which ratio of `metrics.code_sim` is the score; the other stands beside it.
-        sources: the files that hold the subsets.
-        notes: what the metrics in use are equal to, where there is a choice.
+    Attributes
+    ----------
+    subsets
+        names, of `SUBSETS`.
+    data_dir
+        a folder with `<subset>.jsonl` files or the hub's `data.zip`; None: the hub.
+    max_length
+        tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has
+        room for.
+    code_sim
+        which ratio of `metrics.code_sim` is the score; the other stands beside it.
+    sources
+        the files that hold the subsets.
+    notes
+        what the metrics in use are equal to, where there is a choice.
     """
 
     name = "longbench"
@@ -106,9 +123,13 @@ class LongBench(Task):
     ) -> None:
         check_subsets(subsets, SUBSETS)
         if max_length is not None and (type(max_length) is not int or max_length < 2):
-            raise ValueError(f"task.max_length={max_length}: a number of tokens, 2 or more, or null")
+            raise ValueError(
+                f"task.max_length={max_length}: a number of tokens, 2 or more, or null"
+            )
         if code_sim not in get_args(metrics.Ratio):
-            raise ValueError(f"task.code_sim={code_sim}: one of {', '.join(get_args(metrics.Ratio))}")
+            raise ValueError(
+                f"task.code_sim={code_sim}: one of {', '.join(get_args(metrics.Ratio))}"
+            )
         self.subsets, self.max_length, self.code_sim = tuple(subsets), max_length, code_sim
         self.data_dir = None if data_dir is None else Path(str(data_dir)).expanduser()
         self.sources = tuple(dict.fromkeys(map(self._source, self.subsets)))
@@ -120,19 +141,26 @@ class LongBench(Task):
         return sum(len(self._rows(name)) for name in self.subsets)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
+        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever
+        the others are.
 
-        A bad line is a sample with an error. An empty context is none: the official script asks all the same.
+        A bad line is a sample with an error. An empty context is none: the official script asks all
+        the same.
 
-        Raises:
-            ValueError: a subset's file cannot be read.
+        Raises
+        ------
+        ValueError
+            a subset's file cannot be read.
         """
         return in_turn(self.name, seed, {name: self._samples(name) for name in self.subsets})
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The best score over the answers, as "score" and under its metric's name; of code, by both ratios."""
+        """The best score over the answers, as "score" and under its metric's name; of code, by both
+        ratios.
+        """
         subset = SUBSETS[sample.group]
-        # A matter of scoring alone: ended at a newline, a reply that begins with one would be empty.
+        # A matter of scoring alone: ended at a newline, a reply that begins with one would be
+        # empty.
         text = output.lstrip("\n").split("\n")[0] if subset.first_line else output
         best = {
             name: max((metric(text, answer) for answer in sample.answers), default=0.0)
@@ -169,7 +197,9 @@ class LongBench(Task):
         meta: dict[str, Any] = {"dataset": name}
         if subset.classifies:
             # As the official script, which scores every row with the classes of the last one.
-            meta["classes"] = next((row.data["all_classes"] for row in reversed(rows) if not row.error), [])
+            meta["classes"] = next(
+                (row.data["all_classes"] for row in reversed(rows) if not row.error), []
+            )
         keys = _unique(f"{name}-{row.data.get('_id') or row.line}" for row in rows)
         return [self._sample(key, name, row, meta) for key, row in zip(keys, rows, strict=True)]
 
@@ -193,12 +223,21 @@ class LongBench(Task):
         )
 
 
-def _metrics(subset: LongBenchSubset, meta: Mapping[str, Any]) -> dict[str, Callable[[str, str], float]]:
+def _metrics(
+    subset: LongBenchSubset, meta: Mapping[str, Any]
+) -> dict[str, Callable[[str, str], float]]:
     """The metrics of a subset by name: one, but for code, which has one for each ratio."""
     metric: Callable[..., float] = getattr(metrics, subset.metric)
     if subset.metric == "code_sim":
-        return {f"code_sim_{ratio}": functools.partial(metric, ratio=ratio) for ratio in get_args(metrics.Ratio)}
-    return {subset.metric: functools.partial(metric, classes=meta["classes"]) if subset.classifies else metric}
+        return {
+            f"code_sim_{ratio}": functools.partial(metric, ratio=ratio)
+            for ratio in get_args(metrics.Ratio)
+        }
+    return {
+        subset.metric: functools.partial(metric, classes=meta["classes"])
+        if subset.classifies
+        else metric
+    }
 
 
 @contextmanager

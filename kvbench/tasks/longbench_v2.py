@@ -1,8 +1,8 @@
 """LongBench v2: 503 questions with four choices about texts of 8k to 2M words.
 
-Prompts, cuts and the reading of an answer follow THUDM/LongBench, `pred.py` and `result.py`, without its chain of
-thought, which asks a second time. The score is that of all questions together; those of the easy and the hard, and of
-short, medium and long texts, stand beside it.
+Prompts, cuts and the reading of an answer follow THUDM/LongBench, `pred.py` and `result.py`,
+without its chain of thought, which asks a second time. The score is that of all questions together;
+those of the easy and the hard, and of short, medium and long texts, stand beside it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,22 @@ PLACES = {
     "$C_D$": "choice_D",
 }
 KINDS = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
-ANSWERS = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
+ANSWERS = (
+    re.compile(r"The correct answer is \(([A-D])\)"),
+    re.compile(r"The correct answer is ([A-D])"),
+)
 
 
 class LongBenchV2(TableTask):
     """All questions.
 
-    Attributes:
-        max_length: tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has room
-            for.
-        sources: the file.
+    Attributes
+    ----------
+    max_length
+        tokens of the longest raw prompt, whose middle is cut out; None: what the model's window has
+        room for.
+    sources
+        the file.
     """
 
     name = "longbench_v2"
@@ -51,12 +57,16 @@ class LongBenchV2(TableTask):
 
     def __init__(self, max_length: int | None = 120_000, data_dir: str | None = None) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 2):
-            raise ValueError(f"task.max_length={max_length}: a number of tokens, 2 or more, or null")
+            raise ValueError(
+                f"task.max_length={max_length}: a number of tokens, 2 or more, or null"
+            )
         super().__init__({"": local_or_hub(data_dir, HUB, "data.json")}, NEW_TOKENS)
         self.max_length = max_length
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Right or wrong, once more by the names of the question's difficulty and of the text's length."""
+        """Right or wrong, once more by the names of the question's difficulty and of the text's
+        length.
+        """
         right = float(answer_in(output) == sample.answers[0])
         return {"accuracy": right, **{sample.meta[kind]: right for kind in KINDS}}
 
@@ -64,7 +74,10 @@ class LongBenchV2(TableTask):
         """See `TableTask`."""
         valid_values = KINDS | {"answer": ("A", "B", "C", "D")}
         wrong = (field for field, names in valid_values.items() if data[field] not in names)
-        return next((f"field {field}: expected one of {', '.join(valid_values[field])}" for field in wrong), "")
+        return next(
+            (f"field {field}: expected one of {', '.join(valid_values[field])}" for field in wrong),
+            "",
+        )
 
     def read(self) -> list[tuple[str, DataRow]]:
         """See `TableTask`; of questions with one id the first counts."""
@@ -73,7 +86,10 @@ class LongBenchV2(TableTask):
             key = str(row.data.get("_id"))
             if not row.error and key in previous_ids:
                 row = row._replace(
-                    error=f"{self.files[group].label}, line {row.line}: field _id: {key} was there before"
+                    error=(
+                        f"{self.files[group].label}, line {row.line}: field _id: {key} was there"
+                        " before"
+                    )
                 )
             previous_ids.add(key)
             rows.append((group, row))
@@ -97,7 +113,9 @@ class LongBenchV2(TableTask):
 
 
 def _filled(text: str, data: dict[str, str]) -> str:
-    """The text with a question's parts in it; as officially one after the other, so that a part may hold a place."""
+    """The text with a question's parts in it; as officially one after the other, so that a part may
+    hold a place.
+    """
     for place, field in PLACES.items():
         text = text.replace(place, data[field].strip())
     return text

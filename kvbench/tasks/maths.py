@@ -1,9 +1,10 @@
 """Mathematics with an answer in a box: the 500 problems of MATH500, and AIME's thirty of a year.
 
-A prompt is a problem and the wish to reason step by step and to box the answer. The answer is read and compared by
-math-verify (https://github.com/huggingface/Math-Verify), from the whole output: what is in the last boxes, what the
-final answer is said to be, else the last formula or number, equal as text or as an expression of sympy's. Problems come
-from the hub, or from the files that R-KV and others keep.
+A prompt is a problem and the wish to reason step by step and to box the answer. The answer is read
+and compared by math-verify (https://github.com/huggingface/Math-Verify), from the whole output:
+what is in the last boxes, what the final answer is said to be, else the last formula or number,
+equal as text or as an expression of sympy's. Problems come from the hub, or from the files that
+R-KV and others keep.
 """
 
 from __future__ import annotations
@@ -27,33 +28,56 @@ _STRINGS: dict[str, dict[str, str]] = yaml.safe_load(
 )
 PATIENCE = 30  # seconds for reading, and for comparing, an answer: sympy may never end
 
-MATH500 = (HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5, published=500), ("test.jsonl", "math.jsonl"))
+MATH500 = (
+    HubFile("HuggingFaceH4/MATH-500", "test.jsonl", megabytes=0.5, published=500),
+    ("test.jsonl", "math.jsonl"),
+)
 AIME = {
     2024: (
-        HubFile("HuggingFaceH4/aime_2024", "data/train-00000-of-00001.parquet", megabytes=0.1, published=30),
+        HubFile(
+            "HuggingFaceH4/aime_2024",
+            "data/train-00000-of-00001.parquet",
+            megabytes=0.1,
+            published=30,
+        ),
         ("aime24.jsonl", "aime24/test.jsonl"),
     ),
-    2025: (HubFile("math-ai/aime25", "test.jsonl", megabytes=0.1, published=30), ("aime25.jsonl", "aime25/test.jsonl")),
+    2025: (
+        HubFile("math-ai/aime25", "test.jsonl", megabytes=0.1, published=30),
+        ("aime25.jsonl", "aime25/test.jsonl"),
+    ),
 }
 
 
 class BoxedAnswers(TableTask):
-    """Problems of one or several files, a file a group; right if math-verify finds the answer equal.
+    """Problems of one or several files, a file a group; right if math-verify finds the answer
+    equal.
 
-    Attributes:
-        sources: the files.
-        notes: the versions of what grades.
+    Attributes
+    ----------
+    sources
+        the files.
+    notes
+        the versions of what grades.
     """
 
     metric = "accuracy"
     fields = {"problem": str, "answer": (str, int)}
 
-    def __init__(self, name: str, files: dict[str, LocalFile | HubFile], variant: Variant, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        files: dict[str, LocalFile | HubFile],
+        variant: Variant,
+        max_new_tokens: int,
+    ) -> None:
         """Check the options, and that answers can be graded."""
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant}: one of {', '.join(get_args(Variant))}")
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError(f"task={name}: math-verify grades the answers; pip install 'kvbench[math]'")
+            raise ValueError(
+                f"task={name}: math-verify grades the answers; pip install 'kvbench[math]'"
+            )
         super().__init__(files, max_new_tokens)
         self.name, self.variant = name, variant
         self.notes = {"grader": f"math-verify {version('math-verify')}, sympy {version('sympy')}"}
@@ -65,7 +89,11 @@ class BoxedAnswers(TableTask):
     def unfit(self, data: Mapping[str, Any]) -> str:
         """See `TableTask`."""
         answer = data["answer"]
-        return "" if str(answer).strip() and not isinstance(answer, bool) else "field answer: no formula and no number"
+        return (
+            ""
+            if str(answer).strip() and not isinstance(answer, bool)
+            else "field answer: no formula and no number"
+        )
 
     def sample(self, id: str, group: str, row: DataRow) -> Sample:
         """A problem."""
@@ -86,20 +114,30 @@ class BoxedAnswers(TableTask):
 class Math500(BoxedAnswers):
     """MATH500: 500 problems of the MATH benchmark's test split (Lightman et al. 2023)."""
 
-    def __init__(self, variant: Variant = "chat", max_new_tokens: int = 32768, data_dir: str | None = None) -> None:
+    def __init__(
+        self, variant: Variant = "chat", max_new_tokens: int = 32768, data_dir: str | None = None
+    ) -> None:
         """Check the options.
 
-        Args:
-            variant: "chat", or "rkv", R-KV's raw prompt.
-            max_new_tokens: tokens to generate at most.
-            data_dir: folder of test.jsonl or math.jsonl; None: the hub's copy.
+        Parameters
+        ----------
+        variant
+            "chat", or "rkv", R-KV's raw prompt.
+        max_new_tokens
+            tokens to generate at most.
+        data_dir
+            folder of test.jsonl or math.jsonl; None: the hub's copy.
         """
         hub_file, names = MATH500
-        super().__init__("math500", {"": local_or_hub(data_dir, hub_file, *names)}, variant, max_new_tokens)
+        super().__init__(
+            "math500", {"": local_or_hub(data_dir, hub_file, *names)}, variant, max_new_tokens
+        )
 
 
 class Aime(BoxedAnswers):
-    """The American Invitational Mathematics Examination, I and II: thirty problems a year, whole numbers to 999."""
+    """The American Invitational Mathematics Examination, I and II: thirty problems a year, whole
+    numbers to 999.
+    """
 
     def __init__(
         self,
@@ -110,21 +148,38 @@ class Aime(BoxedAnswers):
     ) -> None:
         """Check the options.
 
-        Args:
-            years: of 2024 and 2025, a group each.
-            variant: "chat", or "rkv", R-KV's raw prompt.
-            max_new_tokens: tokens to generate at most.
-            data_dir: folder of aime24.jsonl and aime25.jsonl, or of aime25/test.jsonl; None: the hub's copies.
+        Parameters
+        ----------
+        years
+            of 2024 and 2025, a group each.
+        variant
+            "chat", or "rkv", R-KV's raw prompt.
+        max_new_tokens
+            tokens to generate at most.
+        data_dir
+            folder of aime24.jsonl and aime25.jsonl, or of aime25/test.jsonl; None: the hub's
+            copies.
         """
-        if isinstance(years, str) or not years or len(set(years)) < len(years) or not set(years) <= set(AIME):
-            raise ValueError(f"task.years={years}: a list of different ones of {', '.join(map(str, AIME))}")
+        if (
+            isinstance(years, str)
+            or not years
+            or len(set(years)) < len(years)
+            or not set(years) <= set(AIME)
+        ):
+            raise ValueError(
+                f"task.years={years}: a list of different ones of {', '.join(map(str, AIME))}"
+            )
         files = {str(year): local_or_hub(data_dir, AIME[year][0], *AIME[year][1]) for year in years}
         super().__init__("aime", files, variant, max_new_tokens)
 
 
 def equal(gold: str, output: str) -> bool:
-    """Whether math-verify finds the answer in an output, which it reads as a whole, equal to the gold one."""
+    """Whether math-verify finds the answer in an output, which it reads as a whole, equal to the
+    gold one.
+    """
     from math_verify import parse, verify
 
-    expected, answer = (parse(text, parsing_timeout=PATIENCE) for text in (f"\\boxed{{{gold}}}", output))
+    expected, answer = (
+        parse(text, parsing_timeout=PATIENCE) for text in (f"\\boxed{{{gold}}}", output)
+    )
     return bool(verify(expected, answer, timeout_seconds=PATIENCE))

@@ -1,7 +1,9 @@
-"""LongBench's metrics: one decoded output against one accepted answer, 0..1, as the official `metrics.py` scores them.
+"""LongBench's metrics: one decoded output against one accepted answer, 0..1, as the official
+`metrics.py` scores them.
 
-They equal the official script with the packages rouge 1.0.1 and fuzzywuzzy, with or without Levenshtein, and need none
-of them: they come down to a longest common subsequence or to difflib. One difference is meant, see `rouge_l`.
+They equal the official script with the packages rouge 1.0.1 and fuzzywuzzy, with or without
+Levenshtein, and need none of them: they come down to a longest common subsequence or to difflib.
+One difference is meant, see `rouge_l`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """F1 of the words, each counted as often as it occurs; case, ASCII punctuation and articles are left out."""
+    """F1 of the words, each counted as often as it occurs; case, ASCII punctuation and articles are
+    left out.
+    """
     predicted, expected = _plain_words(prediction), _plain_words(answer)
     common = (Counter(predicted) & Counter(expected)).total()
     if not common:
@@ -32,25 +36,34 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L of whole summaries: distinct words on the sentences' common subsequences, over distinct words.
+    """ROUGE-L of whole summaries: distinct words on the sentences' common subsequences, over
+    distinct words.
 
-    Equals `["rouge-l"]["f"]` of the package rouge 1.0.1, which also ends every sentence at a full stop and knows no
-    other. There two sentences of together about a thousand words exceed Python's recursion limit, and the official
-    script makes that 0; here they have their score.
+    Equals `["rouge-l"]["f"]` of the package rouge 1.0.1, which also ends every sentence at a full
+    stop and knows no other. There two sentences of together about a thousand words exceed Python's
+    recursion limit, and the official script makes that 0; here they have their score.
     """
     hypothesis, reference = _sentences(prediction), _sentences(answer)
     if not hypothesis or not reference:
         return 0.0
-    common = {word for first in reference for second in hypothesis for word in _common_words(first, second)}
+    common = {
+        word
+        for first in reference
+        for second in hypothesis
+        for word in _common_words(first, second)
+    }
     precision = len(common) / len(set(chain.from_iterable(hypothesis)))
     recall = len(common) / len(set(chain.from_iterable(reference)))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def classification(prediction: str, answer: str, classes: Iterable[str]) -> float:
-    """1 where the answer is the one class that the prediction names; classes named beside it share the credit."""
+    """1 where the answer is the one class that the prediction names; classes named beside it share
+    the credit.
+    """
     named = [name for name in classes if name in prediction]
-    # The list shrinks under the loop, as it does officially: the class after a removed one is passed over and stays.
+    # The list shrinks under the loop, as it does officially: the class after a removed one is
+    # passed over and stays.
     for name in named:
         if name != answer and name in answer:
             named.remove(name)
@@ -79,11 +92,15 @@ def code_sim(prediction: str, answer: str, ratio: Ratio = "difflib") -> float:
 
     A line with a backquote, `#` or `//` is no code; a blank one is, and spaces at its start count.
 
-    Args:
-        prediction: the whole output.
-        answer: one line.
-        ratio: fuzzywuzzy's: by difflib where the package Levenshtein is not there, as LongBench's requirements leave it
-            out, or by that package; the latter is 1 to 3 points higher.
+    Parameters
+    ----------
+    prediction
+        the whole output.
+    answer
+        one line.
+    ratio
+        fuzzywuzzy's: by difflib where the package Levenshtein is not there, as LongBench's
+        requirements leave it out, or by that package; the latter is 1 to 3 points higher.
     """
     lines = prediction.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -103,7 +120,10 @@ def _difflib(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-_RATIOS: dict[Ratio, Callable[[str, str], float]] = {"difflib": _difflib, "levenshtein": _levenshtein}
+_RATIOS: dict[Ratio, Callable[[str, str], float]] = {
+    "difflib": _difflib,
+    "levenshtein": _levenshtein,
+}
 
 
 def _plain_words(text: str) -> list[str]:
@@ -116,7 +136,9 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(first: Sequence[str], second: Sequence[str]) -> set[str]:
-    """Words on one longest common subsequence: of several, the one found from the ends, `second` given up first."""
+    """Words on one longest common subsequence: of several, the one found from the ends, `second`
+    given up first.
+    """
     rows = _rows(first, second)
     i, j, words = len(first), len(second), set()
     while i and j:
@@ -131,10 +153,12 @@ def _common_words(first: Sequence[str], second: Sequence[str]) -> set[str]:
 
 
 def _rows(first: Sequence[Symbol], second: Sequence[Symbol]) -> list[int]:
-    """The table of longest common subsequences, a row for each prefix of `first`, a bit for each prefix of `second`.
+    """The table of longest common subsequences, a row for each prefix of `first`, a bit for each
+    prefix of `second`.
 
-    Bit j is 0 where second[j] makes the subsequence longer (Hyyrö 2004): zeros up to j are the length at j. A row is
-    one number, so that a long text takes as many steps as it has words, and no recursion.
+    Bit j is 0 where second[j] makes the subsequence longer (Hyyrö 2004): zeros up to j are the
+    length at j. A row is one number, so that a long text takes as many steps as it has words, and
+    no recursion.
     """
     indices: dict[Symbol, int] = {}
     for index, symbol in enumerate(second):

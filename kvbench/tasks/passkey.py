@@ -1,8 +1,9 @@
 """Passkey retrieval: one number hidden at a known depth of repeated filler text.
 
-Strings, cutting and scoring follow mit-han-lab/Quest, `evaluation/passkey/passkey.py`, or ArkVale, whose test IceCache
-runs; positions follow ArkVale and IceCache, 0, 5, ..., 95 % of the filler. No chat template, no data to download: a
-sample is a function of the seed and of its own cell, never of the samples before it.
+Strings, cutting and scoring follow mit-han-lab/Quest, `evaluation/passkey/passkey.py`, or ArkVale,
+whose test IceCache runs; positions follow ArkVale and IceCache, 0, 5, ..., 95 % of the filler. No
+chat template, no data to download: a sample is a function of the seed and of its own cell, never of
+the samples before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Unit = Literal["tokens", "characters", "words"]
 Variant = Literal["quest", "arkvale"]
 Frame = Callable[[str, int, str], str]  # the prompt of prefix, key and suffix
 
-_STRINGS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("data").joinpath("passkey.yaml").read_text())
+_STRINGS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("passkey.yaml").read_text()
+)
 DESCRIPTION = _STRINGS["description"]
 FILLER = _STRINGS["filler"]
 INFORMATION = _STRINGS["information"]
@@ -41,15 +44,21 @@ NEW_TOKENS = 10
 class Passkey(Task):
     """`len(lengths) * positions * keys` prompts, each with one key.
 
-    Attributes:
-        lengths: of the whole prompt, all five parts; exact in characters and words, in tokens the longest filler that
-            stays within, counting the special tokens that the tokenizer adds.
-        unit: what `lengths` counts. Filler is cut mid-word, as published, unless the unit is words.
-        keys: keys hidden per length and position.
-        positions: depths, position i lies at i / positions of the filler.
-        variant: "quest": the question on a line of its own, ten new tokens, of which the first number shall be the key;
-            "arkvale": the question where the filler ends, as many new tokens as the key has and one before them, and
-            the last ids shall be the key's.
+    Attributes
+    ----------
+    lengths
+        of the whole prompt, all five parts; exact in characters and words, in tokens the longest
+        filler that stays within, counting the special tokens that the tokenizer adds.
+    unit
+        what `lengths` counts. Filler is cut mid-word, as published, unless the unit is words.
+    keys
+        keys hidden per length and position.
+    positions
+        depths, position i lies at i / positions of the filler.
+    variant
+        "quest": the question on a line of its own, ten new tokens, of which the first number shall
+        be the key; "arkvale": the question where the filler ends, as many new tokens as the key has
+        and one before them, and the last ids shall be the key's.
     """
 
     name = "passkey"
@@ -66,7 +75,9 @@ class Passkey(Task):
         if unit not in get_args(Unit):
             raise ValueError(f"task.unit={unit!r}: one of {', '.join(get_args(Unit))}")
         if not lengths or any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
-            raise ValueError(f"task.lengths={list(lengths)}: different positive numbers, at least one")
+            raise ValueError(
+                f"task.lengths={list(lengths)}: different positive numbers, at least one"
+            )
         if keys < 1 or positions < 1:
             raise ValueError(f"task.keys={keys}, task.positions={positions}: both at least 1")
         if variant not in get_args(Variant):
@@ -78,10 +89,14 @@ class Passkey(Task):
         return len(self.lengths) * self.positions * self.keys
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
-        """All cells once per key. A prefix covers all lengths and spreads over the depths before it fills them in.
+        """All cells once per key.
 
-        Raises:
-            ValueError: a length is too short for the text around the filler.
+        A prefix covers all lengths and spreads over the depths before it fills them in.
+
+        Raises
+        ------
+        ValueError
+            a length is too short for the text around the filler.
         """
         fitted = {length: self._fitting(length, tokenizer) for length in self.lengths}
         for index in range(self.keys):
@@ -91,15 +106,21 @@ class Passkey(Task):
                     yield sample if self.variant == "quest" else _as_arkvale(sample, tokenizer)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """1 if the first number in the output is the key, as Quest counts it; ArkVale's wants its ids at the end."""
+        """1 if the first number in the output is the key, as Quest counts it; ArkVale's wants its
+        ids at the end.
+        """
         if self.variant == "arkvale":
             key, ids = sample.meta["key_ids"], sample.meta["output_ids"]
             return {"accuracy": float(ids[-len(key) :] == key)}
         number = re.search(r"\d+", output)
-        return {"accuracy": float(number is not None and int(number.group()) == int(sample.answers[0]))}
+        return {
+            "accuracy": float(number is not None and int(number.group()) == int(sample.answers[0]))
+        }
 
     def _fitting(self, length: int, tokenizer: Tokenizer) -> Callable[[Fraction, int], str]:
-        """How to write a prompt of `length` around a key at a depth; what can be worked out once per length is."""
+        """How to write a prompt of `length` around a key at a depth; what can be worked out once
+        per length is.
+        """
         if self.unit == "words":
             return functools.partial(_prompt_of_words, self.frame, length)
         if self.unit == "characters":
@@ -112,10 +133,16 @@ class Passkey(Task):
         return functools.partial(_prompt_of_tokens, self.frame, length, count, size)
 
     def _sample(
-        self, length: int, position: int, index: int, seed: int, write: Callable[[Fraction, int], str]
+        self,
+        length: int,
+        position: int,
+        index: int,
+        seed: int,
+        write: Callable[[Fraction, int], str],
     ) -> Sample:
         depth = Fraction(position, self.positions)
-        # The depth, not its number in the list: a finer grid keeps the keys of the cells it shares with a coarser one.
+        # The depth, not its number in the list: a finer grid keeps the keys of the cells it shares
+        # with a coarser one.
         key = _key(f"{seed}/{length}/{depth}/{index}")
         percent = round(100 * float(depth), 4)
         return Sample(
@@ -140,9 +167,13 @@ def prompt_of_arkvale(prefix: str, key: int, suffix: str) -> str:
 
 
 def _as_arkvale(sample: Sample, tokenizer: Tokenizer) -> Sample:
-    """A sample with ArkVale's output: a token, such as a space, and the key's, by whose ids it is scored."""
+    """A sample with ArkVale's output: a token, such as a space, and the key's, by whose ids it is
+    scored.
+    """
     ids = list(tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"])
-    return replace(sample, max_new_tokens=len(ids) + 1, meta={**sample.meta, "key_ids": ids}, keep_ids=True)
+    return replace(
+        sample, max_new_tokens=len(ids) + 1, meta={**sample.meta, "key_ids": ids}, keep_ids=True
+    )
 
 
 def _prompt_of_characters(frame: Frame, length: int, depth: Fraction, key: int) -> str:
@@ -154,7 +185,9 @@ def _prompt_of_characters(frame: Frame, length: int, depth: Fraction, key: int) 
 
 
 def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> str:
-    """Whole words of filler; a newline separates words as a space does, and without one two are one."""
+    """Whole words of filler; a newline separates words as a space does, and without one two are
+    one.
+    """
     minimum = len(frame("", key, "").split())
     if length < minimum:
         raise _too_short(length, minimum, "words")
@@ -168,7 +201,9 @@ def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> st
 def _prompt_of_tokens(
     frame: Frame, length: int, count: Callable[[str], int], size: int, depth: Fraction, key: int
 ) -> str:
-    """`size` characters of filler fit at depth 0; another cut or key may tip over, and then gives up a few more."""
+    """`size` characters of filler fit at depth 0; another cut or key may tip over, and then gives
+    up a few more.
+    """
     text = _prompt_of_size(frame, size, depth, key)
     while (over := count(text) - length) > 0:
         if not size:
@@ -179,7 +214,9 @@ def _prompt_of_tokens(
 
 
 def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> int:
-    """Most characters of filler for which the prompt, key at depth 0, has at most `length` tokens."""
+    """Most characters of filler for which the prompt, key at depth 0, has at most
+    `length` tokens.
+    """
 
     def tokens(size: int) -> int:
         return count(_prompt_of_size(frame, size, Fraction(0), LARGEST_KEY))
@@ -195,7 +232,9 @@ def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> in
 
 
 def _largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest n >= 0 with fits(n), where fits(0) holds: gallop away from a good guess, then bisect."""
+    """The largest n >= 0 with fits(n), where fits(0) holds: gallop away from a good guess, then
+    bisect.
+    """
     step = 4
     if fits(guess):
         low, high = guess, guess + step
@@ -214,14 +253,18 @@ def _largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def _prompt_of_size(frame: Frame, size: int, depth: Fraction, key: int) -> str:
-    """The prompt with `size` characters of filler, `depth` of them before the key; the rest starts the filler anew."""
+    """The prompt with `size` characters of filler, `depth` of them before the key; the rest starts
+    the filler anew.
+    """
     before = int(size * depth)
     filler = " ".join([FILLER] * (size // (len(FILLER) + 1) + 1))
     return frame(filler[:before], key, filler[: size - before])
 
 
 def _spread(count: int) -> list[int]:
-    """0 .. count-1 in the order of the van der Corput sequence 0, 1/2, 1/4, 3/4, ...: every prefix is spread out."""
+    """0 .. count-1 in the order of the van der Corput sequence 0, 1/2, 1/4, 3/4, ...: every prefix
+    is spread out.
+    """
     bits = (count - 1).bit_length()
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     return list(dict.fromkeys(number * count >> bits for number in reversed_bits))
@@ -234,4 +277,6 @@ def _key(cell: str) -> int:
 
 
 def _too_short(length: int, minimum: int, unit: Unit) -> ValueError:
-    return ValueError(f"task.lengths: {length} {unit} are too few, a passkey prompt needs at least {minimum}")
+    return ValueError(
+        f"task.lengths: {length} {unit} are too few, a passkey prompt needs at least {minimum}"
+    )

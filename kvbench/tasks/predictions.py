@@ -1,7 +1,9 @@
-"""Predictions that other projects stored, in the files of LongBench's and RULER's own scripts, scored as ours are.
+"""Predictions that other projects stored, in the files of LongBench's and RULER's own scripts,
+scored as ours are.
 
-A folder has a file a subset, `<subset>.jsonl`, one line a sample: LongBench's `pred`, `answers`, `all_classes` and
-perhaps `length`, RULER's `pred` and `outputs`. `kvbench score --predictions` shows what is found here.
+A folder has a file a subset, `<subset>.jsonl`, one line a sample: LongBench's `pred`, `answers`,
+`all_classes` and perhaps `length`, RULER's `pred` and `outputs`. `kvbench score --predictions`
+shows what is found here.
 """
 
 from __future__ import annotations
@@ -17,18 +19,24 @@ from kvbench.tasks import Sample, Task, longbench
 from kvbench.tasks.ruler.task import ALL_SUBSETS, Ruler
 from kvbench.tasks.sources import DataRow, read_jsonl
 
-_PART = re.compile(r"-\d+$")  # RULER's scripts write the parts of a task side by side: vt-0.jsonl, vt-1.jsonl
-BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E's, in words; each ends before its number
+# RULER's scripts write the parts of a task side by side: vt-0.jsonl, vt-1.jsonl
+_PART = re.compile(r"-\d+$")
+# LongBench-E's, in words; each ends before its number
+BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 
 
 @dataclass(frozen=True)
 class ScoredSubset:
     """The predictions of one subset, scored.
 
-    Attributes:
-        scores: of each sample, 0..1 by name: "score", and its metric's; of code there are two.
-        lengths: words of each sample's text, for LongBench-E's bins; empty unless all samples have theirs.
-        empty: predictions without a letter.
+    Attributes
+    ----------
+    scores
+        of each sample, 0..1 by name: "score", and its metric's; of code there are two.
+    lengths
+        words of each sample's text, for LongBench-E's bins; empty unless all samples have theirs.
+    empty
+        predictions without a letter.
     """
 
     name: str
@@ -55,11 +63,16 @@ class ScoredSubset:
 class Predictions:
     """A folder of predictions, scored.
 
-    Attributes:
-        benchmark: whose they are.
-        subsets: those of the benchmark that are there, in its order.
-        missing: those that are not.
-        others: files that are none of its subsets, and are not scored.
+    Attributes
+    ----------
+    benchmark
+        whose they are.
+    subsets
+        those of the benchmark that are there, in its order.
+    missing
+        those that are not.
+    others
+        files that are none of its subsets, and are not scored.
     """
 
     benchmark: Benchmark
@@ -69,13 +82,16 @@ class Predictions:
     others: list[str]
 
     def means(self) -> dict[str, float]:
-        """Plain means over subsets, 0-100: of their scores, and with a second metric where a subset has it."""
+        """Plain means over subsets, 0-100: of their scores, and with a second metric where a subset
+        has it.
+        """
         second = {name for subset in self.subsets for name in subset.metrics[1:]}
         return {"score": self._mean("score"), **{name: self._mean(name) for name in sorted(second)}}
 
     def _mean(self, metric: str) -> float:
         means = [
-            sum(scores.get(metric, scores["score"]) for scores in subset.scores) / len(subset.scores)
+            sum(scores.get(metric, scores["score"]) for scores in subset.scores)
+            / len(subset.scores)
             for subset in self.subsets
         ]
         return 100 * sum(means) / len(means)
@@ -85,12 +101,18 @@ class Predictions:
 class Benchmark:
     """Whose predictions they are.
 
-    Attributes:
-        title: what messages call its subsets.
-        names: of its subsets.
-        answers: the field with a sample's answers.
-        task: scores a subset.
-        in_parts: a subset may be several files, vt-0.jsonl and vt-1.jsonl.
+    Attributes
+    ----------
+    title
+        what messages call its subsets.
+    names
+        of its subsets.
+    answers
+        the field with a sample's answers.
+    task
+        scores a subset.
+    in_parts
+        a subset may be several files, vt-0.jsonl and vt-1.jsonl.
     """
 
     title: str
@@ -102,25 +124,37 @@ class Benchmark:
 
 BENCHMARKS = {
     "longbench": Benchmark(
-        "LongBench's 16 English subsets", tuple(longbench.SUBSETS), "answers", lambda name: longbench.LongBench([name])
+        "LongBench's 16 English subsets",
+        tuple(longbench.SUBSETS),
+        "answers",
+        lambda name: longbench.LongBench([name]),
     ),
-    "ruler": Benchmark("RULER's 13 tasks", ALL_SUBSETS, "outputs", lambda name: Ruler([name], [1]), in_parts=True),
+    "ruler": Benchmark(
+        "RULER's 13 tasks", ALL_SUBSETS, "outputs", lambda name: Ruler([name], [1]), in_parts=True
+    ),
 }
 
 
 def read(kind: str, folder: Path) -> Predictions:
     """The predictions of a folder, scored.
 
-    Args:
-        kind: of `BENCHMARKS`.
-        folder: with a `<subset>.jsonl` for each subset.
+    Parameters
+    ----------
+    kind
+        of `BENCHMARKS`.
+    folder
+        with a `<subset>.jsonl` for each subset.
 
-    Raises:
-        ConfigError: none there, or a line that is none; names file and line.
+    Raises
+    ------
+    ConfigError
+        none there, or a line that is none; names file and line.
     """
     benchmark = BENCHMARKS[kind]
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: {'a file; name its folder' if folder.is_file() else 'no such folder'}")
+        raise ConfigError(
+            f"{folder}: {'a file; name its folder' if folder.is_file() else 'no such folder'}"
+        )
     files = _files(folder, benchmark.in_parts)
     there = [name for name in benchmark.names if name in files]
     others = sorted(files.keys() - set(there))
@@ -141,7 +175,10 @@ def _files(folder: Path, in_parts: bool) -> dict[str, list[Path]]:
         files.setdefault(_PART.sub("", path.stem) if in_parts else path.stem, []).append(path)
     for name, (first, *parts) in files.items():
         if parts and first.stem == name:
-            raise ConfigError(f"{folder}: holds both {first.name} and {parts[0].name}; take away what shall not count")
+            raise ConfigError(
+                f"{folder}: holds both {first.name} and {parts[0].name}; take away what shall not"
+                " count"
+            )
     return files
 
 
@@ -151,10 +188,16 @@ def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> ScoredSub
     meta = {"classes": rows[-1].data.get("all_classes")}
     task, scores = benchmark.task(name), []
     for row in rows:
-        sample = Sample(str(row.line), "", tuple(row.data[benchmark.answers]), 0, group=name, meta=meta)
+        sample = Sample(
+            str(row.line), "", tuple(row.data[benchmark.answers]), 0, group=name, meta=meta
+        )
         scores.append(task.score(sample, row.data["pred"]))
     # RULER's length is of another kind.
-    lengths = [length for row in rows if type(length := row.data.get("length")) is int and name in longbench.SUBSETS]
+    lengths = [
+        length
+        for row in rows
+        if type(length := row.data.get("length")) is int and name in longbench.SUBSETS
+    ]
     empty = sum(not row.data["pred"].strip() for row in rows)
     return ScoredSubset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
 

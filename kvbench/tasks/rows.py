@@ -20,12 +20,18 @@ Element = TypeVar("Element")
 
 
 class TableTask(Task):
-    """All rows of some tables, shuffled by the seed. A subclass sets `fields`, and makes a sample of a row.
+    """All rows of some tables, shuffled by the seed.
 
-    Attributes:
-        fields: names and types that every row must have.
-        files: the tables, each by the group that its samples count towards, or by "".
-        max_new_tokens: tokens to generate at most.
+    A subclass sets `fields`, and makes a sample of a row.
+
+    Attributes
+    ----------
+    fields
+        names and types that every row must have.
+    files
+        the tables, each by the group that its samples count towards, or by "".
+    max_new_tokens
+        tokens to generate at most.
     """
 
     stored = True
@@ -40,7 +46,9 @@ class TableTask(Task):
         """The sample of a good row."""
 
     def group_of(self, file: str, data: Mapping[str, Any]) -> str:
-        """The group that a row counts towards, bad or not, or "" if what it holds does not say: its file's."""
+        """The group that a row counts towards, bad or not, or "" if what it holds does not say: its
+        file's.
+        """
         return file
 
     def unfit(self, data: Mapping[str, Any]) -> str:
@@ -53,8 +61,10 @@ class TableTask(Task):
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
         """A sample of each row, shuffled by the seed; that of a bad row is its error.
 
-        Raises:
-            ValueError: a file cannot be had or read as what it should be.
+        Raises
+        ------
+        ValueError
+            a file cannot be had or read as what it should be.
         """
         samples = [self._sample(group, row) for group, row in self.rows]
         random.Random(f"{self.name}/{seed}").shuffle(samples)
@@ -68,11 +78,17 @@ class TableTask(Task):
     def read(self) -> list[tuple[str, DataRow]]:
         """The rows, each with its group.
 
-        Raises:
-            ValueError: as `samples`.
+        Raises
+        ------
+        ValueError
+            as `samples`.
         """
         files = self.files.items()
-        return [(group, self._checked(file.label, row)) for group, file in files for row in rows_of(file, self.fields)]
+        return [
+            (group, self._checked(file.label, row))
+            for group, file in files
+            for row in rows_of(file, self.fields)
+        ]
 
     def _checked(self, label: str, row: DataRow) -> DataRow:
         reason = "" if row.error else self.unfit(row.data)
@@ -88,18 +104,28 @@ class TableTask(Task):
 def check_subsets(subsets: Sequence[str], valid_names: Collection[str]) -> None:
     """Whether `task.subsets` is a list of different known ones.
 
-    Raises:
-        ValueError: it is not.
+    Raises
+    ------
+    ValueError
+        it is not.
     """
     if isinstance(subsets, str) or not subsets or len(set(map(str, subsets))) < len(subsets):
-        raise ValueError(f"task.subsets={subsets}: a list of different ones of {', '.join(valid_names)}")
+        raise ValueError(
+            f"task.subsets={subsets}: a list of different ones of {', '.join(valid_names)}"
+        )
     for name in subsets:
         if str(name) not in valid_names:
             raise ValueError(f"task.subsets: no subset {name}; {nearest(str(name), valid_names)}")
 
 
 def in_turn(task: str, seed: int, subsets: Mapping[str, list[Element]]) -> Iterator[Element]:
-    """One sample, or one list of them, of every subset, then the next; in each subset shuffled by the seed alone."""
+    """One sample, or one list of them, of every subset, then the next; in each subset shuffled by
+    the seed alone.
+    """
     for name, elements in subsets.items():
         random.Random(f"{task}/{seed}/{name}").shuffle(elements)
-    return (element for element in chain.from_iterable(zip_longest(*subsets.values())) if element is not None)
+    return (
+        element
+        for element in chain.from_iterable(zip_longest(*subsets.values()))
+        if element is not None
+    )

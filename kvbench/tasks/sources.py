@@ -1,8 +1,9 @@
 """Where a task's data comes from: local files, and files of the hub with its local cache.
 
-No download comes unannounced: `check` finds out within two seconds whether a file can be had, `path` prints what it is
-about to fetch and how large it is. Lines of a data file are read one by one, and a bad one costs no other; how many
-there are is said where the published file has another number.
+No download comes unannounced: `check` finds out within two seconds whether a file can be had,
+`path` prints what it is about to fetch and how large it is. Lines of a data file are read one by
+one, and a bad one costs no other; how many there are is said where the published file has another
+number.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ class DataFile(Protocol):
     def check(self) -> None:
         """Find out whether `path` will work.
 
-        Raises:
-            ValueError: it will not; names the key that helps.
+        Raises
+        ------
+        ValueError
+            it will not; names the key that helps.
         """
 
     def path(self) -> Path:
         """The local file, fetched first where need be.
 
-        Raises:
-            ValueError: it cannot be had.
+        Raises
+        ------
+        ValueError
+            it cannot be had.
         """
 
 
@@ -46,12 +51,18 @@ class DataFile(Protocol):
 class LocalFile:
     """A file that the user named.
 
-    Attributes:
-        file: where it is.
-        key: the config key that named it or its folder.
-        subsets: where each is a file of that folder: their names.
-        published: rows of the file of this name that the benchmark's authors published; None: it is not known.
-        lines: that are read of it, and must be there.
+    Attributes
+    ----------
+    file
+        where it is.
+    key
+        the config key that named it or its folder.
+    subsets
+        where each is a file of that folder: their names.
+    published
+        rows of the file of this name that the benchmark's authors published; None: it is not known.
+    lines
+        that are read of it, and must be there.
     """
 
     file: Path
@@ -68,14 +79,24 @@ class LocalFile:
     def check(self) -> None:
         """Whether the file is there, and in it what is read of it.
 
-        Raises:
-            ValueError: it is not.
+        Raises
+        ------
+        ValueError
+            it is not.
         """
         if not self.file.is_file():
             there = "no such file" if self.file.parent.is_dir() else "no such folder"
             if self.file.exists():
-                there = "a folder, and no file" if self.file.is_dir() else "a pipe or a device, and no file"
-            others = [name for name in self.subsets if self.file.with_name(f"{name}{self.file.suffix}").is_file()]
+                there = (
+                    "a folder, and no file"
+                    if self.file.is_dir()
+                    else "a pipe or a device, and no file"
+                )
+            others = [
+                name
+                for name in self.subsets
+                if self.file.with_name(f"{name}{self.file.suffix}").is_file()
+            ]
             choose = f"; task.subsets=[{','.join(others)}] takes what is there" if others else ""
             raise ValueError(f"{self.key}: {self.file}: {there}{choose}")
         if not self.file.stat().st_size:
@@ -83,13 +104,17 @@ class LocalFile:
         with self.file.open("rb") as lines:
             count = sum(1 for _ in itertools.islice(lines, self.lines))
         if count < self.lines:
-            raise ValueError(f"task.samples={self.lines}: {self.file} has {count} lines; expected as many")
+            raise ValueError(
+                f"task.samples={self.lines}: {self.file} has {count} lines; expected as many"
+            )
 
     def path(self) -> Path:
         """The file itself.
 
-        Raises:
-            ValueError: it is not there.
+        Raises
+        ------
+        ValueError
+            it is not there.
         """
         self.check()
         return self.file
@@ -99,13 +124,20 @@ class LocalFile:
 class HubFile:
     """A file of a dataset on the hub.
 
-    Attributes:
-        repo: owner/name.
-        name: the file's path in it.
-        megabytes: what its download takes, for the message before it.
-        key: the config key that names a local copy instead.
-        gated: its owners ask who fetches it, so that a token is needed.
-        published: its rows; None: it is not known, or the file is no table.
+    Attributes
+    ----------
+    repo
+        owner/name.
+    name
+        the file's path in it.
+    megabytes
+        what its download takes, for the message before it.
+    key
+        the config key that names a local copy instead.
+    gated
+        its owners ask who fetches it, so that a token is needed.
+    published
+        its rows; None: it is not known, or the file is no table.
     """
 
     repo: str
@@ -130,8 +162,10 @@ class HubFile:
     def check(self) -> None:
         """Whether the file is in the cache, or the hub answers and would hand it over.
 
-        Raises:
-            ValueError: neither.
+        Raises
+        ------
+        ValueError
+            neither.
         """
         if self.cached() is not None:
             return
@@ -139,8 +173,9 @@ class HubFile:
 
         if self.gated and get_token() is None:
             raise ValueError(
-                f"{self.key}: {self.label} is gated and there is no token of the hub here; ask for access on its page "
-                f"and run `hf auth login`, or name a local copy with {self.key}="
+                f"{self.key}: {self.label} is gated and there is no token of the hub here; ask for"
+                " access on its page and run `hf auth login`, or name a local copy with"
+                f" {self.key}="
             )
         if (reason := hub.out_of_reach()) is not None:
             raise ValueError(
@@ -151,8 +186,10 @@ class HubFile:
     def path(self) -> Path:
         """The local file; what is about to be fetched, and how much, is said first.
 
-        Raises:
-            ValueError: it cannot be fetched.
+        Raises
+        ------
+        ValueError
+            it cannot be fetched.
         """
         self.check()
         if (cached := self.cached()) is not None:
@@ -171,10 +208,14 @@ class HubFile:
 def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalFile | HubFile:
     """The file of these names that is first in a folder of the user's; None: the hub's.
 
-    Args:
-        data_dir: the folder, as `task.data_dir` gives it.
-        hub_file: what is read without one.
-        names: what the file may be called; where none is there, the first is missing.
+    Parameters
+    ----------
+    data_dir
+        the folder, as `task.data_dir` gives it.
+    hub_file
+        what is read without one.
+    names
+        what the file may be called; where none is there, the first is missing.
     """
     if data_dir is None:
         return hub_file
@@ -183,11 +224,15 @@ def local_or_hub(data_dir: str | None, hub_file: HubFile, *names: str) -> LocalF
     return LocalFile(there, hub_file.key, published=hub_file.published)
 
 
-def user_file(data_dir: str | None, name: str, where: str, published: int | None = None) -> LocalFile:
+def user_file(
+    data_dir: str | None, name: str, where: str, published: int | None = None
+) -> LocalFile:
     """A file that is in no hub, in the user's folder; `published` as of a `LocalFile`.
 
-    Raises:
-        ValueError: no folder is named; says which it is.
+    Raises
+    ------
+    ValueError
+        no folder is named; says which it is.
     """
     if data_dir is None:
         raise ValueError(f"task.data_dir=null: needs the folder of {name}, {where}")
@@ -202,15 +247,23 @@ class DataRow(NamedTuple):
     error: str = ""
 
 
-def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]) -> list[DataRow]:
-    """The rows of a table, one or more: of a JSONL file, a JSON list, a parquet or a CSV file, by its name's end.
+def rows_of(
+    source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]
+) -> list[DataRow]:
+    """The rows of a table, one or more: of a JSONL file, a JSON list, a parquet or a CSV file, by
+    its name's end.
 
-    Args:
-        source: the file; it is fetched where need be.
-        fields: names and types that every row must have.
+    Parameters
+    ----------
+    source
+        the file; it is fetched where need be.
+    fields
+        names and types that every row must have.
 
-    Raises:
-        ValueError: it cannot be had, is no such file, or holds nothing.
+    Raises
+    ------
+    ValueError
+        it cannot be had, is no such file, or holds nothing.
     """
     path = source.path()
     try:
@@ -219,7 +272,9 @@ def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type,
         raise ValueError(f"{source.key}: {path}: {error.strerror}") from error
     except ValueError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{source.key}: {path}: not a {path.suffix.lstrip('.')} file ({reason})") from error
+        raise ValueError(
+            f"{source.key}: {path}: not a {path.suffix.lstrip('.')} file ({reason})"
+        ) from error
     if not rows:
         raise ValueError(f"{source.key}: {path}: nothing in it")
     say_rows(source.label, len(rows), source.published)
@@ -228,7 +283,9 @@ def rows_of(source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type,
 
 @functools.cache  # once for all arms of a sweep
 def say_rows(label: str, count: int, published: int | None) -> None:
-    """Say how many rows a file has, but where they are as many as were published: part of a file may be missing."""
+    """Say how many rows a file has, but where they are as many as were published: part of a file
+    may be missing.
+    """
     if count != published:
         suffix = "" if published is None else f"; {published:,} were published"
         print(f"{label}: {count:,} rows{suffix}", file=sys.stderr)
@@ -250,16 +307,20 @@ def _lines(path: Path) -> Iterable[bytes]:
             frame = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
         else:
             frame = pandas.read_parquet(path)
-        return frame.to_json(orient="records", lines=True, double_precision=15).encode().splitlines()
+        return (
+            frame.to_json(orient="records", lines=True, double_precision=15).encode().splitlines()
+        )
     return path.read_bytes().split(b"\n")
 
 
 def parsed_json(content: bytes | str) -> Any:
     """What a JSON text holds.
 
-    Raises:
-        ValueError: it is none, holds NaN or Infinity, which JSON has not, a key twice in an object, or is nested too
-            deep; says so in one line.
+    Raises
+    ------
+    ValueError
+        it is none, holds NaN or Infinity, which JSON has not, a key twice in an object, or is
+        nested too deep; says so in one line.
     """
 
     def refuse(word: str) -> None:
@@ -278,21 +339,29 @@ def parsed_json(content: bytes | str) -> Any:
 def _refuse_twice(names: Sequence[str]) -> None:
     """Refuse names of fields of which one would silently take another's place.
 
-    Raises:
-        ValueError: names the first that is there twice.
+    Raises
+    ------
+    ValueError
+        names the first that is there twice.
     """
     if len(set(names)) < len(names):
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ValueError(f"field {twice}: twice")
 
 
-def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]) -> Iterator[DataRow]:
+def read_jsonl(
+    label: str, lines: Iterable[bytes], fields: Mapping[str, type | tuple[type, ...]]
+) -> Iterator[DataRow]:
     """The lines of a JSONL file, blank ones left out.
 
-    Args:
-        label: what errors call the file.
-        lines: its lines, as a file opened for reading bytes gives them.
-        fields: names and types that every line must have.
+    Parameters
+    ----------
+    label
+        what errors call the file.
+    lines
+        its lines, as a file opened for reading bytes gives them.
+    fields
+        names and types that every line must have.
     """
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -300,7 +369,9 @@ def read_jsonl(label: str, lines: Iterable[bytes], fields: Mapping[str, type | t
             yield DataRow(number, data, f"{label}, line {number}: {error}" if error else "")
 
 
-def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple[dict[str, Any], str]:
+def _parsed(
+    line: bytes, fields: Mapping[str, type | tuple[type, ...]]
+) -> tuple[dict[str, Any], str]:
     try:
         data = parsed_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -316,13 +387,17 @@ def _parsed(line: bytes, fields: Mapping[str, type | tuple[type, ...]]) -> tuple
             return data, f"field {name}: missing"
         if not isinstance(data[name], kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join("null" if option is type(None) else option.__name__ for option in kinds)
+            expected = " or ".join(
+                "null" if option is type(None) else option.__name__ for option in kinds
+            )
             return data, f"field {name}: expected {expected}, not {type(data[name]).__name__}"
     return data, ""
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON can spell halves of characters, which no tokenizer takes."""
+    """Whether a text can be written: JSON can spell halves of characters, which no
+    tokenizer takes.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

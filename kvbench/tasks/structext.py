@@ -1,7 +1,9 @@
-"""StrucText-Eval (MikeGu721/StrucText-Eval, Gu et al. 2024): questions about structured texts, which rules have made.
+"""StrucText-Eval (MikeGu721/StrucText-Eval, Gu et al. 2024): questions about structured texts,
+which rules have made.
 
-CSV, JSON, LaTeX, Markdown, Org, trees, XML and YAML: what stands somewhere, which path leads there, how deep a tree is.
-Prompts are those that the repository's own script writes, scores those of its evaluation.
+CSV, JSON, LaTeX, Markdown, Org, trees, XML and YAML: what stands somewhere, which path leads there,
+how deep a tree is. Prompts are those that the repository's own script writes, scores those of its
+evaluation.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ LEAST = 0.75  # a lower ROUGE-L counts as 0
 
 
 class StrucText(TableTask):
-    """The questions with so many worked examples, with or without the rule to follow; a language is a group.
+    """The questions with so many worked examples, with or without the rule to follow; a language is
+    a group.
 
-    Attributes:
-        sources: the file.
+    Attributes
+    ----------
+    sources
+        the file.
     """
 
     name = "structext"
@@ -31,39 +36,60 @@ class StrucText(TableTask):
     fields = {"q": str, "a": str, "info": dict}
 
     def __init__(
-        self, shots: int = 0, hint: bool = False, max_new_tokens: int = 512, data_dir: str | None = None
+        self,
+        shots: int = 0,
+        hint: bool = False,
+        max_new_tokens: int = 512,
+        data_dir: str | None = None,
     ) -> None:
         """Check the options.
 
-        Args:
-            shots: worked examples in a prompt.
-            hint: the prompt says how the answer is found.
-            max_new_tokens: tokens to generate at most; officially what the model's server allows.
-            data_dir: folder of evaluate_dataset.jsonl.
+        Parameters
+        ----------
+        shots
+            worked examples in a prompt.
+        hint
+            the prompt says how the answer is found.
+        max_new_tokens
+            tokens to generate at most; officially what the model's server allows.
+        data_dir
+            folder of evaluate_dataset.jsonl.
         """
-        where = "as Evaluation/generate_dataset.py of the repository MikeGu721/StrucText-Eval writes it"
+        where = (
+            "as Evaluation/generate_dataset.py of the repository MikeGu721/StrucText-Eval writes it"
+        )
         super().__init__({"": user_file(data_dir, FILE, where)}, max_new_tokens)
         self.shots, self.hint = shots, hint
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """ROUGE-L, or 0 below `LEAST`, and whether the answer is the very text."""
-        # The official script hands over the answer as what is judged, the output as what it is judged by.
+        # The official script hands over the answer as what is judged, the output as what it is
+        # judged by.
         similar = rouge_l(sample.answers[0], output)
-        return {"score": similar * (similar >= LEAST), "exact": float(output.strip() == sample.answers[0].strip())}
+        return {
+            "score": similar * (similar >= LEAST),
+            "exact": float(output.strip() == sample.answers[0].strip()),
+        }
 
     def read(self) -> list[tuple[str, DataRow]]:
         """The questions that are asked for, and bad rows.
 
-        Raises:
-            ValueError: the file has none, or cannot be had.
+        Raises
+        ------
+        ValueError
+            the file has none, or cannot be had.
         """
         options = {"few_shot_num": self.shots, "rule_hint": self.hint}
         chosen = [
-            (group, row) for group, row in super().read() if row.error or options.items() <= row.data["info"].items()
+            (group, row)
+            for group, row in super().read()
+            if row.error or options.items() <= row.data["info"].items()
         ]
         if not chosen:
             label = self.files[""].label
-            raise ValueError(f"task.shots={self.shots}: {label} has no such prompts with task.hint={self.hint}")
+            raise ValueError(
+                f"task.shots={self.shots}: {label} has no such prompts with task.hint={self.hint}"
+            )
         return chosen
 
     def group_of(self, file: str, data: Mapping[str, Any]) -> str:

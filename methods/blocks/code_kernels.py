@@ -1,4 +1,6 @@
-"""Product quantisation on a CPU, in Numba: codes of new keys, and attention estimated from codes."""
+"""Product quantisation on a CPU, in Numba: codes of new keys, and attention estimated
+from codes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from methods.blocks.kernels import jit, kernel
 def code(keys, tables, codes):  # type: ignore[no-untyped-def]
     """The nearest centroid of each part of a key, by Euclidean distance; of equal ones the first.
 
-    Args:
-        keys: [Hkv, m, w] float32.
-        tables: [Hkv, m, K, w] float32, the centroids.
-        codes: [Hkv, m] uint8; written.
+    Parameters
+    ----------
+    keys
+        [Hkv, m, w] float32.
+    tables
+        [Hkv, m, K, w] float32, the centroids.
+    codes
+        [Hkv, m] uint8; written.
     """
     for head in range(len(keys)):
         for part in range(keys.shape[1]):
@@ -33,12 +39,18 @@ def code(keys, tables, codes):  # type: ignore[no-untyped-def]
 def attention(query, tables, codes, row, first, scaling, received):  # type: ignore[no-untyped-def]
     """The attention that tokens get by their codes, summed over the query heads of a group.
 
-    Args:
-        query: [Hkv, G, m, w] float32.
-        tables: as of `code`.
-        codes: [B, Hkv, m, S] uint8, of each token, of which `row` and those from `first` on are meant.
-        scaling: of the logits.
-        received: [Hkv, n] float32; written.
+    Parameters
+    ----------
+    query
+        [Hkv, G, m, w] float32.
+    tables
+        as of `code`.
+    codes
+        [B, Hkv, m, S] uint8, of each token, of which `row` and those from `first` on are meant.
+    scaling
+        of the logits.
+    received
+        [Hkv, n] float32; written.
     """
     heads, group, parts, width = query.shape
     count = received.shape[1]
@@ -63,7 +75,8 @@ def attention(query, tables, codes, row, first, scaling, received):  # type: ign
 
 @jit
 def _exponentials(logits, count):  # type: ignore[no-untyped-def]
-    """Put exp of what each of `count` logits is below the largest in its place, and return their sum.
+    """Put exp of what each of `count` logits is below the largest in its place, and return their
+    sum.
 
     They are followed by a vector of -inf.
     """

@@ -1,7 +1,7 @@
 """What methods that evict while they decode have in common: all but which token is worth least.
 
-A token comes with each step, and one goes from each list that is full, by what the attention of the steps has shown.
-Memory, rows of different lengths and what query heads share are here.
+A token comes with each step, and one goes from each list that is full, by what the attention of the
+steps has shown. Memory, rows of different lengths and what query heads share are here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Lists
 
-DROP_EVERY = 32  # decode steps between two evictions from memory: up to so many tokens there are attended no longer
+# decode steps between two evictions from memory: up to so many tokens there are attended no longer
+DROP_EVERY = 32
 
 
 class Evictor(KeepsEnds):
@@ -25,20 +26,26 @@ class Evictor(KeepsEnds):
 
     Subclass, and write `note`.
 
-    A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes the number beside
-    each token, and `make_room` evicts the one with the least. C stay after each step, and the next token is attended on
-    top of them; where generated tokens count, it is one of the C.
+    A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes
+    the number beside each token, and `make_room` evicts the one with the least. C stay after each
+    step, and the next token is attended on top of them; where generated tokens count, it is one of
+    the C.
 
-    Each KV head has a list, for which the attention of its query heads is averaged; with granularity "query_head" each
-    query head has one, and memory holds what any of a group does. Under unified accounting the group has one in either
-    case. With "layer" all heads share one.
+    Each KV head has a list, for which the attention of its query heads is averaged; with
+    granularity "query_head" each query head has one, and memory holds what any of a group does.
+    Under unified accounting the group has one in either case. With "layer" all heads share one.
 
-    Args:
-        compressor: scores the prompt's tokens.
-        granularity: whose lists they are.
+    Parameters
+    ----------
+    compressor
+        scores the prompt's tokens.
+    granularity
+        whose lists they are.
 
-    Attributes:
-        held: the lists of each layer; the numbers are the prompt's scores at first.
+    Attributes
+    ----------
+    held
+        the lists of each layer; the numbers are the prompt's scores at first.
     """
 
     evicts = "always"
@@ -48,40 +55,56 @@ class Evictor(KeepsEnds):
         self.needs = replace(compressor.needs, probabilities=True)
 
     def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
-        """Change the numbers of the prompt's tokens: their scores, infinite for protected ones. Here they stay."""
+        """Change the numbers of the prompt's tokens: their scores, infinite for protected ones.
+
+        Here they stay.
+        """
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """Change the numbers by what each token received in this step, [B, H, tokens.width]."""
         raise NotImplementedError
 
     def stays(self, capacity: int, length: int) -> int:
-        """Tokens of a list of a budget and a prompt of so many tokens that stay until the next token comes."""
+        """Tokens of a list of a budget and a prompt of so many tokens that stay until the next
+        token comes.
+        """
         return capacity - self.budget.counts_generated
 
     def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The numbers by which the least goes, infinite for what stays: here the protected ends."""
         if not any(self.ends):
             return tokens.numbers
-        return tokens.numbers.masked_fill(at_ends(tokens.ids, self.lengths[layer], self.end_of[layer]), torch.inf)
+        return tokens.numbers.masked_fill(
+            at_ends(tokens.ids, self.lengths[layer], self.end_of[layer]), torch.inf
+        )
 
     def make_room(self, layer: int, tokens: TokenLists) -> None:
-        """Evict the token worth least from each list that is full; after the prompt, and after every step."""
+        """Evict the token worth least from each list that is full; after the prompt, and after
+        every step.
+        """
         if tokens.width > min(self.limits):
             least = self.worth(layer, tokens).argmin(dim=2, keepdim=True)
-            tokens.drop(least, (tokens.counts > self.limit[layer]).long()[..., None], max(self.limits))
+            tokens.drop(
+                least, (tokens.counts > self.limit[layer]).long()[..., None], max(self.limits)
+            )
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
         super().begin(shape, budget, view, context)
         joined = self.granularity == "query_head" and budget.unified
         granularity = self.compressor.granularity = "kv_head" if joined else self.granularity
-        self.lists = {"layer": 1, "kv_head": shape.kv_heads, "query_head": shape.query_heads}[granularity]
+        self.lists = {"layer": 1, "kv_head": shape.kv_heads, "query_head": shape.query_heads}[
+            granularity
+        ]
         self.compressor.protect = self.protect
         self.compressor.begin(shape, self.prompt_budget(), view, context)
-        self.limits = [self.stays(*pair) for pair in zip(self.capacities, shape.lengths, strict=True)]
+        self.limits = [
+            self.stays(*pair) for pair in zip(self.capacities, shape.lengths, strict=True)
+        ]
         self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
         self.lengths, self.end_of = (
-            shape.for_layers(torch.tensor(rows)[:, None, None]) for rows in (shape.lengths, self.ends)
+            shape.for_layers(torch.tensor(rows)[:, None, None])
+            for rows in (shape.lengths, self.ends)
         )
         self.token_lists: dict[int, TokenLists] = {}
         self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
@@ -98,7 +121,9 @@ class Evictor(KeepsEnds):
         self.note_prompt(layer, tokens, prompt)
         self.make_room(layer, tokens)
         self.view.keep(layer, tokens.ids, DROP_EVERY)
-        self.in_memory[layer] = self.lists == self.shape.kv_heads and int(tokens.counts.max()) == tokens.width
+        self.in_memory[layer] = (
+            self.lists == self.shape.kv_heads and int(tokens.counts.max()) == tokens.width
+        )
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -133,5 +158,7 @@ class Evictor(KeepsEnds):
         return max(1, self.lists // self.shape.kv_heads) * self.most(layer, length, generated)
 
     def most(self, layer: int, length: int, generated: int) -> int:
-        """Most tokens of one list, arguments as for `rule`: those that stay, and the current one."""
+        """Most tokens of one list, arguments as for `rule`: those that stay, and the
+        current one.
+        """
         return self.stays(self.budget.tokens(length), length) + 1

@@ -1,8 +1,10 @@
-"""A layer's budget shared out between its heads by what their best scores are worth (Feng et al. 2024, "Ada-KV:
-Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", Algorithm 1).
+"""A layer's budget shared out between its heads by what their best scores are worth (Feng et al.
+2024, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference", Algorithm 1).
 
-The best tokens of all heads together are found; a head whose attention is spread wide has many among them and gets more
-of the budget, one whose attention is gathered on few gets less. For any `methods.blocks.scorer.Scorer`.
+The best tokens of all heads together are found; a head whose attention is spread wide has many
+among them and gets more of the budget, one whose attention is gathered on few gets less. For any
+`methods.blocks.scorer.Scorer`.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ Safeguard = Literal["share", "top"]
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """How H heads that keep C tokens on average share these out; a head's protected tokens are its best.
+    """How H heads that keep C tokens on average share these out; a head's protected tokens are its
+    best.
 
-    Attributes:
-        alpha: how much of C is a head's whatever the others score, 0 to 1.
-        safeguard: "share", a head gets (1 - alpha) of its tokens among the H C best, and alpha C (the paper); "top",
-            its best alpha C tokens are safe, and the rest are the best of all heads (kvpress).
+    Attributes
+    ----------
+    alpha
+        how much of C is a head's whatever the others score, 0 to 1.
+    safeguard
+        "share", a head gets (1 - alpha) of its tokens among the H C best, and alpha C (the paper);
+        "top", its best alpha C tokens are safe, and the rest are the best of all heads (kvpress).
 
-    Raises:
-        ValueError: alpha is no share.
+    Raises
+    ------
+    ValueError
+        alpha is no share.
     """
 
     alpha: float = 0.2
@@ -39,9 +47,12 @@ class HeadBudgets:
     def counts(self, scores: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
         """Tokens that each head keeps of its best ones, [B, H] int64, H C in each row.
 
-        Args:
-            scores: [B, H, N]; inf is a protected token, -inf none.
-            capacity: [B] int64, C of each row, no more than it has tokens.
+        Parameters
+        ----------
+        scores
+            [B, H, N]; inf is a protected token, -inf none.
+        capacity
+            [B] int64, C of each row, no more than it has tokens.
         """
         if self.safeguard == "top":
             return _among_the_best(self._safe(scores, capacity), capacity)
@@ -53,13 +64,21 @@ class HeadBudgets:
     def most(self, capacity: int, protected: int, length: int, heads: int) -> int:
         """Tokens that one of the heads may keep at most, where they keep `capacity` on average.
 
-        Args:
-            capacity, protected: of a row with `length` tokens, the protected ones inside.
-            heads: H.
+        Parameters
+        ----------
+        capacity, protected
+            of a row with `length` tokens, the protected ones inside.
+        heads
+            H.
         """
-        safe = protected if self.safeguard == "share" else max(protected, int(self.alpha * capacity))
-        among = min(length, capacity + (heads - 1) * max(capacity - safe, 0))  # the others keep what is safe
-        share = (1 - self.alpha) * among + self.alpha * capacity if self.safeguard == "share" else among
+        safe = (
+            protected if self.safeguard == "share" else max(protected, int(self.alpha * capacity))
+        )
+        # the others keep what is safe
+        among = min(length, capacity + (heads - 1) * max(capacity - safe, 0))
+        share = (
+            (1 - self.alpha) * among + self.alpha * capacity if self.safeguard == "share" else among
+        )
         return max(capacity, math.ceil(share))
 
     def _safe(self, scores: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
@@ -71,17 +90,23 @@ class HeadBudgets:
 
 
 def _among_the_best(scores: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
-    """How many of the H C best scores of a row are each head's, [B, H] int64; of equal ones those of the first head."""
+    """How many of the H C best scores of a row are each head's, [B, H] int64; of equal ones those
+    of the first head.
+    """
     batch, heads, length = scores.shape
     head = scores.flatten(1).argsort(dim=-1, descending=True, stable=True) // length
     best = torch.arange(heads * length, device=scores.device) < heads * capacity[:, None]
-    return torch.zeros(batch, heads, dtype=torch.int64, device=scores.device).scatter_add(1, head, best.long())
+    return torch.zeros(batch, heads, dtype=torch.int64, device=scores.device).scatter_add(
+        1, head, best.long()
+    )
 
 
 def rounded(shares: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """Shares [B, H], to whole numbers that sum to the totals [B]: the nearest, but for those where rounding takes most.
+    """Shares [B, H], to whole numbers that sum to the totals [B]: the nearest, but for those where
+    rounding takes most.
 
-    The official code takes the nearest (and drops the fraction of alpha C), which sum to a few more or less.
+    The official code takes the nearest (and drops the fraction of alpha C), which sum to a few more
+    or less.
     """
     nearest = shares.round()
     missing = totals[:, None] - nearest.sum(dim=-1, keepdim=True)

@@ -11,13 +11,20 @@ W = TypeVar("W")
 
 
 def for_heads(
-    pool: Executor, batch: int, kv_heads: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]
+    pool: Executor,
+    batch: int,
+    kv_heads: int,
+    workspaces: Sequence[W],
+    do: Callable[[int, int, W], T],
 ) -> list[list[T]]:
-    """do(row, head, workspace) for each KV head, in as many threads as there are workspaces; the caller's is one.
+    """do(row, head, workspace) for each KV head, in as many threads as there are workspaces; the
+    caller's is one.
 
     A workspace serves one thread at a time; which heads it meets depends on the counts alone.
 
-    Returns:
+    Returns
+    -------
+    list[list[T]]
         [B][Hkv] what `do` returned.
     """
     pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
@@ -32,12 +39,17 @@ def for_heads(
     return [done[first : first + kv_heads] for first in range(0, len(done), kv_heads)]
 
 
-def in_threads(pool: Executor, count: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]) -> list[T]:
-    """do(first, stop, workspace) over all of `count` heads, in as many threads as there are workspaces.
+def in_threads(
+    pool: Executor, count: int, workspaces: Sequence[W], do: Callable[[int, int, W], T]
+) -> list[T]:
+    """do(first, stop, workspace) over all of `count` heads, in as many threads as there are
+    workspaces.
 
     For work that needs no Python for a single head. The caller's thread is one of them.
 
-    Returns:
+    Returns
+    -------
+    list[T]
         what `do` returned, in the order of the heads.
     """
     threads = max(1, min(len(workspaces), count))

@@ -1,4 +1,6 @@
-"""What a layer's lists hold while tokens come and go: ids in the order of the text, and a number beside each."""
+"""What a layer's lists hold while tokens come and go: ids in the order of the text, and a number
+beside each.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,21 @@ GROWTH = 64  # slots added when a list is full
 class TokenLists:
     """The tokens of each list of a layer, and what each of them is worth.
 
-    Args:
-        ids: [B, H, M] distinct, in any order, -1 = none.
-        numbers: [B, H, M], one for each.
+    Parameters
+    ----------
+    ids
+        [B, H, M] distinct, in any order, -1 = none.
+    numbers
+        [B, H, M], one for each.
 
-    Attributes:
-        counts: [B, H] int64 on the device, tokens of each list.
-        width: no list has more; nothing waits for the device to know it.
-        untouched: no token has gone yet.
+    Attributes
+    ----------
+    counts
+        [B, H] int64 on the device, tokens of each list.
+    width
+        no list has more; nothing waits for the device to know it.
+    untouched
+        no token has gone yet.
     """
 
     def __init__(self, ids: torch.Tensor, numbers: torch.Tensor) -> None:
@@ -26,7 +35,9 @@ class TokenLists:
         ids, numbers = ids.gather(2, order), numbers.gather(2, order)
         self.counts, self.width, self.untouched = (ids >= 0).sum(dim=2), ids.shape[2], True
         self._ids = pad(ids, (0, GROWTH), value=-1)
-        self._numbers = pad(numbers.float().masked_fill(ids < 0, torch.inf), (0, GROWTH), value=torch.inf)
+        self._numbers = pad(
+            numbers.float().masked_fill(ids < 0, torch.inf), (0, GROWTH), value=torch.inf
+        )
 
     @property
     def ids(self) -> torch.Tensor:
@@ -49,10 +60,13 @@ class TokenLists:
         self.counts, self.width = self.counts + 1, self.width + 1
 
     def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
-        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close up.
+        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close
+        up.
 
-        Args:
-            most: tokens that no list has more of afterwards.
+        Parameters
+        ----------
+        most
+            tokens that no list has more of afterwards.
         """
         self.untouched = False
         slot = torch.arange(self._ids.shape[2], device=first.device)

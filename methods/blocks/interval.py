@@ -22,24 +22,32 @@ QUERIES = 256  # last queries that a score learns from at most
 
 
 class Interval(Scorer):
-    """Keep C tokens after every `interval` steps, of the prompt and of what is generated. Put it before a scorer:
+    """Keep C tokens after every `interval` steps, of the prompt and of what is generated.
+
+    Put it before a scorer:
 
         class SnapKVDecode(Interval, SnapKV): ...
 
-    The scorer is shown what is held as if it was a prompt: keys in the order of the text, and queries of the last
-    tokens, which are all held, up to 256. RoPE is relative, so that places in what is held are as good as positions
-    to a scorer that turns queries back and on.
+    The scorer is shown what is held as if it was a prompt: keys in the order of the text, and
+    queries of the last tokens, which are all held, up to 256. RoPE is relative, so that places in
+    what is held are as good as positions to a scorer that turns queries back and on.
 
-    As such methods are published, the prompt stays whole until then. Where generated tokens count, C holds all: when it
-    is full, be it with the prompt, enough goes for the next `interval` tokens, a quarter of C at most; nor is the
-    scorer's window more than a quarter. A step is a token, be it one of a later turn that is read at once.
+    As such methods are published, the prompt stays whole until then. Where generated tokens count,
+    C holds all: when it is full, be it with the prompt, enough goes for the next `interval` tokens,
+    a quarter of C at most; nor is the scorer's window more than a quarter. A step is a token, be it
+    one of a later turn that is read at once.
 
-    Args:
-        interval: steps between two cuts.
-        options: of the scorer.
+    Parameters
+    ----------
+    interval
+        steps between two cuts.
+    options
+        of the scorer.
 
-    Attributes:
-        reads_values: the score needs values.
+    Attributes
+    ----------
+    reads_values
+        the score needs values.
     """
 
     evicts = "always"
@@ -79,13 +87,19 @@ class Interval(Scorer):
         self.intervals = [self._interval(capacity) for capacity in self.capacities]
         # after a cut the window is held without a gap, and so is what has come since
         most = min(self.needs.query_window, QUERIES)
-        self.query_counts = [min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)]
+        self.query_counts = [
+            min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)
+        ]
         self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
         # tokens of each row that are held
-        self.sizes, _ = self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
+        self.sizes, _ = (
+            self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
+        )
 
     def protected(self, prompt: Prompt) -> torch.Tensor:
-        """[B, Hkv, N] bool: the window, and both ends of the prompt where they stand among what is held."""
+        """[B, Hkv, N] bool: the window, and both ends of the prompt where they stand among what is
+        held.
+        """
         rows = (self.shape.lengths, self.ends)
         lengths, ends = (torch.tensor(row, device=self.shown.device)[:, None, None] for row in rows)
         return last_tokens(prompt, self.windows) | at_ends(self.shown, lengths, ends)
@@ -99,7 +113,10 @@ class Interval(Scorer):
                 size > keeps and self.steps % self.interval == 0
                 for size, keeps in zip(sizes, self.keep_counts, strict=True)
             ]
-        sizes_after = [keeps if cut else size for size, keeps, cut in zip(sizes, self.keep_counts, full, strict=True)]
+        sizes_after = [
+            keeps if cut else size
+            for size, keeps, cut in zip(sizes, self.keep_counts, full, strict=True)
+        ]
         return sizes_after, [row for row, cut in enumerate(full) if cut]
 
     def first_cut(self, length: int) -> int:
@@ -112,7 +129,13 @@ class Interval(Scorer):
         last = prompt.queries[:, :, max(0, prompt.queries.shape[2] - most) :].clone()
         self.queries[layer] = deque(last.unbind(dim=2), maxlen=most)
         rows = [row for row, size in enumerate(self.sizes) if size < prompt.lengths[row]]
-        self._keep(layer, self.view.resident(layer), prompt, rows, [prompt.queries.shape[2]] * self.shape.batch)
+        self._keep(
+            layer,
+            self.view.resident(layer),
+            prompt,
+            rows,
+            [prompt.queries.shape[2]] * self.shape.batch,
+        )
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held; the query may be asked at the next cut."""
@@ -131,13 +154,24 @@ class Interval(Scorer):
             noted = [*self.queries[layer]]
             queries = torch.stack(noted, dim=2) if noted else keys[:, :, :0]
             self._keep(
-                layer, resident, Prompt(sizes, resident[:, 0, :0], keys, values, queries), rows, self.query_counts
+                layer,
+                resident,
+                Prompt(sizes, resident[:, 0, :0], keys, values, queries),
+                rows,
+                self.query_counts,
             )
 
     def _keep(
-        self, layer: int, resident: torch.Tensor, prompt: Prompt, rows: Collection[int], query_counts: Sequence[int]
+        self,
+        layer: int,
+        resident: torch.Tensor,
+        prompt: Prompt,
+        rows: Collection[int],
+        query_counts: Sequence[int],
     ) -> None:
-        """Keep of what is held, ids [B, Hkv, M], the best tokens of these rows, and all of the others'."""
+        """Keep of what is held, ids [B, Hkv, M], the best tokens of these rows, and all of the
+        others'.
+        """
         ids = [resident[row, :, :size] for row, size in enumerate(prompt.lengths)]
         self.shown = resident
         for count in {query_counts[row] for row in rows}:
@@ -152,8 +186,12 @@ class Interval(Scorer):
     def _room(self) -> int:
         """Tokens that come until some row is cut."""
         if self.budget.counts_generated:
-            return min(capacity - size for capacity, size in zip(self.capacities, self.sizes, strict=True))
-        least = min(max(0, keeps - size) for keeps, size in zip(self.keep_counts, self.sizes, strict=True))
+            return min(
+                capacity - size for capacity, size in zip(self.capacities, self.sizes, strict=True)
+            )
+        least = min(
+            max(0, keeps - size) for keeps, size in zip(self.keep_counts, self.sizes, strict=True)
+        )
         return ((self.steps + least) // self.interval + 1) * self.interval - self.steps
 
     def rule(self, layer: int, length: int, generated: int) -> int:
@@ -162,7 +200,9 @@ class Interval(Scorer):
             return self.budget.tokens(length)
         newer = (generated - 1) % self.interval + 1
         whole = length + generated
-        return whole if generated <= self.interval else min(whole, self.budget.tokens(length) + newer)
+        return (
+            whole if generated <= self.interval else min(whole, self.budget.tokens(length) + newer)
+        )
 
     def mean_rule(self, length: int, generated: int) -> int:
         """The same, as all heads hold as many."""

@@ -1,7 +1,7 @@
 """What Numba kernels share: how they are compiled, bfloat16, and the largest of many scores.
 
-Kernels hold no state of their own and release the GIL, so that any number of threads may run them side by side; none
-is parallel inside.
+Kernels hold no state of their own and release the GIL, so that any number of threads may run them
+side by side; none is parallel inside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 
 from kvbench.kernels import compiled
 
-# All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one to be found.
+# All of fastmath but "no NaN, no infinity": -inf marks what is absent, and a NaN key must stay one
+# to be found.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 kernel = compiled.kernel(error_model="numpy", fastmath=FAST)
 # What only kernels call needs no way in from Python, which takes half of the time to compile it.
@@ -32,14 +33,22 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 def stored(tensor: torch.Tensor) -> Any:
-    """Numbers as kernels read them: float32, or bfloat16 seen as uint16; contiguous, in place if the tensor is."""
+    """Numbers as kernels read them: float32, or bfloat16 seen as uint16; contiguous, in place if
+    the tensor is.
+    """
     tensor = tensor.contiguous()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return (
+        tensor.view(torch.int16).numpy().view(np.uint16)
+        if tensor.dtype == torch.bfloat16
+        else tensor.numpy()
+    )
 
 
 @intrinsic
 def widen(_context, number):  # type: ignore[no-untyped-def]
-    """A stored number as float32: float32 itself, or bfloat16 given as uint16, which is its upper half."""
+    """A stored number as float32: float32 itself, or bfloat16 given as uint16, which is its upper
+    half.
+    """
 
     def same(_context, _builder, _signature, arguments):  # type: ignore[no-untyped-def]
         return arguments[0]
@@ -97,11 +106,12 @@ def _from_order(number):  # type: ignore[no-untyped-def]
 
 @jit
 def best(scores, count, k, picked):  # type: ignore[no-untyped-def]
-    """Put the indexes of the `k` largest of scores[:count] in `picked`, ascending; returns how many.
+    """Put the indexes of the `k` largest of scores[:count] in `picked`, ascending; returns how
+    many.
 
-    Of equal ones the first count, NaN and -inf never.
-    The smallest score that belongs to them is found by bisection over the float32 numbers in their order: some twenty
-    counts that vectorise, where a heap or a quickselect mispredicts every other branch.
+    Of equal ones the first count, NaN and -inf never. The smallest score that belongs to them is
+    found by bisection over the float32 numbers in their order: some twenty counts that vectorise,
+    where a heap or a quickselect mispredicts every other branch.
     """
     low, high = -MOST_FLOATS, MOST_FLOATS  # -inf belongs, NaN does not
     enough = count <= k
@@ -127,7 +137,8 @@ def best(scores, count, k, picked):  # type: ignore[no-untyped-def]
         if filled == k:
             break
         also = scores[i] == threshold and equal > 0
-        picked[filled] = i  # another takes its place where it is not among them: no branch depends on a score
+        # another takes its place where it is not among them: no branch depends on a score
+        picked[filled] = i
         filled += (scores[i] > threshold) | also
         equal -= also
     return filled
@@ -149,8 +160,9 @@ def _bits(_context, number):  # type: ignore[no-untyped-def]
 def sort(values, items, count):  # type: ignore[no-untyped-def]
     """Sort both by rising values, equal ones as they stood; NaN anywhere.
 
-    A short list by insertion, which needs no memory. Others by one byte of the numbers in their order after the other,
-    the lowest first: no branch depends on what they are. (np.argsort takes longer to compile than all the rest.)
+    A short list by insertion, which needs no memory. Others by one byte of the numbers in their
+    order after the other, the lowest first: no branch depends on what they are. (np.argsort takes
+    longer to compile than all the rest.)
     """
     if count <= SHORT:
         for index in range(1, count):
@@ -187,7 +199,9 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
 
 @jit
 def write_best(values, count, indexes, scores, picked):  # type: ignore[no-untyped-def]
-    """Fill indexes [k] and scores [k] with the best of values[:count], best first, then -1 and -inf."""
+    """Fill indexes [k] and scores [k] with the best of values[:count], best first, then -1 and
+    -inf.
+    """
     filled = best(values, count, len(indexes), picked)
     falling = np.empty(filled, np.float32)
     for i in range(filled):

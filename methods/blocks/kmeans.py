@@ -21,17 +21,26 @@ def spherical_kmeans(
     generator: torch.Generator,
     counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cluster vectors by their inner product with the clusters' normalised means (Dhillon and Modha 2001).
+    """Cluster vectors by their inner product with the clusters' normalised means (Dhillon and Modha
+    2001).
 
-    A cluster begins as one of the points, drawn without repeats, and keeps its centroid while it is empty.
+    A cluster begins as one of the points, drawn without repeats, and keeps its centroid while it is
+    empty.
 
-    Args:
-        points: [S, M, D] fp32, S sets of M points, of unit length or near it.
-        clusters: K of every set, at most its points.
-        generator: draws the first centroids, on the CPU.
-        counts: [S], points of each set where some have fewer than M; those after them are no points.
+    Parameters
+    ----------
+    points
+        [S, M, D] fp32, S sets of M points, of unit length or near it.
+    clusters
+        K of every set, at most its points.
+    generator
+        draws the first centroids, on the CPU.
+    counts
+        [S], points of each set where some have fewer than M; those after them are no points.
 
-    Returns:
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
         centroids: [S, K, D] of unit length; of what `assigned` says, but for empty clusters.
         assigned: [S, M] int64, the cluster of every point; K for what is none.
     """
@@ -47,7 +56,9 @@ def spherical_kmeans(
         assigned = nearest(points, centroids)
         if absent is not None:
             assigned = assigned.masked_fill(absent, clusters)
-        centroids = normalize(cluster_sums(points, assigned, clusters).add_(centroids, alpha=INERTIA), dim=2)
+        centroids = normalize(
+            cluster_sums(points, assigned, clusters).add_(centroids, alpha=INERTIA), dim=2
+        )
     return centroids, assigned
 
 
@@ -60,17 +71,26 @@ def kmeans(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cluster vectors around the means of the clusters (Lloyd); an empty cluster keeps its mean.
 
-    Args:
-        points: [S, M, D] fp32, S sets of M points.
-        clusters: K of every set, at most its points: a cluster begins as one of them, drawn without repeats.
-        generator: draws the first means, on the CPU.
-        assign: from points and means [S, K, D] the cluster of each point, [S, M].
+    Parameters
+    ----------
+    points
+        [S, M, D] fp32, S sets of M points.
+    clusters
+        K of every set, at most its points: a cluster begins as one of them, drawn without repeats.
+    generator
+        draws the first means, on the CPU.
+    assign
+        from points and means [S, K, D] the cluster of each point, [S, M].
 
-    Returns:
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
         means [S, K, D], and assigned [S, M] int64 by them.
     """
     sets, count, width = points.shape
-    first = torch.rand(sets, count, generator=generator).argsort(dim=1)[:, :clusters].to(points.device)
+    first = (
+        torch.rand(sets, count, generator=generator).argsort(dim=1)[:, :clusters].to(points.device)
+    )
     means = points.gather(1, first[..., None].expand(-1, -1, width))
     for _ in range(iterations):
         assigned = assign(points, means)
@@ -88,39 +108,55 @@ def nearest_point(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """The centroid [S, K, D] with the largest inner product for each of the points [S, M, D]: [S, M] int64."""
+    """The centroid [S, K, D] with the largest inner product for each of the points [S, M, D]: [S,
+    M] int64.
+    """
     step = max(1, COMPARED // (centroids.shape[0] * centroids.shape[1]))
-    blocks = [(block @ centroids.transpose(1, 2)).max(dim=2).indices for block in points.split(step, dim=1)]
+    blocks = [
+        (block @ centroids.transpose(1, 2)).max(dim=2).indices
+        for block in points.split(step, dim=1)
+    ]
     return torch.cat(blocks, dim=1)
 
 
 def cluster_sums(points: torch.Tensor, assigned: torch.Tensor, clusters: int) -> torch.Tensor:
     """Sum of the points of every cluster, bitwise the same for any thread count.
 
-    Args:
-        points: [S, M, D] fp32.
-        assigned: [S, M], the cluster of each; `clusters` for none.
+    Parameters
+    ----------
+    points
+        [S, M, D] fp32.
+    assigned
+        [S, M], the cluster of each; `clusters` for none.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [S, clusters, D].
     """
     sets, count, width = points.shape
     members, starts = lists_of(assigned, clusters)
     first = torch.arange(sets, device=points.device)[:, None] * count
     # one more list a set, of the points that are in no cluster
-    sums = embedding_bag((members + first).view(-1), points.reshape(-1, width), (starts + first).view(-1), mode="sum")
+    sums = embedding_bag(
+        (members + first).view(-1), points.reshape(-1, width), (starts + first).view(-1), mode="sum"
+    )
     return sums.view(sets, clusters + 1, width)[:, :clusters]
 
 
 def lists_of(assigned: torch.Tensor, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The points of every cluster, as lists one after the other (CSR).
 
-    Args:
-        assigned: [S, M], the cluster of each point; `clusters` for none, whose points come after all lists.
+    Parameters
+    ----------
+    assigned
+        [S, M], the cluster of each point; `clusters` for none, whose points come after all lists.
 
-    Returns:
-        members [S, M], points in the order of their clusters, and starts [S, clusters + 1]: cluster c has the members
-        starts[c] .. starts[c + 1] - 1.
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        members [S, M], points in the order of their clusters, and starts [S, clusters + 1]: cluster
+        c has the members starts[c] .. starts[c + 1] - 1.
     """
     members = assigned.argsort(dim=1, stable=True)
     sizes = torch.zeros(assigned.shape[0], clusters + 1, dtype=torch.int64, device=assigned.device)

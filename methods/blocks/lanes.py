@@ -1,8 +1,10 @@
-"""64 bytes at a time, for Numba kernels: looked up in tables, compared, and the outcomes as the bits of a word.
+"""64 bytes at a time, for Numba kernels: looked up in tables, compared, and the outcomes as the
+bits of a word.
 
-LLVM finds none of this by itself. Where the processor looks up 64 bytes in one instruction (AVX-512 VBMI: Intel's since
-2019, AMD's since 2022), `look_up` does; elsewhere it is a loop. All else is a few instructions on any processor. An
-array is read and written `LANES` bytes at a time, whatever its length: it has room for that.
+LLVM finds none of this by itself. Where the processor looks up 64 bytes in one instruction (AVX-512
+VBMI: Intel's since 2019, AMD's since 2022), `look_up` does; elsewhere it is a loop. All else is a
+few instructions on any processor. An array is read and written `LANES` bytes at a time, whatever
+its length: it has room for that.
 """
 
 from __future__ import annotations
@@ -31,37 +33,53 @@ def features() -> str:
 
 
 def looks_up(features: str) -> bool:
-    """Whether a processor with these LLVM features looks up bytes in a table of 128, as `_look_up_quickly` needs."""
+    """Whether a processor with these LLVM features looks up bytes in a table of 128, as
+    `_look_up_quickly` needs.
+    """
     return "+avx512vbmi" in features.split(",")
 
 
 def _address(context, builder, kind, array, indexes):  # type: ignore[no-untyped-def]
     """Of the `LANES` bytes from array[indexes] on."""
     array_struct = context.make_array(kind)(context, builder, array)
-    return builder.bitcast(cgutils.get_item_pointer(context, builder, kind, array_struct, indexes), BYTES.as_pointer())
+    return builder.bitcast(
+        cgutils.get_item_pointer(context, builder, kind, array_struct, indexes), BYTES.as_pointer()
+    )
 
 
 @intrinsic
 def _look_up_quickly(_context, tables, ids, first, sums):  # type: ignore[no-untyped-def]
-    """`look_up`; a table is four registers, either half of it looked up at once, and an id's highest bit decides."""
+    """`look_up`; a table is four registers, either half of it looked up at once, and an id's
+    highest bit decides.
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         in_tables, in_ids, _, in_sums = signature.args
         tables, ids, first, sums = arguments
         two = ir.FunctionType(BYTES, [BYTES, BYTES, BYTES])
-        permute = cgutils.get_or_insert_function(builder.module, two, "llvm.x86.avx512.vpermi2var.qi.512")
+        permute = cgutils.get_or_insert_function(
+            builder.module, two, "llvm.x86.avx512.vpermi2var.qi.512"
+        )
         rows = context.make_array(in_ids)(context, builder, ids)
         total = cgutils.alloca_once_value(builder, NOTHING)
         with cgutils.for_range(builder, cgutils.unpack_tuple(builder, rows.shape, 2)[0]) as row:
-            id_vector = builder.load(_address(context, builder, in_ids, ids, [row.index, first]), align=1)
+            id_vector = builder.load(
+                _address(context, builder, in_ids, ids, [row.index, first]), align=1
+            )
             quarters = [
-                builder.load(_address(context, builder, in_tables, tables, [row.index, WORD(at)]), align=1)
+                builder.load(
+                    _address(context, builder, in_tables, tables, [row.index, WORD(at)]), align=1
+                )
                 for at in range(0, 256, QUARTER)
             ]
-            lower, upper = (builder.call(permute, [quarters[at], id_vector, quarters[at + 1]]) for at in (0, 2))
+            lower, upper = (
+                builder.call(permute, [quarters[at], id_vector, quarters[at + 1]]) for at in (0, 2)
+            )
             values = builder.select(builder.icmp_signed("<", id_vector, NOTHING), upper, lower)
             builder.store(builder.add(builder.load(total), values), total)
-        builder.store(builder.load(total), _address(context, builder, in_sums, sums, [first]), align=1)
+        builder.store(
+            builder.load(total), _address(context, builder, in_sums, sums, [first]), align=1
+        )
         return context.get_dummy_value()
 
     return types.void(tables, ids, first, sums), generate
@@ -84,15 +102,21 @@ sums[i] = tables[0, ids[0, i]] + tables[1, ids[1, i]] + ..., modulo 256."""
 
 @intrinsic
 def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
-    """A word (uint64) whose bit i says whether numbers[first + i], uint8, is no less than `least`, 0 .. 255."""
+    """A word (uint64) whose bit i says whether numbers[first + i], uint8, is no less than `least`,
+    0 .. 255.
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         numbers, first, least = arguments
-        vector = builder.load(_address(context, builder, signature.args[0], numbers, [first]), align=1)
+        vector = builder.load(
+            _address(context, builder, signature.args[0], numbers, [first]), align=1
+        )
         first_lane = builder.insert_element(
             ir.Constant(BYTES, ir.Undefined), builder.trunc(least, BYTE), ir.IntType(32)(0)
         )
-        every = builder.shuffle_vector(first_lane, first_lane, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
+        every = builder.shuffle_vector(
+            first_lane, first_lane, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
+        )
         return builder.bitcast(builder.icmp_unsigned(">=", vector, every), WORD)
 
     return types.uint64(numbers, types.intp, types.intp), generate
@@ -101,7 +125,9 @@ def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
 @intrinsic
 def ones(_context, word):  # type: ignore[no-untyped-def]
     """How many bits of a uint64 are set, int64."""
-    return types.int64(types.uint64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+    return types.int64(
+        types.uint64
+    ), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
 
 @intrinsic

@@ -1,4 +1,6 @@
-"""What blocks do with lists on a CPU, in Numba, all lists in one call: rank, take products, join ranges, page."""
+"""What blocks do with lists on a CPU, in Numba, all lists in one call: rank, take products, join
+ranges, page.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,17 @@ PIECE = 512  # keys that a thread takes at once
 
 @kernel
 def best_lists(threads, scores, counts, ids):  # type: ignore[no-untyped-def]
-    """The best of each list of scores, best first, in so many threads; see `best` for what is equal or no number.
+    """The best of each list of scores, best first, in so many threads; see `best` for what is equal
+    or no number.
 
-    Args:
-        scores: [B, H, n] float32.
-        counts: [B, 1 or H] int64, wanted of a row or list.
-        ids: [B, H, k] int64; written, trailing -1.
+    Parameters
+    ----------
+    scores
+        [B, H, n] float32.
+    counts
+        [B, 1 or H] int64, wanted of a row or list.
+    ids
+        [B, H, k] int64; written, trailing -1.
     """
     in_threads(threads, _best_lists, (np.zeros(1, np.int64), scores, counts, ids))
 
@@ -40,11 +47,16 @@ def _best_lists(_, claims, scores, counts, ids):  # type: ignore[no-untyped-def]
 def products(threads, query, keys, stored, scores):  # type: ignore[no-untyped-def]
     """Products of queries with the keys of their KV head where they lie, in so many threads.
 
-    Args:
-        query: [B, Hkv, G, D] float32.
-        keys: address of the first, and bytes from one row to the next, from one head, and from one token.
-        stored: a number of the type of the keys; see `kvbench.kernels.rows.score`.
-        scores: [B, Hkv, G, n] float32; written.
+    Parameters
+    ----------
+    query
+        [B, Hkv, G, D] float32.
+    keys
+        address of the first, and bytes from one row to the next, from one head, and from one token.
+    stored
+        a number of the type of the keys; see `kvbench.kernels.rows.score`.
+    scores
+        [B, Hkv, G, n] float32; written.
     """
     in_threads(threads, _products, (np.zeros(1, np.int64), query, keys, stored, scores))
 
@@ -60,10 +72,22 @@ def _products(_, claims, query, keys, stored, scores):  # type: ignore[no-untype
         row, head, piece = at // pieces // kv_heads, at // pieces % kv_heads, at % pieces
         lay_out(query[row, head], queries, stored)
         for first in range(piece * PIECE, min((piece + 1) * PIECE, count), BLOCK):
-            many, key = min(BLOCK, count - first), address + row * of_row + head * of_head + first * size
+            many, key = (
+                min(BLOCK, count - first),
+                address + row * of_row + head * of_head + first * size,
+            )
             for i in range(many):
                 rows[i] = key + i * size
-            score(queries, rows, rows[:0], (0, size), many, (rows[:0], key + BLOCK * size), block, stored)
+            score(
+                queries,
+                rows,
+                rows[:0],
+                (0, size),
+                many,
+                (rows[:0], key + BLOCK * size),
+                block,
+                stored,
+            )
             for g in range(group):
                 for i in range(many):
                     scores[row, head, g, first + i] = block[g, i]
@@ -74,10 +98,14 @@ def _products(_, claims, query, keys, stored, scores):  # type: ignore[no-untype
 def entries(starts, ends, numbers, source):  # type: ignore[no-untyped-def]
     """The numbers of the ranges of each list, see `methods.blocks.ragged.entries`.
 
-    Args:
-        starts: [L, K] int64, where each range begins.
-        ends: [L, K] int64, entries of a list up to the end of each range.
-        numbers, source: [L, T] int64; written: the first T entries, trailing -1, and the range of each.
+    Parameters
+    ----------
+    starts
+        [L, K] int64, where each range begins.
+    ends
+        [L, K] int64, entries of a list up to the end of each range.
+    numbers, source
+        [L, T] int64; written: the first T entries, trailing -1, and the range of each.
     """
     for row in range(len(starts)):
         done = 0
@@ -107,11 +135,16 @@ def sinks_and_recent(lengths, counts, sinks, ids):  # type: ignore[no-untyped-de
 def largest_of_pages(ids, firsts, size, numbers, largest):  # type: ignore[no-untyped-def]
     """The largest number of each token's page.
 
-    Args:
-        ids: [B, H, n] int64, ascending, trailing -1, which is in no page.
-        firsts: [B] int64, a token with which a page of `size` tokens begins.
-        numbers: [B, H, n] float32, a number for each token.
-        largest: [B, H, n] float32; written.
+    Parameters
+    ----------
+    ids
+        [B, H, n] int64, ascending, trailing -1, which is in no page.
+    firsts
+        [B] int64, a token with which a page of `size` tokens begins.
+    numbers
+        [B, H, n] float32, a number for each token.
+    largest
+        [B, H, n] float32; written.
     """
     for row in range(ids.shape[0]):
         for head in range(ids.shape[1]):
@@ -119,7 +152,9 @@ def largest_of_pages(ids, firsts, size, numbers, largest):  # type: ignore[no-un
             while start < len(token_ids):
                 most, page = numbers[row, head, start], (token_ids[start] - firsts[row]) // size
                 while (
-                    stop < len(token_ids) and token_ids[stop] >= 0 and (token_ids[stop] - firsts[row]) // size == page
+                    stop < len(token_ids)
+                    and token_ids[stop] >= 0
+                    and (token_ids[stop] - firsts[row]) // size == page
                 ):
                     most = max(most, numbers[row, head, stop])
                     stop += 1

@@ -12,13 +12,20 @@ WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another threa
 
 
 def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q.k of each query head, unscaled. On a CPU one call into compiled code, which reads keys where they lie.
+    """q.k of each query head, unscaled.
 
-    Args:
-        query: [B, Hq, 1, D].
-        keys: [B, Hkv, n, D].
+    On a CPU one call into compiled code, which reads keys where they lie.
 
-    Returns:
+    Parameters
+    ----------
+    query
+        [B, Hq, 1, D].
+    keys
+        [B, Hkv, n, D].
+
+    Returns
+    -------
+    torch.Tensor
         [B, Hkv, G, n] float32.
     """
     batch, kv_heads, count, head_dim = keys.shape

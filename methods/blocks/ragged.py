@@ -10,16 +10,24 @@ from torch.nn.functional import pad
 from methods.blocks import list_kernels
 
 
-def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers starts, starts + 1, ..., starts + counts - 1 of every range, in the order of the ranges.
+def entries(
+    starts: torch.Tensor, counts: torch.Tensor, most: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers starts, starts + 1, ..., starts + counts - 1 of every range, in the order of the
+    ranges.
 
-    Args:
-        starts, counts: [..., K], K >= 1; a range may be empty.
-        most: what a list has more is cut off. With it a GPU is not asked how long they are.
+    Parameters
+    ----------
+    starts, counts
+        [..., K], K >= 1; a range may be empty.
+    most
+        what a list has more is cut off. With it a GPU is not asked how long they are.
 
-    Returns:
-        the numbers, [..., T] int64 with trailing -1; and the range that each is from, [..., T]. T is the longest list,
-        or `most` on a GPU.
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        the numbers, [..., T] int64 with trailing -1; and the range that each is from, [..., T]. T
+        is the longest list, or `most` on a GPU.
     """
     ends = counts.long().cumsum(dim=-1)
     longest = most if most is not None and starts.is_cuda else int(ends[..., -1].max())
@@ -28,10 +36,15 @@ def entries(starts: torch.Tensor, counts: torch.Tensor, most: int | None = None)
     if not starts.is_cuda:
         numbers, source = torch.empty(2, *starts.shape[:-1], longest, dtype=torch.int64)
         if longest:
-            lists = (part.reshape(-1, part.shape[-1]).contiguous() for part in (starts.long(), ends, numbers, source))
+            lists = (
+                part.reshape(-1, part.shape[-1]).contiguous()
+                for part in (starts.long(), ends, numbers, source)
+            )
             list_kernels.entries(*(part.numpy() for part in lists))
         return numbers, source
-    index = torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
+    index = (
+        torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
+    )
     source = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[-1] - 1)
     numbers = index + (starts - ends + counts).gather(-1, source)
     return torch.where(index < ends[..., -1:], numbers, -1), source

@@ -7,16 +7,26 @@ import torch
 from methods.blocks import list_kernels
 
 
-def sinks_and_recent(lengths: torch.Tensor, counts: torch.Tensor, sinks: int, most: int) -> torch.Tensor:
-    """Ids of the first `sinks` tokens and of the most recent ones, `counts` in all; of fewer tokens all.
+def sinks_and_recent(
+    lengths: torch.Tensor, counts: torch.Tensor, sinks: int, most: int
+) -> torch.Tensor:
+    """Ids of the first `sinks` tokens and of the most recent ones, `counts` in all; of fewer tokens
+    all.
 
-    Args:
-        lengths: [B], tokens of each row.
-        counts: [B, H].
-        sinks: below every count.
-        most: the largest count, or what a row has seen where that is less.
+    Parameters
+    ----------
+    lengths
+        [B], tokens of each row.
+    counts
+        [B, H].
+    sinks
+        below every count.
+    most
+        the largest count, or what a row has seen where that is less.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, H, most], the newest first, the sinks last, trailing -1.
     """
     if lengths.device.type == "cpu":
@@ -26,6 +36,7 @@ def sinks_and_recent(lengths: torch.Tensor, counts: torch.Tensor, sinks: int, mo
     newest = torch.arange(most, device=lengths.device)  # 0 is the current token
     lengths, counts = lengths[:, None, None], counts[..., None]
     recent = lengths - 1 - newest
-    # after the recent tokens come the sinks, or what is left of a row that is shorter than its count
+    # after the recent tokens come the sinks, or what is left of a row that is shorter than its
+    # count
     index = torch.where(newest < counts - sinks, recent, torch.minimum(recent, counts - 1 - newest))
     return torch.where(newest < torch.minimum(lengths, counts), index, -1)

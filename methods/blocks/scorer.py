@@ -1,6 +1,8 @@
-"""What methods that score the prompt's tokens once and keep the best have in common: all but the score.
+"""What methods that score the prompt's tokens once and keep the best have in common: all but the
+score.
 
-Pruning, rows of different lengths, both accountings and the rule are here; `methods/README.md` has an example.
+Pruning, rows of different lengths, both accountings and the rule are here; `methods/README.md` has
+an example.
 """
 
 from __future__ import annotations
@@ -17,24 +19,34 @@ from methods.blocks.head_budgets import HeadBudgets
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import Lists, interleave, top_earliest
 
-ROLLING_WINDOW = 32  # most recent tokens protected where generated tokens count, at most a quarter of the budget
+# most recent tokens protected where generated tokens count, at most a quarter of the budget
+ROLLING_WINDOW = 32
 
 
 class Scorer(KeepsEnds):
-    """Keep the C prompt tokens with the largest scores, once, after the prompt. Subclass, and write `score`.
+    """Keep the C prompt tokens with the largest scores, once, after the prompt.
 
-    As such methods are published, generated tokens are kept on top of C. Where they count (unified accounting, or
-    generated=counted), C - w scored tokens and the w most recent ones stay, w = min(32, C / 4): generated tokens push
-    older ones out. That takes a budget of 4 tokens or more. Protected ends of the prompt are among the scored ones, and
-    the recent ones are then those of the other tokens.
+    Subclass, and write `score`.
 
-    Where each query head keeps tokens of its own, it attends these alone, and their union over the group is what is
-    held. Under unified accounting the lists of a group are joined by rank and cut to C, which all of it attends.
+    As such methods are published, generated tokens are kept on top of C. Where they count (unified
+    accounting, or generated=counted), C - w scored tokens and the w most recent ones stay, w =
+    min(32, C / 4): generated tokens push older ones out. That takes a budget of 4 tokens or more.
+    Protected ends of the prompt are among the scored ones, and the recent ones are then those of
+    the other tokens.
 
-    Attributes:
-        window: last tokens of the prompt that stay whatever their scores, as an observation window does.
-        granularity: whether a KV head keeps C tokens, or each query head, or the layer the same in all of its heads.
-        heads: how these heads share out what they keep together; None: each keeps C.
+    Where each query head keeps tokens of its own, it attends these alone, and their union over the
+    group is what is held. Under unified accounting the lists of a group are joined by rank and cut
+    to C, which all of it attends.
+
+    Attributes
+    ----------
+    window
+        last tokens of the prompt that stay whatever their scores, as an observation window does.
+    granularity
+        whether a KV head keeps C tokens, or each query head, or the layer the same in all of its
+        heads.
+    heads
+        how these heads share out what they keep together; None: each keeps C.
     """
 
     evicts: Literal["counted", "always"] = "counted"
@@ -43,17 +55,22 @@ class Scorer(KeepsEnds):
     heads: HeadBudgets | None = None
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
-        """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner it is kept.
+        """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner
+        it is kept.
 
-        With granularity "query_head" to each query head, [B, Hq, N]; with "layer" to all heads, [B, 1, N].
+        With granularity "query_head" to each query head, [B, Hq, N]; with "layer" to all heads, [B,
+        1, N].
 
-        Of equal scores the earlier token is kept. What stands at and beyond a row's length is ignored, and so are the
-        scores of tokens that are protected.
+        Of equal scores the earlier token is kept. What stands at and beyond a row's length is
+        ignored, and so are the scores of tokens that are protected.
         """
         raise NotImplementedError
 
     def layer_budgets(self, length: int) -> list[int]:
-        """Tokens that each sparse layer keeps of a prompt of `length` tokens, C on average. Here C in each."""
+        """Tokens that each sparse layer keeps of a prompt of `length` tokens, C on average.
+
+        Here C in each.
+        """
         return [self.budget.tokens(length)] * len(self.shape.sparse_layers)
 
     def recent(self, capacity: int) -> int:
@@ -65,16 +82,25 @@ class Scorer(KeepsEnds):
         return self.recent(capacity)
 
     def fixed(self, capacity: int) -> int:
-        """Tokens that stay whatever their scores, of a longer prompt than `capacity`: both ends and the recent ones."""
+        """Tokens that stay whatever their scores, of a longer prompt than `capacity`: both ends and
+        the recent ones.
+        """
         return self.end(capacity) + self._last(self.end(capacity), self.recent(capacity))
 
     def _last(self, end: int, window: int) -> int:
-        """Protected tokens at the end of a prompt. The recent ones that move on come before its protected end."""
+        """Protected tokens at the end of a prompt.
+
+        The recent ones that move on come before its protected end.
+        """
         return end + window if self.budget.counts_generated else max(end, window)
 
     def protected(self, prompt: Prompt) -> torch.Tensor:
-        """[B, 1, N] bool: the tokens that stay whatever their scores, and what stands beyond a row's length."""
-        last = last_tokens(prompt, [self._last(*pair) for pair in zip(self.ends, self.windows, strict=True)])
+        """[B, 1, N] bool: the tokens that stay whatever their scores, and what stands beyond a
+        row's length.
+        """
+        last = last_tokens(
+            prompt, [self._last(*pair) for pair in zip(self.ends, self.windows, strict=True)]
+        )
         ends = torch.tensor(self.ends, device=last.device)[:, None, None]
         return last | (torch.arange(last.shape[2], device=last.device) < ends)
 
@@ -89,10 +115,11 @@ class Scorer(KeepsEnds):
         self.windows = [self.recent(capacity) for capacity in self.capacities]
         rows = [self.layer_budgets(length) for length in shape.lengths]
         layers = dict(zip(shape.sparse_layers, zip(*rows, strict=True), strict=True))
-        self.budgets: dict[int, tuple[int, ...]] = layers  # of each row, the protected tokens included
+        # of each row, the protected tokens included
+        self.budgets: dict[int, tuple[int, ...]] = layers
         self.recents = [self._first_recent(row) for row in range(shape.batch)]
-        # of each layer and row, [H, n] that were kept for their scores, trailing -1; not where all that is held is
-        # attended
+        # of each layer and row, [H, n] that were kept for their scores, trailing -1; not where all
+        # that is held is attended
         self.scored: dict[int, list[torch.Tensor]] = {}
         self.steps = 0
 
@@ -103,7 +130,9 @@ class Scorer(KeepsEnds):
         return min(max(last - self.windows[row], end), last), last
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Keep the protected tokens and those with the best scores; a prompt within its budget stays whole."""
+        """Keep the protected tokens and those with the best scores; a prompt within its budget
+        stays whole.
+        """
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         whole = counts == [*prompt.lengths]
         if whole and self.at_rest:
@@ -114,18 +143,25 @@ class Scorer(KeepsEnds):
         if not self.at_rest:
             self.scored[layer] = [
                 _without(row[:, :most], *recent)
-                for row, recent, most in zip(ids, self.recents, self._most_of_heads(layer, prompt), strict=True)
+                for row, recent, most in zip(
+                    ids, self.recents, self._most_of_heads(layer, prompt), strict=True
+                )
             ]
 
     def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
         """The protected tokens and those with the best scores.
 
-        Returns:
-            Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of all [B, H, N],
-            infinite for protected ones. H is the number of KV heads, or of query heads where each has its own.
+        Returns
+        -------
+        tuple[torch.Tensor, torch.Tensor]
+            Ids [B, H, n], the protected ones first, then best first, trailing -1; and the scores of
+            all [B, H, N], infinite for protected ones. H is the number of KV heads, or of query
+            heads where each has its own.
 
-        Raises:
-            FloatingPointError: a score is no number.
+        Raises
+        ------
+        FloatingPointError
+            a score is no number.
         """
         counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
@@ -133,24 +169,35 @@ class Scorer(KeepsEnds):
         if real is not None:
             scores = scores.masked_fill(~real[:, None], -torch.inf)
         if scores.isnan().any():
-            raise FloatingPointError(f"layer {layer}: a score is no number; keys or queries are too large to square")
+            raise FloatingPointError(
+                f"layer {layer}: a score is no number; keys or queries are too large to square"
+            )
         limits = torch.tensor(counts, device=scores.device)
-        limits = limits[:, None].expand(scores.shape[:2]) if self.heads is None else self.heads.counts(scores, limits)
+        limits = (
+            limits[:, None].expand(scores.shape[:2])
+            if self.heads is None
+            else self.heads.counts(scores, limits)
+        )
         most = max(self._most_of_heads(layer, prompt))
         ids = top_earliest(scores, most, limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
-            of_groups = limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
+            of_groups = (
+                limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
+            )
             ids = interleave(ids, self.shape.kv_heads, most, of_groups)
         return ids, scores
 
     def _most_of_heads(self, layer: int, prompt: Prompt) -> list[int]:
         """Tokens of each row that one of its heads may keep."""
         return [
-            self._most_of_head(min(pair), pair[1]) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)
+            self._most_of_head(min(pair), pair[1])
+            for pair in zip(self.budgets[layer], prompt.lengths, strict=True)
         ]
 
     def _most_of_head(self, capacity: int, length: int) -> int:
-        """Tokens that one head may keep of a prompt of `length` tokens where heads keep `capacity` on average."""
+        """Tokens that one head may keep of a prompt of `length` tokens where heads keep `capacity`
+        on average.
+        """
         if self.heads is None:
             return capacity
         choosing = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
@@ -168,15 +215,21 @@ class Scorer(KeepsEnds):
                 self.view.keep(layer, self._attended(layer), ROLLING_WINDOW)
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """The window and the generated tokens, as far as C holds them if they count, and the scored ones, [B, H, M].
+        """The window and the generated tokens, as far as C holds them if they count, and the scored
+        ones, [B, H, M].
 
         H is the number of query heads where each has its own, of KV heads where not.
         """
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
-            scored, capacity, prompt = self.scored[layer][row], self.budgets[layer][row], self.shape.lengths[row]
+            scored, capacity, prompt = (
+                self.scored[layer][row],
+                self.budgets[layer][row],
+                self.shape.lengths[row],
+            )
             (first, last), counted = self.recents[row], self.budget.counts_generated
-            gone = max(0, length - max(capacity, prompt)) if counted else 0  # pushed out by generated tokens
+            # pushed out by generated tokens
+            gone = max(0, length - max(capacity, prompt)) if counted else 0
             end = prompt - last  # the protected end, which is among the scored ones
             newest = torch.arange(first + gone, length - end, device=scored.device)
             newest = newest + end * (newest >= last) if end else newest
@@ -184,16 +237,22 @@ class Scorer(KeepsEnds):
         return stacked(rows)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """The head's share of C, the group's union of it; generated tokens on top of it, unless they count."""
+        """The head's share of C, the group's union of it; generated tokens on top of it, unless
+        they count.
+        """
         capacity = self.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
         return self._most(self._most_of_head(capacity, length), length, generated)
 
     def mean_rule(self, length: int, generated: int) -> int:
-        """The shares of layers and heads are C on average, and what comes on top is the same in each."""
+        """The shares of layers and heads are C on average, and what comes on top is the same in
+        each.
+        """
         return self._most(self.budget.tokens(length), length, generated)
 
     def _most(self, capacity: int, length: int, generated: int) -> int:
-        """Entries that a KV head may attend of `capacity` tokens, the group's union and generated tokens included."""
+        """Entries that a KV head may attend of `capacity` tokens, the group's union and generated
+        tokens included.
+        """
         if self.granularity == "query_head" and not self.budget.unified:
             fixed = self.fixed(self.budget.tokens(length))
             capacity = fixed + self.shape.group * (capacity - fixed)

@@ -1,4 +1,6 @@
-"""Ranking and joining lists of ids: top-k with a count per row, and the union over a query group."""
+"""Ranking and joining lists of ids: top-k with a count per row, and the union over a
+query group.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,30 @@ import torch
 
 from methods.blocks import list_kernels
 
-Granularity = Literal["kv_head", "query_head"]  # whose choice it is: the group's, or that of each query head
+# whose choice it is: the group's, or that of each query head
+Granularity = Literal["kv_head", "query_head"]
 Lists = Granularity | Literal["layer"]  # whose lists there are: one for all heads of a layer, too
 WORTH_A_THREAD = 1 << 15  # scores; fewer are ranked before another thread has begun
 
 
 def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids of the best scores, best first. Rows with fewer choosable entries than asked for get what there is.
+    """Ids of the best scores, best first.
 
-    Args:
-        scores: [B, H, n]; -inf marks what must not be chosen.
-        most: entries of a row at most.
-        counts: [B] or [B, H] int64 on the device of the scores, entries of each row or list; None: `most` of all.
+    Rows with fewer choosable entries than asked for get what there is.
 
-    Returns:
+    Parameters
+    ----------
+    scores
+        [B, H, n]; -inf marks what must not be chosen.
+    most
+        entries of a row at most.
+    counts
+        [B] or [B, H] int64 on the device of the scores, entries of each row or list; None: `most`
+        of all.
+
+    Returns
+    -------
+    torch.Tensor
         [B, H, min(most, n)] int64, trailing -1; equal scores stand in any order.
     """
     if is_compiled(scores):
@@ -29,16 +41,22 @@ def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> 
     return _cut(*scores.topk(min(most, scores.shape[-1]), dim=-1), counts)
 
 
-def top_earliest(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
+def top_earliest(
+    scores: torch.Tensor, most: int, counts: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `top`, but of equal scores the smaller id is better, on any device and in any batch.
 
-    For scores that tie by their nature, as neighbours do after max pooling: which of them `topk` takes depends on n,
-    and with it a row's result on the rows beside it.
+    For scores that tie by their nature, as neighbours do after max pooling: which of them `topk`
+    takes depends on n, and with it a row's result on the rows beside it.
     """
     if is_compiled(scores):
         batch, heads, count = scores.shape
         best = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
-        limits = torch.full((batch, 1), best.shape[2]) if counts is None else counts.view(batch, -1).contiguous()
+        limits = (
+            torch.full((batch, 1), best.shape[2])
+            if counts is None
+            else counts.view(batch, -1).contiguous()
+        )
         threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
         list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
         return best
@@ -75,13 +93,20 @@ def interleave(
 
     Rank 0 of every query head comes first, then rank 1, and so on; an id keeps its first rank.
 
-    Args:
-        index: [B, Hq, M] ids, best first, -1 = none.
-        most: ids to keep in a row at most.
-        counts: [B] or [B, Hkv] int64 on the device of the ids, those to keep; None: `most` in all.
-        protected: [B, Hkv, P] ids that come before all others, -1 = none.
+    Parameters
+    ----------
+    index
+        [B, Hq, M] ids, best first, -1 = none.
+    most
+        ids to keep in a row at most.
+    counts
+        [B] or [B, Hkv] int64 on the device of the ids, those to keep; None: `most` in all.
+    protected
+        [B, Hkv, P] ids that come before all others, -1 = none.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hkv, most] int64, or fewer where the lists hold fewer, trailing -1.
     """
     batch, query_heads, depth = index.shape

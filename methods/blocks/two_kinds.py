@@ -1,4 +1,6 @@
-"""What methods with two kinds of KV heads have in common: some keep everything, the others sinks and recent tokens."""
+"""What methods with two kinds of KV heads have in common: some keep everything, the others sinks
+and recent tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,26 @@ from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape
 from methods.blocks.ragged import stacked
 from methods.blocks.recent import sinks_and_recent
 
-DROP_EVERY = 32  # decode steps between two evictions: between them memory holds up to this many tokens more
+# decode steps between two evictions: between them memory holds up to this many tokens more
+DROP_EVERY = 32
 
 
 class TwoKinds(Method):
-    """Retrieval heads keep all that they have room for, the others less. Subclass; write `rank`, `fitting`, `entries`.
+    """Retrieval heads keep all that they have room for, the others less.
 
-    Attributes:
-        extra_entries: entries of a head beside its tokens, once it has dropped some: a compensation token.
-        ranked: (layer, KV head) of the sparse layers' heads that may retrieve, the best first.
-        heads: of all sparse layers.
-        starts: of each row, the first recent token of a head that does not retrieve, and of one that does;
-            `former_starts`: one step before.
+    Subclass; write `rank`, `fitting`, `entries`.
+
+    Attributes
+    ----------
+    extra_entries
+        entries of a head beside its tokens, once it has dropped some: a compensation token.
+    ranked
+        (layer, KV head) of the sparse layers' heads that may retrieve, the best first.
+    heads
+        of all sparse layers.
+    starts
+        of each row, the first recent token of a head that does not retrieve, and of one that does;
+        `former_starts`: one step before.
     """
 
     extra_entries = 0
@@ -49,14 +59,18 @@ class TwoKinds(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Find the retrieval heads, and how many of them each row has room for.
 
-        Raises:
-            ValueError: the head scores are of a model of another shape.
+        Raises
+        ------
+        ValueError
+            the head scores are of a model of another shape.
         """
         super().begin(shape, budget, view, context)
         scores = context.head_scores
         assert scores is not None, "the harness hands over what `needs` asks for"
         scores.refuse_other_shape(shape)
-        self.ranked = [(layer, head) for layer, head in self.rank(scores) if layer in shape.sparse_layers]
+        self.ranked = [
+            (layer, head) for layer, head in self.rank(scores) if layer in shape.sparse_layers
+        ]
         self.heads = len(shape.sparse_layers) * shape.kv_heads
         rank = {head: number for number, head in enumerate(self.ranked)}
         counts = torch.tensor([self.fitting(length) for length in shape.lengths])[:, None]
@@ -102,20 +116,31 @@ class TwoKinds(Method):
         return Selection(self._attended(layer, self._first(layer, self.starts)))
 
     def end_step(self) -> None:
-        """Now and then drop what has left the recent tokens; between two drops it is not attended."""
+        """Now and then drop what has left the recent tokens; between two drops it is not
+        attended.
+        """
         if self.rolls and self.generated % DROP_EVERY == 0 and self.drops:
             for layer in self.shape.sparse_layers:
-                self.view.keep(layer, self._attended(layer, self._first(layer, self.starts)), DROP_EVERY)
+                self.view.keep(
+                    layer, self._attended(layer, self._first(layer, self.starts)), DROP_EVERY
+                )
 
     @property
     def drops(self) -> bool:
         """Some head has dropped tokens."""
-        return any(start > sinks for sinks, row in zip(self.sinks_of, self.starts, strict=True) for start in row)
+        return any(
+            start > sinks
+            for sinks, row in zip(self.sinks_of, self.starts, strict=True)
+            for start in row
+        )
 
     def _move(self) -> None:
         self.former_starts, self.starts = self.starts, []
         for length, sinks in zip(self.shape.lengths, self.sinks_of, strict=True):
-            total, (retrieval, other) = length + self.generated, self.entries(length, self.generated)
+            total, (retrieval, other) = (
+                length + self.generated,
+                self.entries(length, self.generated),
+            )
             first = [
                 total - (entries - sinks - self.extra_entries) if total > entries else sinks
                 for entries in (other, retrieval)
@@ -128,9 +153,13 @@ class TwoKinds(Method):
         return torch.where(self.retrieves[layer], retrieval, other)
 
     def _attended(self, layer: int, first: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first, the sinks last."""
+        """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first,
+        the sinks last.
+        """
         lengths, rows = self.view.seen(layer), []
-        for row, (length, sinks) in enumerate(zip(self.view.lengths(layer), self.sinks_of, strict=True)):
+        for row, (length, sinks) in enumerate(
+            zip(self.view.lengths(layer), self.sinks_of, strict=True)
+        ):
             this_row = slice(row, row + 1)
             most = max(length - self.starts[row][kind] + sinks for kind in self.kinds[layer][row])
             counts = lengths[this_row, None] - first[this_row] + sinks

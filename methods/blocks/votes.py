@@ -1,4 +1,6 @@
-"""Votes of an observation window: which prompt keys do the last prompt queries look at? (SnapKV, section 3)"""
+"""Votes of an observation window: which prompt keys do the last prompt queries look at? (SnapKV,
+section 3)
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ Join = Literal["before", "after"]
 
 
 def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterator[torch.Tensor]:
-    """Attention probabilities of the last `window` queries over the prompt, causal inside the window.
+    """Attention probabilities of the last `window` queries over the prompt, causal inside the
+    window.
 
-    Yields:
-        of each KV head, one at a time, [B, G, W, N] fp32; 0 for queries of a row that is shorter than the window.
+    Yields
+    ------
+    Iterator[torch.Tensor]
+        of each KV head, one at a time, [B, G, W, N] fp32; 0 for queries of a row that is shorter
+        than the window.
     """
     queries = prompt.queries[:, :, -window:]
     kv_heads, count = prompt.keys.shape[1:3]
@@ -38,24 +44,38 @@ def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterato
 def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
     """Attention probability each prompt key gets from the last `window` queries, summed.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hq, N] fp32, 0 at and beyond a row's length.
     """
-    return torch.cat([attention.sum(dim=2) for attention in window_probabilities(prompt, window, scaling)], dim=1)
+    return torch.cat(
+        [attention.sum(dim=2) for attention in window_probabilities(prompt, window, scaling)], dim=1
+    )
 
 
-def pooled_votes(votes: torch.Tensor, heads: int, kernel: int, pooling: Pooling, join: Join) -> torch.Tensor:
+def pooled_votes(
+    votes: torch.Tensor, heads: int, kernel: int, pooling: Pooling, join: Join
+) -> torch.Tensor:
     """Smooth votes along the sequence and take the mean over the query heads that choose as one.
 
     Mean pooling counts the zeros beyond both ends, as the published codes do.
 
-    Args:
-        votes: [B, Hq, N].
-        heads: H, lists to come out: KV heads where a group chooses as one, query heads where each does for itself.
-        kernel: odd width.
-        join: take the group's mean before or after pooling (the same for mean pooling, not for max).
+    Parameters
+    ----------
+    votes
+        [B, Hq, N].
+    heads
+        H, lists to come out: KV heads where a group chooses as one, query heads where each does for
+        itself.
+    kernel
+        odd width.
+    join
+        take the group's mean before or after pooling (the same for mean pooling, not for max).
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, H, N].
     """
 

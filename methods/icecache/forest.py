@@ -20,12 +20,16 @@ from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
 
-WORTH_A_THREAD = 1 << 22  # multiplications that take longer than it takes to wake a thread of the pool
+# multiplications that take longer than it takes to wake a thread of the pool
+WORTH_A_THREAD = 1 << 22
 WORTH_A_TEAM = 1 << 17  # multiplications; fewer are done before a thread of torch's has begun
 
 
 class RefusedError(ValueError):
-    """Numbers that an index cannot rank. `head`: which tree refused them, counted over rows and KV heads."""
+    """Numbers that an index cannot rank.
+
+    `head`: which tree refused them, counted over rows and KV heads.
+    """
 
     def __init__(self, head: int, words: str) -> None:
         super().__init__(words)
@@ -33,17 +37,25 @@ class RefusedError(ValueError):
 
 
 class Forest:
-    """The trees of all rows and KV heads of one layer, [B][Hkv], with one layout but for the page size.
+    """The trees of all rows and KV heads of one layer, [B][Hkv], with one layout but for the page
+    size.
 
-    Trees keep their own arrays, which move as they grow. What compiled code knows is a directory of where they are.
+    Trees keep their own arrays, which move as they grow. What compiled code knows is a directory of
+    where they are.
 
-    Args:
-        trees: of each row and KV head; they are used in place.
-        pool: where threads beside the caller's come from.
-        workspaces: one for each thread; several forests may share them.
+    Parameters
+    ----------
+    trees
+        of each row and KV head; they are used in place.
+    pool
+        where threads beside the caller's come from.
+    workspaces
+        one for each thread; several forests may share them.
     """
 
-    def __init__(self, trees: Sequence[Sequence[DCITree]], pool: Executor, workspaces: Sequence[Workspace]) -> None:
+    def __init__(
+        self, trees: Sequence[Sequence[DCITree]], pool: Executor, workspaces: Sequence[Workspace]
+    ) -> None:
         self._trees = [tree for heads in trees for tree in heads]
         self._pool, self._workspaces = pool, workspaces
         self._cached_arrays: list[Tree | None] = [None] * len(self._trees)
@@ -54,31 +66,47 @@ class Forest:
         """A copy's trees lie elsewhere."""
         return {**self.__dict__, "_cached_arrays": [None] * len(self._trees)}
 
-    def attend(self, queries: Floats, regions: Tokens, search: Search, longest: int) -> tuple[Tokens, int]:
+    def attend(
+        self, queries: Floats, regions: Tokens, search: Search, longest: int
+    ) -> tuple[Tokens, int]:
         """What each KV head attends, see `kernels.attend`.
 
-        Args:
-            queries: [B, Hkv, G, D].
-            regions: [B, 5] as there.
-            longest: most tokens that one attends.
+        Parameters
+        ----------
+        queries
+            [B, Hkv, G, D].
+        regions
+            [B, 5] as there.
+        longest
+            most tokens that one attends.
 
-        Returns:
+        Returns
+        -------
+        tuple[Tokens, int]
             [B, Hkv, n <= longest] tokens, trailing -1, and how many keys were scored.
 
-        Raises:
-            RefusedError: a query is not finite.
+        Raises
+        ------
+        RefusedError
+            a query is not finite.
         """
         batch, kv_heads, group, head_dim = queries.shape
         flat = queries.reshape(batch * kv_heads, group, head_dim)
         index = np.empty((len(flat), longest), np.int64)
-        used, read, refused = (np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_))
+        used, read, refused = (
+            np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_)
+        )
         fov, p_dci = (search.fov, float(search.fov_share)), self._trees[0].p_dci(search)
         exact, by_centroid = isinstance(self._trees[0], ExactScan), search.rank_by == "centroid"
         ranked = None if p_dci else (search.exhaustive_below, by_centroid, exact)
         directory, tree = self._find(), self._trees[0].arrays
         threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
         fitting = [workspace.fit(tree, group) for workspace in threads]
-        works, like, counts = np.stack([work.line for work in fitting]), (fitting[0], tree), (used, read, refused)
+        works, like, counts = (
+            np.stack([work.line for work in fitting]),
+            (fitting[0], tree),
+            (used, read, refused),
+        )
         kernels.attend(works, directory, like, flat, regions, fov, ranked, p_dci, index, counts)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
@@ -89,8 +117,10 @@ class Forest:
     def insert(self, counts: Sequence[int]) -> None:
         """Take the next `counts[row]` rows of key memory into the trees of each row.
 
-        Raises:
-            RefusedError: a key is not finite.
+        Raises
+        ------
+        RefusedError
+            a key is not finite.
         """
         row_counts, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
         layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
@@ -100,10 +130,15 @@ class Forest:
 
             def add(first: int, stop: int, workspace: Workspace) -> int:
                 work = workspace.fit(tree, 1)
-                kernels.insert_leaves(directory, tree, first, stop, row_counts, how, greedy, work, taken)
+                kernels.insert_leaves(
+                    directory, tree, first, stop, row_counts, how, greedy, work, taken
+                )
                 return NONE
 
-            self._shared(add, max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees))
+            self._shared(
+                add,
+                max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees),
+            )
         words: dict[int, ValueError] = {}
 
         def finish(first: int, stop: int, workspace: Workspace) -> int:
@@ -118,7 +153,9 @@ class Forest:
             return NONE
 
         unfinished = taken.sum() < heads * row_counts.sum()
-        refused = self._shared(finish, WORTH_A_THREAD * len(self._workspaces)) if unfinished else NONE
+        refused = (
+            self._shared(finish, WORTH_A_THREAD * len(self._workspaces)) if unfinished else NONE
+        )
         if refused != NONE:
             raise RefusedError(refused, str(words[refused])) from words[refused]
 
@@ -133,9 +170,12 @@ class Forest:
         return self._directory
 
     def _shared(self, do: Callable[[int, int, Workspace], int], work: int) -> int:
-        """do(first, stop, workspace) over all trees, in several threads where `work` multiplications are worth it.
+        """do(first, stop, workspace) over all trees, in several threads where `work`
+        multiplications are worth it.
 
-        Returns:
+        Returns
+        -------
+        int
             the first tree that it returned, or `NONE`.
         """
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
@@ -144,10 +184,16 @@ class Forest:
 
 
 @cache
-def compile_kernels(dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: IceCacheOptions) -> None:
-    """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before time is taken."""
+def compile_kernels(
+    dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: IceCacheOptions
+) -> None:
+    """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before
+    time is taken.
+    """
     keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
-    small = replace(options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0)
+    small = replace(
+        options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0
+    )
     tree = kind(keys, 10, small, 0, work)
     tree.insert(85, work)
     forest = Forest([[tree]], pool, [work])

@@ -1,7 +1,9 @@
-"""The index of IceCache for one KV head: a DCI tree whose nodes keep their children in pages (M-DCI, ICLR 2026).
+"""The index of IceCache for one KV head: a DCI tree whose nodes keep their children in pages
+(M-DCI, ICLR 2026).
 
-A point is a row of the key memory that the caller owns: float32 keys [rows, D], or bfloat16 keys seen as uint16. Keys
-are read where they lie; only promoted keys (a share r of them) are copied, so that a level can be ranked in one pass.
+A point is a row of the key memory that the caller owns: float32 keys [rows, D], or bfloat16 keys
+seen as uint16. Keys are read where they lie; only promoted keys (a share r of them) are copied, so
+that a level can be ranked in one pass.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ from methods.icecache.tree import Floats, Ints, Keys, PagedTree, Workspace, chec
 class SearchResult:
     """What a query group found.
 
-    Attributes:
-        ids: [G, P] page numbers or token numbers, best first, trailing -1.
-        scores: [G, P] query . key, of a page its best member's, -inf after the last.
-        ranked: nodes scored to find the way, a key or a centroid each.
-        evaluated: keys scored as results, for pages by their sketches first; with rank_by="point" the ranked ones are
-            among them.
+    Attributes
+    ----------
+    ids
+        [G, P] page numbers or token numbers, best first, trailing -1.
+    scores
+        [G, P] query . key, of a page its best member's, -inf after the last.
+    ranked
+        nodes scored to find the way, a key or a centroid each.
+    evaluated
+        keys scored as results, for pages by their sketches first; with rank_by="point" the ranked
+        ones are among them.
     """
 
     ids: Ints
@@ -39,43 +46,75 @@ class SearchResult:
 class DCITree(PagedTree):
     """A DCI tree over the first `count` rows of `keys`.
 
-    One thread at a time may build, insert or arrange; any number may ask, each with its own workspace. The same keys,
-    layout and seed give the same tree whatever else runs.
+    One thread at a time may build, insert or arrange; any number may ask, each with its own
+    workspace. The same keys, layout and seed give the same tree whatever else runs.
 
-    Args:
-        keys: [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous; rows beyond `count` are for `insert`.
-        count: keys to build from, in order of arrival.
-        seed: of directions and random levels.
+    Parameters
+    ----------
+    keys
+        [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous; rows beyond `count` are for
+        `insert`.
+    count
+        keys to build from, in order of arrival.
+    seed
+        of directions and random levels.
 
-    Attributes:
-        arrays: the tree itself, see `kernels.Tree`; for looking only.
+    Attributes
+    ----------
+    arrays
+        the tree itself, see `kernels.Tree`; for looking only.
 
-    Raises:
-        ValueError: a key among those indexed is not finite, or the memory is not as above.
+    Raises
+    ------
+    ValueError
+        a key among those indexed is not finite, or the memory is not as above.
     """
 
-    def __init__(self, keys: Keys, count: int, layout: Layout, seed: int, workspace: Workspace | None = None) -> None:
+    def __init__(
+        self, keys: Keys, count: int, layout: Layout, seed: int, workspace: Workspace | None = None
+    ) -> None:
         super().__init__(keys, count, layout, seed)
         self._next_level = 1  # of the next arrival, where levels are counted in turn
         if count:
             self._build(count, workspace or Workspace())
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
-    def best_pages(self, queries: Floats, count: int, search: Search, workspace: Workspace) -> SearchResult:
+    def best_pages(
+        self, queries: Floats, count: int, search: Search, workspace: Workspace
+    ) -> SearchResult:
         """The `count` distinct pages of the best members, for each query [G, D] of a group."""
-        return self._best(kernels.best_pages, kernels.p_dci_pages, queries, count, search, workspace)
+        return self._best(
+            kernels.best_pages, kernels.p_dci_pages, queries, count, search, workspace
+        )
 
-    def best_tokens(self, queries: Floats, count: int, search: Search, workspace: Workspace) -> SearchResult:
+    def best_tokens(
+        self, queries: Floats, count: int, search: Search, workspace: Workspace
+    ) -> SearchResult:
         """The tokens of the `count` best keys, for each query [G, D] of a group."""
-        result = self._best(kernels.best_rows, kernels.p_dci_rows, queries, count, search, workspace)
-        return replace(result, ids=np.where(result.ids == NONE, NONE, self.arrays.token[result.ids]))
+        result = self._best(
+            kernels.best_rows, kernels.p_dci_rows, queries, count, search, workspace
+        )
+        return replace(
+            result, ids=np.where(result.ids == NONE, NONE, self.arrays.token[result.ids])
+        )
 
     def _best(
-        self, kernel: Any, by_p_dci: Any, queries: Floats, count: int, search: Search, workspace: Workspace
+        self,
+        kernel: Any,
+        by_p_dci: Any,
+        queries: Floats,
+        count: int,
+        search: Search,
+        workspace: Workspace,
     ) -> SearchResult:
-        """What a kernel finds among the pages that are listed, or another one by P-DCI, where that is used."""
-        ids, scores = np.empty((len(queries), count), np.int32), np.empty((len(queries), count), np.float32)
+        """What a kernel finds among the pages that are listed, or another one by P-DCI, where that
+        is used.
+        """
+        ids, scores = (
+            np.empty((len(queries), count), np.int32),
+            np.empty((len(queries), count), np.float32),
+        )
         if p_dci := self.p_dci(search):
             ranked, work = 0, self._work_arrays(queries, workspace)
             evaluated = by_p_dci(self.arrays, queries, search.fov, p_dci, ids, scores, work)
@@ -86,26 +125,38 @@ class DCITree(PagedTree):
         return SearchResult(ids, scores, ranked, evaluated)
 
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
-        """Composite indices, simple ones of each, and the share of a node's children for P-DCI; None: it is unused."""
+        """Composite indices, simple ones of each, and the share of a node's children for P-DCI;
+        None: it is unused.
+        """
         composites, simple = self.layout.projections
         return (composites, simple, float(search.prop_to_retrieve)) if composites else None
 
-    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.WorkArrays]:
+    def _listed(
+        self, queries: Floats, search: Search, workspace: Workspace
+    ) -> tuple[int, int, kernels.WorkArrays]:
         """Nodes ranked, pages to be scored; which ones is in the workspace."""
         work = self._work_arrays(queries, workspace)
         by_centroid = search.rank_by == "centroid"
-        ranked, runs = kernels.search(self.arrays, queries, search.fov, search.exhaustive_below, by_centroid, work)
+        ranked, runs = kernels.search(
+            self.arrays, queries, search.fov, search.exhaustive_below, by_centroid, work
+        )
         return ranked, runs, work
 
     def _work_arrays(self, queries: Floats, workspace: Workspace) -> kernels.WorkArrays:
         """Memory to ask in, once the queries have been looked at."""
-        if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != self.arrays.keys.shape[1]:
-            raise ValueError(f"queries must be float32 [G, {self.arrays.keys.shape[1]}], got {kind(queries)}")
+        if (
+            queries.dtype != np.float32
+            or queries.ndim != 2
+            or queries.shape[1] != self.arrays.keys.shape[1]
+        ):
+            raise ValueError(
+                f"queries must be float32 [G, {self.arrays.keys.shape[1]}], got {kind(queries)}"
+            )
         if not np.isfinite(queries).all():
             raise ValueError("a query is not finite")
         return workspace.fit(self.arrays, len(queries))
 
-    # -- building and inserting ----------------------------------------------------------------------------------------
+    # -- building and inserting --------------------------------------------------------------------
 
     def _build(self, count: int, workspace: Workspace) -> None:
         self._measure(0, count)
@@ -131,8 +182,10 @@ class DCITree(PagedTree):
     def insert(self, count: int, workspace: Workspace) -> None:
         """Take the next `count` rows of the key memory into the tree.
 
-        Raises:
-            ValueError: a key is not finite (then nothing changed), or the memory has no such rows.
+        Raises
+        ------
+        ValueError
+            a key is not finite (then nothing changed), or the memory has no such rows.
         """
         first = len(self)
         check_memory(self.arrays.keys, first + count)
@@ -167,12 +220,16 @@ class DCITree(PagedTree):
             self._reparent(node, workspace)
         parents = self._parents(rows, level, workspace)
         self._grow(0, 0, self.pages + len(rows))
-        kernels.add_children(self.arrays, rows, parents, self._greedy, workspace.fit(self.arrays, 1))
+        kernels.add_children(
+            self.arrays, rows, parents, self._greedy, workspace.fit(self.arrays, 1)
+        )
 
     def _reparent(self, node: int, workspace: Workspace) -> None:
         """Give a new node the points below it that are nearer to it than to their parents."""
         work = workspace.fit(self.arrays, 1)
-        moved = kernels.leave_for(self.arrays, node, self.layout.fov, self.layout.exhaustive_below, work)
+        moved = kernels.leave_for(
+            self.arrays, node, self.layout.fov, self.layout.exhaustive_below, work
+        )
         rows = work.rows[:moved].copy()
         self._grow(0, 0, self.pages + -(-moved // self.layout.page_size))
         self._load(rows, np.full(moved, node, np.int32), workspace)
@@ -190,12 +247,20 @@ class DCITree(PagedTree):
             return parents
         work = workspace.fit(self.arrays, 1)
         kernels.nearest_nodes(
-            self.arrays, rows, level + 1, self.layout.fov, self.layout.exhaustive_below, work, parents
+            self.arrays,
+            rows,
+            level + 1,
+            self.layout.fov,
+            self.layout.exhaustive_below,
+            work,
+            parents,
         )
         return parents
 
     def _anchored_parents(self, rows: Ints, workspace: Workspace) -> Ints:
-        """The nodes of level 2 that points of level 1 choose, most of them among the parents of anchors near them."""
+        """The nodes of level 2 that points of level 1 choose, most of them among the parents of
+        anchors near them.
+        """
         parents, work = np.empty(len(rows), np.int32), workspace.fit(self.arrays, 1)
         wide = self.layout.fov, self.layout.exhaustive_below
         kernels.anchored_nodes(self.arrays, rows, 2, self.layout.anchors, *wide, work, parents)
@@ -207,10 +272,16 @@ class DCITree(PagedTree):
 
     def _levels(self, count: int) -> tuple[Ints, NDArray[np.int64]]:
         """Levels of the next arrivals, and the sizes of all levels with them."""
-        levels, sizes, top = np.empty(count, np.int32), self.arrays.level_size.copy(), self.arrays.state[TOP]
+        levels, sizes, top = (
+            np.empty(count, np.int32),
+            self.arrays.level_size.copy(),
+            self.arrays.state[TOP],
+        )
         promotion = self.layout.promotion
         if self.layout.levels == "counter_ceil":
-            self._next_level = kernels.assign_levels_in_turn(sizes, top, self._next_level, *promotion, levels)
+            self._next_level = kernels.assign_levels_in_turn(
+                sizes, top, self._next_level, *promotion, levels
+            )
         else:
             draws = self._random.random(count if self.layout.levels == "random" else 0)
             kernels.assign_levels(sizes, top, draws, *promotion, levels)
@@ -218,11 +289,15 @@ class DCITree(PagedTree):
 
 
 class ExactScan(DCITree):
-    """The same pages, found by scoring every key: what a search can at best find, and the price of not searching."""
+    """The same pages, found by scoring every key: what a search can at best find, and the price of
+    not searching.
+    """
 
     def p_dci(self, search: Search) -> None:
         """Never."""
 
-    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> tuple[int, int, kernels.WorkArrays]:
+    def _listed(
+        self, queries: Floats, search: Search, workspace: Workspace
+    ) -> tuple[int, int, kernels.WorkArrays]:
         work = self._work_arrays(queries, workspace)
         return 0, kernels.scan(self.arrays, work), work

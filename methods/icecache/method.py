@@ -1,8 +1,10 @@
-"""IceCache (ICLR 2026, sections 3 and 4): semantic pages on the host, found by a DCI tree per layer and KV head.
+"""IceCache (ICLR 2026, sections 3 and 4): semantic pages on the host, found by a DCI tree per layer
+and KV head.
 
-The past of a sequence has three regions: sink pages at its beginning, window pages at its end, and all between them,
-the indexed tokens, which lie on the host in the order of the tree's pages. A step attends sinks, window and the pages
-whose best member has the largest q.k. A page that rolls out of the window is inserted into the tree.
+The past of a sequence has three regions: sink pages at its beginning, window pages at its end, and
+all between them, the indexed tokens, which lie on the host in the order of the tree's pages. A step
+attends sinks, window and the pages whose best member has the largest q.k. A page that rolls out of
+the window is inserted into the tree.
 """
 
 from __future__ import annotations
@@ -29,12 +31,18 @@ from methods.icecache.tree import Keys, Workspace
 class Regions:
     """How the past of one row is divided.
 
-    Attributes:
-        capacity: the row's budget C in tokens.
-        page_size: tokens of a page, s.
-        sinks: first tokens, always attended.
-        window_pages: pages of s consecutive tokens at the end, always attended; the last is partly filled.
-        recalled: page slots left to the index.
+    Attributes
+    ----------
+    capacity
+        the row's budget C in tokens.
+    page_size
+        tokens of a page, s.
+    sinks
+        first tokens, always attended.
+    window_pages
+        pages of s consecutive tokens at the end, always attended; the last is partly filled.
+    recalled
+        page slots left to the index.
     """
 
     capacity: int
@@ -45,7 +53,9 @@ class Regions:
 
     def window(self, length: int) -> int:
         """The first token of the window of a row with `length` tokens."""
-        return max(self.sinks, ((length - 1) // self.page_size + 1 - self.window_pages) * self.page_size)
+        return max(
+            self.sinks, ((length - 1) // self.page_size + 1 - self.window_pages) * self.page_size
+        )
 
     def indexed(self, length: int) -> int:
         """Tokens between sinks and window."""
@@ -53,11 +63,13 @@ class Regions:
 
 
 class IceCache(Method):
-    """Attend C / s page slots: the sink pages, the window pages, and the best pages of the tree in all others.
+    """Attend C / s page slots: the sink pages, the window pages, and the best pages of the tree in
+    all others.
 
-    The ranked pages of a group's query heads are joined by rank and cut to the slots. A slot counts whole as
-    published, even if its page is not full; with unified accounting entries count, and further pages fill what is
-    left of C. A budget of at least the current length attends everything.
+    The ranked pages of a group's query heads are joined by rank and cut to the slots. A slot counts
+    whole as published, even if its page is not full; with unified accounting entries count, and
+    further pages fill what is left of C. A budget of at least the current length attends
+    everything.
     """
 
     needs = Needs(home="host", host_keys=True)
@@ -68,16 +80,24 @@ class IceCache(Method):
         self.tree = {"dci": DCITree, "exact": ExactScan}[options.index]
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
-        """Divide each row into sinks, index and window, and share the trees out between the layers."""
+        """Divide each row into sinks, index and window, and share the trees out between
+        the layers.
+        """
         super().begin(shape, budget, view, context)
         if shape.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys")
+            raise ValueError(
+                f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys"
+            )
         dtype = np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16)
         compile_kernels(dtype, context.pool, self.tree, self.options)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
-        self.anchor = {layer: layers[at - at % self.options.reuse] for at, layer in enumerate(layers)}
-        self.followers = {at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers}
+        self.anchor = {
+            layer: layers[at - at % self.options.reuse] for at, layer in enumerate(layers)
+        }
+        self.followers = {
+            at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers
+        }
         self.building: dict[int, list[list[Future[DCITree]]]] = {}
         self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
         self.forests: dict[int, Forest] = {}  # of each anchor, the same trees
@@ -94,19 +114,24 @@ class IceCache(Method):
         large = capacity >= 2 * fixed * options.page_size
         page_size = options.page_size if large else options.small_page_size
         recalled = max(0, capacity // page_size - fixed)
-        return Regions(capacity, page_size, options.sink_pages * page_size, options.window_pages, recalled)
+        return Regions(
+            capacity, page_size, options.sink_pages * page_size, options.window_pages, recalled
+        )
 
-    # -- prefill: the trees of a layer are built while the next layers are computed --------------------------------
+    # -- prefill: the trees of a layer are built while the next layers are computed ----------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Have the trees of a layer built in the background, one for each row and KV head."""
         if layer != self.anchor[layer]:
             return
         assert prompt.on_host is not None
-        # a build that waits for its turn must not hold the prompt, whose memory on the device is to be freed
+        # a build that waits for its turn must not hold the prompt, whose memory on the device is to
+        # be freed
         submit, on_host = self.context.pool.submit, prompt.on_host
         rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
-        self.building[layer] = [[submit(self._build, layer, on_host, row, head) for head in heads] for row in rows]
+        self.building[layer] = [
+            [submit(self._build, layer, on_host, row, head) for head in heads] for row in rows
+        ]
 
     def _build(self, layer: int, on_host: Future[Any], row: int, head: int) -> DCITree:
         on_host.result()
@@ -115,7 +140,12 @@ class IceCache(Method):
         # the first generated token may open a page, and another one then leaves the window
         count = regions.indexed(self.shape.lengths[row] + 1)
         try:
-            return self.tree(self._keys(layer)[row, head, regions.sinks :], count, layout, self._seed(layer, row, head))
+            return self.tree(
+                self._keys(layer)[row, head, regions.sinks :],
+                count,
+                layout,
+                self._seed(layer, row, head),
+            )
         except ValueError as error:
             raise _not_finite(layer, head, error) from error
 
@@ -135,15 +165,25 @@ class IceCache(Method):
             self.view.arrange(layer, order)
 
     def _order(self, layer: int) -> torch.Tensor:
-        """Tokens [B, Hkv, S] in the order of their pages: the sinks, the indexed tokens, the rest of longer rows."""
+        """Tokens [B, Hkv, S] in the order of their pages: the sinks, the indexed tokens, the rest
+        of longer rows.
+        """
         heads = [
-            [np.concatenate([np.arange(regions.sinks), regions.sinks + tree.arrange()]) for tree in row]
+            [
+                np.concatenate([np.arange(regions.sinks), regions.sinks + tree.arrange()])
+                for tree in row
+            ]
             for row, regions in zip(self.trees[layer], self.regions, strict=True)
         ]
         longest = max(len(head) for row in heads for head in row)
         longest = min(longest, max(self.view.lengths(layer)))
         return torch.tensor(
-            np.array([[np.append(head, np.arange(len(head), longest))[:longest] for head in row] for row in heads])
+            np.array(
+                [
+                    [np.append(head, np.arange(len(head), longest))[:longest] for head in row]
+                    for row in heads
+                ]
+            )
         )
 
     def _keys(self, layer: int) -> Keys:
@@ -151,7 +191,7 @@ class IceCache(Method):
         keys: Keys = stored(self.view.host_keys(layer))
         return keys
 
-    # -- decode ----------------------------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Insert the page that has left the window, if the new token has opened one."""
@@ -178,7 +218,9 @@ class IceCache(Method):
                 tree.bind(self._keys(layer)[row, head, regions.sinks :])
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
-        """Sinks, window, and the tokens of the best pages; a layer that has no trees takes those of its anchor."""
+        """Sinks, window, and the tokens of the best pages; a layer that has no trees takes those of
+        its anchor.
+        """
         if layer == self.anchor[layer]:
             lengths = self.view.lengths(layer)
             shape = self.shape.batch, self.shape.kv_heads, self.shape.group, self.shape.head_dim
@@ -195,7 +237,8 @@ class IceCache(Method):
                 queries = query.float().cpu().reshape(shape).numpy()
                 index, read = self.forests[layer].attend(queries, regions, self.options, longest)
             self.view.count_read(layer, read)
-            self.selection = Selection(torch.from_numpy(index))  # on the CPU, from where its tokens are sent up
+            # on the CPU, from where its tokens are sent up
+            self.selection = Selection(torch.from_numpy(index))
             for follower in self.followers[layer]:
                 self.view.prefetch(follower, self.selection.index)
         return self.selection

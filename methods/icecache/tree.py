@@ -1,14 +1,16 @@
 """The arrays of a DCI tree in memory that grows: what is in which page, and where the keys lie.
 
-How pages and the store's arrangement meet. The method hands over one KV head's host keys without the sinks,
-`host.key[b, h, sinks:]`: row i then holds the i-th indexed token, the window's tokens follow, later tokens land in
-their own rows, and `insert` takes the next rows into the tree as they leave the window. Right after `build` the
-method asks every head for `arrange()`, which answers with the tokens in page order and renumbers the tree to match,
-and passes sinks, this order and all later tokens unchanged to `view.arrange`: from then on row i holds what was token
-order[i], and each page is one contiguous block. Nobody may ask the tree between the two. Tokens inserted later are
-rows of their own at the end, and re-parented ones stay where they are, so a page is then a block and a few single rows;
-arranging again, once the tokens inserted outnumber some share of the tree, makes it a block again. `tokens` translates
-pages to token numbers at any time. After a reallocation of the host memory the method calls `bind`.
+How pages and the store's arrangement meet. The method hands over one KV head's host keys without
+the sinks, `host.key[b, h, sinks:]`: row i then holds the i-th indexed token, the window's tokens
+follow, later tokens land in their own rows, and `insert` takes the next rows into the tree as they
+leave the window. Right after `build` the method asks every head for `arrange()`, which answers with
+the tokens in page order and renumbers the tree to match, and passes sinks, this order and all later
+tokens unchanged to `view.arrange`: from then on row i holds what was token order[i], and each page
+is one contiguous block. Nobody may ask the tree between the two. Tokens inserted later are rows of
+their own at the end, and re-parented ones stay where they are, so a page is then a block and a few
+single rows; arranging again, once the tokens inserted outnumber some share of the tree, makes it a
+block again. `tokens` translates pages to token numbers at any time. After a reallocation of the
+host memory the method calls `bind`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ MAX_LEVELS = 32
 
 
 class Workspace:
-    """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it meets."""
+    """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it
+    meets.
+    """
 
     def __init__(self) -> None:
         self._arrays = kernels.WorkArrays(*[np.zeros(0)] * len(kernels.WorkArrays._fields))
@@ -42,7 +46,8 @@ class Workspace:
         required = (group, points, nodes)
         if any(size > available for size, available in zip(required, self._sizes, strict=True)):
             group, points, nodes = map(max, required, self._sizes)
-            longest = max(points, nodes)  # a page has a member, so there are no more pages than points
+            # a page has a member, so there are no more pages than points
+            longest = max(points, nodes)
             self._sizes = (group, points, nodes)
             self._arrays = kernels.WorkArrays(
                 nodes=np.empty(nodes, np.int32),
@@ -65,16 +70,24 @@ class Workspace:
 class PagedTree:
     """A tree over rows of `keys`, empty at first, and its pages.
 
-    Args:
-        keys: [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous.
-        count: rows to begin with; there is room for as many again, if `keys` has so many.
-        seed: of directions.
+    Parameters
+    ----------
+    keys
+        [rows, D] float32, or uint16 (bfloat16 bits), C-contiguous.
+    count
+        rows to begin with; there is room for as many again, if `keys` has so many.
+    seed
+        of directions.
 
-    Attributes:
-        arrays: the tree itself, see `kernels.Tree`; for looking only.
+    Attributes
+    ----------
+    arrays
+        the tree itself, see `kernels.Tree`; for looking only.
 
-    Raises:
-        ValueError: the memory is not as above, or has fewer rows.
+    Raises
+    ------
+    ValueError
+        the memory is not as above, or has fewer rows.
     """
 
     def __init__(self, keys: Keys, count: int, layout: Layout, seed: int) -> None:
@@ -137,11 +150,14 @@ class PagedTree:
     def tokens(self, pages: Ints) -> Ints:
         """Tokens of pages [...]: [..., page size] int32, trailing -1; page -1 has none."""
         rows = self.arrays.slots[pages]
-        tokens: Ints = np.where((rows == NONE) | (pages[..., None] == NONE), NONE, self.arrays.token[rows])
+        tokens: Ints = np.where(
+            (rows == NONE) | (pages[..., None] == NONE), NONE, self.arrays.token[rows]
+        )
         return tokens
 
     def arrange(self) -> Ints:
-        """Renumber rows so that every page is one block of them; the order of tokens [n] the key memory must take.
+        """Renumber rows so that every page is one block of them; the order of tokens [n] the key
+        memory must take.
 
         Row i must hold the key of token order[i] before the tree is asked again.
         """
@@ -164,10 +180,12 @@ class PagedTree:
         """The keys lie in other memory now, in the same rows."""
         check_memory(keys, len(self))
         if keys.dtype != self.arrays.keys.dtype or keys.shape[1] != self.arrays.keys.shape[1]:
-            raise ValueError(f"the tree was built from {kind(self.arrays.keys)}, and was given {kind(keys)}")
+            raise ValueError(
+                f"the tree was built from {kind(self.arrays.keys)}, and was given {kind(keys)}"
+            )
         self.arrays = self.arrays._replace(keys=keys)
 
-    # -- room and measures, for what builds a tree ---------------------------------------------------------------------
+    # -- room and measures, for what builds a tree -------------------------------------------------
 
     def _measure(self, start: int, stop: int) -> None:
         """Norms, projections and sketches of new rows, and c."""
@@ -206,6 +224,9 @@ def kind(array: Any) -> str:
 def check_memory(keys: Keys, count: int) -> None:
     """Refuse keys that kernels cannot read, or that are fewer than `count`."""
     if keys.dtype not in (np.float32, np.uint16) or keys.ndim != 2 or not keys.flags.c_contiguous:
-        raise ValueError(f"keys must be contiguous [rows, D] of float32, or bfloat16 seen as uint16, got {kind(keys)}")
+        raise ValueError(
+            "keys must be contiguous [rows, D] of float32, or bfloat16 seen as uint16, got"
+            f" {kind(keys)}"
+        )
     if count > len(keys):
         raise ValueError(f"{count} keys to index, and memory of {len(keys)}")

@@ -1,4 +1,6 @@
-"""How LycheeCluster's chunks are represented, and grouped into fine clusters and coarse units (section 4)."""
+"""How LycheeCluster's chunks are represented, and grouped into fine clusters and coarse units
+(section 4).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from methods.blocks.ragged import entries
 
 Pooling = Literal["mean", "max"]
 
-# build=two_level: units are found on a sample of this many chunks for each, and sets of some hundred points settle soon
+# build=two_level: units are found on a sample of this many chunks for each, and sets of some
+# hundred points settle soon
 SAMPLED_PER_UNIT = 16
 FINE_ITERATIONS = 2
 
@@ -24,44 +27,61 @@ class ClusterLayout:
     """How chunks are clustered."""
 
     cluster_size: int = 2  # chunks in a fine cluster, on average
-    units: int = 64  # most coarse units; there are as many as the root of the fine clusters, at most
+    # most coarse units; there are as many as the root of the fine clusters, at most
+    units: int = 64
     iterations: int = 10  # of k-means
-    # full: all chunks against all clusters (as published); two_level: units first, then clusters inside each, a small
-    # part of the work
+    # full: all chunks against all clusters (as published); two_level: units first, then clusters
+    # inside each, a small part of the work
     build: Literal["full", "two_level"] = "full"
     pooling: Pooling = "mean"  # of its keys, what represents a chunk
-    # how they follow a graft. exact: anew from all members, whose representatives are kept in int8. strict: as large as
-    # the move of the centroid and the new member can make them. paper: never smaller, and no smaller than the new
-    # member's distance; the centroid's move may leave older members outside. A unit's ball holds its clusters' balls,
-    # in paper their centroids only
+    # how they follow a graft. exact: anew from all members, whose representatives are kept in int8.
+    # strict: as large as the move of the centroid and the new member can make them. paper: never
+    # smaller, and no smaller than the new member's distance; the centroid's move may leave older
+    # members outside. A unit's ball holds its clusters' balls, in paper their centroids only
     radii: Literal["exact", "strict", "paper"] = "paper"
-    move_units: bool = True  # a graft moves the centroid of its unit, too, to the mean over one chunk more
+    # a graft moves the centroid of its unit, too, to the mean over one chunk more
+    move_units: bool = True
 
 
 def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     """Representatives of chunks.
 
-    Args:
-        keys: [H, N, D].
-        bounds: [M + 1], where chunks of these keys begin and the last one ends.
+    Parameters
+    ----------
+    keys
+        [H, N, D].
+    bounds
+        [M + 1], where chunks of these keys begin and the last one ends.
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [H, M, D] fp32 of unit length.
     """
     keys = keys[:, : int(bounds[-1])]
     tokens = torch.arange(int(bounds[0]), keys.shape[1], device=keys.device)
     offsets = bounds[:-1] - bounds[0]
-    return torch.stack([normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1) for head in keys])
+    return torch.stack(
+        [
+            normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1)
+            for head in keys
+        ]
+    )
 
 
 class Clustering(NamedTuple):
     """What a build finds.
 
-    Attributes:
-        centroids: [H, L, D] fp32, in the order of their units.
-        assigned: [H, M], the cluster of every chunk.
-        unit_centroids: [H, P, D] fp32.
-        units: [H, L] ascending, the unit of every cluster; P for what is none.
+    Attributes
+    ----------
+    centroids
+        [H, L, D] fp32, in the order of their units.
+    assigned
+        [H, M], the cluster of every chunk.
+    unit_centroids
+        [H, P, D] fp32.
+    units
+        [H, L] ascending, the unit of every cluster; P for what is none.
     """
 
     centroids: torch.Tensor
@@ -70,7 +90,9 @@ class Clustering(NamedTuple):
     units: torch.Tensor
 
 
-def clustered(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
+def clustered(
+    points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator
+) -> Clustering:
     """Cluster chunks by their representatives [H, M, D]; `generator` draws the first centroids."""
     return (_two_level if layout.build == "two_level" else _full)(points, layout, generator)
 
@@ -79,16 +101,26 @@ def _full(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generato
     """k-means of chunks, and k-means of its centroids."""
     clusters = ceil(points.shape[1] / layout.cluster_size)
     centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
-    unit_centroids, units = spherical_kmeans(centroids, _units(clusters, layout), layout.iterations, generator)
+    unit_centroids, units = spherical_kmeans(
+        centroids, _units(clusters, layout), layout.iterations, generator
+    )
     units, order = units.sort(dim=1, stable=True)
-    return Clustering(rows_at(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units)
+    return Clustering(
+        rows_at(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units
+    )
 
 
-def _two_level(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
-    """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a size at once."""
+def _two_level(
+    points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator
+) -> Clustering:
+    """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a
+    size at once.
+    """
     heads, count, width = points.shape
     units = _units(ceil(count / layout.cluster_size), layout)
-    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(points.device)
+    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(
+        points.device
+    )
     unit_centroids, _ = spherical_kmeans(points[:, sample], units, layout.iterations, generator)
     members, starts = lists_of(nearest(points, unit_centroids), units)
     sizes = starts.diff(dim=1)
@@ -113,15 +145,20 @@ def _two_level(points: torch.Tensor, layout: ClusterLayout, generator: torch.Gen
             continue
         indexes, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
         chunks, present = members[indexes.clamp(min=0)], indexes >= 0
-        group_centroids, local = spherical_kmeans(points[chunks], target, iterations, generator, inside)
+        group_centroids, local = spherical_kmeans(
+            points[chunks], target, iterations, generator, inside
+        )
         first = (end - clusters)[group][:, None]
         assigned[chunks[present]] = (first + local)[present]
-        centroids[(end - clusters + head * most)[group][:, None] + torch.arange(target, device=first.device)] = (
-            group_centroids
-        )
+        centroids[
+            (end - clusters + head * most)[group][:, None]
+            + torch.arange(target, device=first.device)
+        ] = group_centroids
     index = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
     of_unit = torch.searchsorted(end, index, right=True)
-    return Clustering(centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit)
+    return Clustering(
+        centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit
+    )
 
 
 def _units(clusters: int, layout: ClusterLayout) -> int:

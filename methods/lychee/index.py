@@ -1,12 +1,15 @@
-"""LycheeCluster's index (section 4 and algorithm 1): chunks in fine clusters, and these in coarse units, balls around.
+"""LycheeCluster's index (section 4 and algorithm 1): chunks in fine clusters, and these in coarse
+units, balls around.
 
-A chunk is represented by the normalised mean (or maximum) of its keys. Fine clusters and units are balls around
-centroids: by Cauchy and Schwarz no member has a larger inner product with q than q.centroid + |q| radius. An index
-serves the KV heads of one sequence and layer, which share the chunks and differ in their clusters.
+A chunk is represented by the normalised mean (or maximum) of its keys. Fine clusters and units are
+balls around centroids: by Cauchy and Schwarz no member has a larger inner product with q than
+q.centroid + |q| radius. An index serves the KV heads of one sequence and layer, which share the
+chunks and differ in their clusters.
 
-What it holds: half a centroid a chunk in the dtype of the keys, 136 bytes where heads have 128 elements of bfloat16,
-against 512 bytes of key and value a token: 2.2 % at 12 tokens a chunk, and 4.3 % with the int8 representatives that
-keep radii exact. The paper reports 1.0 to 1.3 %, less than such centroids alone take.
+What it holds: half a centroid a chunk in the dtype of the keys, 136 bytes where heads have 128
+elements of bfloat16, against 512 bytes of key and value a token: 2.2 % at 12 tokens a chunk, and
+4.3 % with the int8 representatives that keep radii exact. The paper reports 1.0 to 1.3 %, less than
+such centroids alone take.
 """
 
 from __future__ import annotations
@@ -36,10 +39,14 @@ SPARE_CHUNKS = 64  # room for grafts that is added at once
 class ChunkSearch:
     """How chunks are searched.
 
-    Attributes:
-        units: best units whose clusters are ranked; more until they hold twice the tokens wanted.
-        ub_weight: of the radii in the bounds: 1, or 0 to rank by centroids alone.
-        shortest: tokens that every chunk has, but for `short` ones.
+    Attributes
+    ----------
+    units
+        best units whose clusters are ranked; more until they hold twice the tokens wanted.
+    ub_weight
+        of the radii in the bounds: 1, or 0 to rank by centroids alone.
+    shortest
+        tokens that every chunk has, but for `short` ones.
     """
 
     units: int = 16
@@ -55,24 +62,38 @@ class ChunkSearch:
 class ClusterIndex:
     """Fine clusters and coarse units over the chunks of one sequence and layer, for its H KV heads.
 
-    Clusters stand in the order of their units. Centroids are held in the dtype of the keys; radii reach from the
-    centroids as they are held to the representatives before any rounding, and are rounded up.
+    Clusters stand in the order of their units. Centroids are held in the dtype of the keys; radii
+    reach from the centroids as they are held to the representatives before any rounding, and are
+    rounded up.
 
-    Args:
-        representatives: [H, M, D] fp32, see `pooled`.
-        lengths: [M], tokens of each chunk.
-        dtype: in which centroids are held.
-        generator: draws first centroids.
+    Parameters
+    ----------
+    representatives
+        [H, M, D] fp32, see `pooled`.
+    lengths
+        [M], tokens of each chunk.
+    dtype
+        in which centroids are held.
+    generator
+        draws first centroids.
 
-    Attributes:
-        count: chunks, M.
-        codes: [H, M + spare, D] int8, the representatives; None unless radii are exact.
-        centroids, radii: [H, L, D] and [H, L] fp32, of the fine clusters.
-        members, starts: [H, M] and [H, L + 1] int32; members[h, starts[h, c] : starts[h, c + 1]] are c's chunks.
-        unit_centroids, unit_radii: [H, P, D] and [H, P] fp32, of the coarse units.
-        unit_tokens: [H, P] int32, in all chunks of a unit.
-        unit_starts: [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1. Those
-            beyond the last unit are none: heads differ in the number of their clusters.
+    Attributes
+    ----------
+    count
+        chunks, M.
+    codes
+        [H, M + spare, D] int8, the representatives; None unless radii are exact.
+    centroids, radii
+        [H, L, D] and [H, L] fp32, of the fine clusters.
+    members, starts
+        [H, M] and [H, L + 1] int32; members[h, starts[h, c] : starts[h, c + 1]] are c's chunks.
+    unit_centroids, unit_radii
+        [H, P, D] and [H, P] fp32, of the coarse units.
+    unit_tokens
+        [H, P] int32, in all chunks of a unit.
+    unit_starts
+        [H, P + 1] int32; unit u has the clusters unit_starts[h, u] .. unit_starts[h, u + 1] - 1.
+        Those beyond the last unit are none: heads differ in the number of their clusters.
     """
 
     def __init__(
@@ -84,10 +105,14 @@ class ClusterIndex:
         generator: torch.Generator,
     ) -> None:
         self.layout, self.count = layout, representatives.shape[1]
-        self._read: tuple[Any, ...] | None = None  # all of it as compiled code reads it, until the next graft
+        # all of it as compiled code reads it, until the next graft
+        self._read: tuple[Any, ...] | None = None
         clustering = clustered(representatives, layout, generator)
         clusters, units = clustering.centroids.shape[1], clustering.unit_centroids.shape[1]
-        self.centroids, self.unit_centroids = clustering.centroids.to(dtype), clustering.unit_centroids.to(dtype)
+        self.centroids, self.unit_centroids = (
+            clustering.centroids.to(dtype),
+            clustering.unit_centroids.to(dtype),
+        )
         members, starts = lists_of(clustering.assigned, clusters)
         self.members, self.starts = members.int(), starts.int()
         self.unit_starts = lists_of(clustering.units, units)[1].int()
@@ -99,28 +124,40 @@ class ClusterIndex:
         distance = self._distance(representatives, rows_at(self.centroids, clustering.assigned))
         self.radii = self._up(_largest(distance, clustering.assigned, clusters))
         unit_of_cluster = rows_at(self.unit_centroids, clustering.units.clamp(max=units - 1))
-        reach = self._reach(self.centroids, self.radii, unit_of_cluster).masked_fill(self.starts.diff(dim=1) == 0, 0)
+        reach = self._reach(self.centroids, self.radii, unit_of_cluster).masked_fill(
+            self.starts.diff(dim=1) == 0, 0
+        )
         self.unit_radii = self._up(_largest(reach, clustering.units, units + 1)[:, :units])
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's arrays lie elsewhere."""
         return {**self.__dict__, "_read": None}
 
-    def best_chunks(self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: ChunkSearch) -> torch.Tensor:
+    def best_chunks(
+        self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: ChunkSearch
+    ) -> torch.Tensor:
         """Chunks in the order of their clusters' upper bounds, searched from the top down.
 
         Inside a cluster the chunks nearest to the query come first, where representatives are kept.
 
-        Args:
-            queries: [H, Q, D] fp32.
-            norms: [H, Q], of the queries; of mean queries the mean norms.
-            room: tokens wanted.
+        Parameters
+        ----------
+        queries
+            [H, Q, D] fp32.
+        norms
+            [H, Q], of the queries; of mean queries the mean norms.
+        room
+            tokens wanted.
 
-        Returns:
+        Returns
+        -------
+        torch.Tensor
             [H, Q, K] int64, chunks of at least `room` tokens if there are so many; trailing -1.
         """
         slack = search.ub_weight * norms[..., None]
-        score = queries @ self.unit_centroids.float().transpose(1, 2) + slack * self.unit_radii[:, None]
+        score = (
+            queries @ self.unit_centroids.float().transpose(1, 2) + slack * self.unit_radii[:, None]
+        )
         score = score.masked_fill(self.unit_tokens[:, None] == 0, -torch.inf)
         order = score.argsort(dim=2, descending=True)
         unit_tokens = _pick(self.unit_tokens, order)
@@ -130,7 +167,9 @@ class ClusterIndex:
         clusters, _ = entries(_pick(self.unit_starts, order), sizes)
 
         at = clusters.clamp(min=0)
-        near = rows_at(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
+        near = (
+            rows_at(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
+        )
         score = near.squeeze(3) + slack * _pick(self.radii, at)
         sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
@@ -139,7 +178,10 @@ class ClusterIndex:
         indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
         chunks = _pick(self.members, indexes.clamp(min=0)).long()
         if self.codes is not None:
-            near = _decoded(rows_at(self.codes, chunks.flatten(1)).view(*chunks.shape, -1)) @ queries[..., None]
+            near = (
+                _decoded(rows_at(self.codes, chunks.flatten(1)).view(*chunks.shape, -1))
+                @ queries[..., None]
+            )
             order = near.squeeze(3).argsort(dim=2, descending=True)
             rank = rank.masked_fill(indexes < 0, rank.shape[2]).gather(2, order)
             order = order.gather(2, rank.argsort(dim=2, stable=True))
@@ -158,32 +200,52 @@ class ClusterIndex:
     ) -> int:
         """As `best_chunks`, in one call into compiled code, for an index that `is_readable`.
 
-        Args:
-            queries: [H, G, D].
-            mean: ask once for each head, with the mean query and the mean norm of its group.
-            chunks: those of the sequence.
-            room: most tokens of chunks.
-            fixed: tokens that come before those of chunks, [n].
-            tokens: [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the best chunks
-                in their order, as many whole chunks as fit, and trailing -1. Tokens of the longest are returned.
+        Parameters
+        ----------
+        queries
+            [H, G, D].
+        mean
+            ask once for each head, with the mean query and the mean norm of its group.
+        chunks
+            those of the sequence.
+        room
+            most tokens of chunks.
+        fixed
+            tokens that come before those of chunks, [n].
+        tokens
+            [H * G or, with `mean`, H, n + room or more]; written: `fixed`, then the tokens of the
+            best chunks in their order, as many whole chunks as fit, and trailing -1. Tokens of the
+            longest are returned.
         """
         if self._read is None:
-            units = stored(self.unit_centroids), *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
+            units = (
+                stored(self.unit_centroids),
+                *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts),
+            )
             clusters = stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
             none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
             self._read = units, clusters, none if self.codes is None else self.codes.numpy()
         how = search.units, search.ub_weight, search.most(room)
         threads, bounds = torch.get_num_threads(), chunks.bounds.numpy()
-        return int(kernels.best_tokens(threads, queries, mean, *self._read, bounds, how, room, fixed, tokens))
+        return int(
+            kernels.best_tokens(
+                threads, queries, mean, *self._read, bounds, how, room, fixed, tokens
+            )
+        )
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
-        """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none is new.
+        """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none
+        is new.
 
-        The cluster's centroid becomes the mean over one chunk more, and with `move_units` that of its unit.
+        The cluster's centroid becomes the mean over one chunk more, and with `move_units` that of
+        its unit.
 
-        Args:
-            representative: [H, D] fp32.
-            length: the chunk's tokens.
+        Parameters
+        ----------
+        representative
+            [H, D] fp32.
+        length
+            the chunk's tokens.
         """
         self._read = None
         near = (self.centroids.float() @ representative[..., None]).squeeze(2)
@@ -195,7 +257,9 @@ class ClusterIndex:
         old, old_unit = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
         _average(self.centroids, cluster, size, representative)
         if self.layout.move_units:
-            edges = self.starts.gather(1, self.unit_starts.gather(1, torch.cat([unit, unit + 1], dim=1)).long())
+            edges = self.starts.gather(
+                1, self.unit_starts.gather(1, torch.cat([unit, unit + 1], dim=1)).long()
+            )
             _average(self.unit_centroids, unit, edges.diff(dim=1), representative)
         self.unit_tokens.scatter_add_(1, unit, torch.full_like(end, length))
         self._insert(representative, cluster, end)
@@ -204,7 +268,9 @@ class ClusterIndex:
         else:
             self._widen(representative[:, None], cluster, unit, old, old_unit)
 
-    def _insert(self, representative: torch.Tensor, cluster: torch.Tensor, end: torch.Tensor) -> None:
+    def _insert(
+        self, representative: torch.Tensor, cluster: torch.Tensor, end: torch.Tensor
+    ) -> None:
         """Put a new chunk after the members of `cluster` [H, 1], which stand up to `end` [H, 1]."""
         index = torch.arange(self.count + 1, device=end.device)
         members = torch.where(index < end, pad(self.members, (0, 1)), pad(self.members, (1, 0)))
@@ -223,37 +289,69 @@ class ClusterIndex:
         assert self.codes is not None
         points = _decoded(rows_at(self.codes, self.members.gather(1, indexes.clamp(min=0)).long()))
         distance = self._distance(points, rows_at(self.centroids, cluster))
-        self.radii.scatter_(1, cluster, self._up(distance.masked_fill(indexes < 0, 0).amax(dim=1, keepdim=True)))
+        self.radii.scatter_(
+            1, cluster, self._up(distance.masked_fill(indexes < 0, 0).amax(dim=1, keepdim=True))
+        )
         first = self.unit_starts.gather(1, unit)
         clusters, _ = entries(first, self.unit_starts.gather(1, unit + 1) - first)
         at = clusters.clamp(min=0)
-        reach = self._reach(rows_at(self.centroids, at), self.radii.gather(1, at), rows_at(self.unit_centroids, unit))
+        reach = self._reach(
+            rows_at(self.centroids, at),
+            self.radii.gather(1, at),
+            rows_at(self.unit_centroids, unit),
+        )
         empty = (clusters < 0) | (self.starts.diff(dim=1).gather(1, at) == 0)
-        self.unit_radii.scatter_(1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True)))
+        self.unit_radii.scatter_(
+            1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True))
+        )
 
     def _widen(
-        self, point: torch.Tensor, cluster: torch.Tensor, unit: torch.Tensor, old: torch.Tensor, old_unit: torch.Tensor
+        self,
+        point: torch.Tensor,
+        cluster: torch.Tensor,
+        unit: torch.Tensor,
+        old: torch.Tensor,
+        old_unit: torch.Tensor,
     ) -> None:
-        """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved centroids away from the old ones."""
-        centroid, unit_centroid = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
-        radius = self._grown(self.radii.gather(1, cluster), old, centroid, self._distance(point, centroid))
+        """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved centroids away
+        from the old ones.
+        """
+        centroid, unit_centroid = (
+            rows_at(self.centroids, cluster),
+            rows_at(self.unit_centroids, unit),
+        )
+        radius = self._grown(
+            self.radii.gather(1, cluster), old, centroid, self._distance(point, centroid)
+        )
         self.radii.scatter_(1, cluster, radius)
         reach = self._reach(centroid, radius, unit_centroid)
-        self.unit_radii.scatter_(1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, unit_centroid, reach))
+        self.unit_radii.scatter_(
+            1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, unit_centroid, reach)
+        )
 
-    def _grown(self, radius: torch.Tensor, old: torch.Tensor, new: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
-        """A radius that holds what lies at `reach`; in "strict" all that it held around the old centroid, too."""
+    def _grown(
+        self, radius: torch.Tensor, old: torch.Tensor, new: torch.Tensor, reach: torch.Tensor
+    ) -> torch.Tensor:
+        """A radius that holds what lies at `reach`; in "strict" all that it held around the old
+        centroid, too.
+        """
         if self.layout.radii == "strict":
             radius = self._up(radius + (new.float() - old.float()).norm(dim=2))
         return torch.maximum(radius, self._up(reach))
 
     def _distance(self, points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-        """How far representatives [H, m, D] may be from centroids [H, m or 1, D], even if they were decoded."""
+        """How far representatives [H, m, D] may be from centroids [H, m or 1, D], even if they were
+        decoded.
+        """
         rounding = 0.0 if self.codes is None else sqrt(points.shape[2]) / (2 * LEVELS)
         return (points - centroids.float()).norm(dim=2) + rounding
 
-    def _reach(self, centroids: torch.Tensor, radii: torch.Tensor, unit_centroids: torch.Tensor) -> torch.Tensor:
-        """How far from a unit's centroid its clusters reach, balls and all; in "paper" their centroids."""
+    def _reach(
+        self, centroids: torch.Tensor, radii: torch.Tensor, unit_centroids: torch.Tensor
+    ) -> torch.Tensor:
+        """How far from a unit's centroid its clusters reach, balls and all; in "paper" their
+        centroids.
+        """
         distance = (centroids.float() - unit_centroids.float()).norm(dim=2)
         return distance if self.layout.radii == "paper" else distance + radii
 
@@ -268,7 +366,9 @@ def _arrays(*tensors: torch.Tensor) -> list[Any]:
 
 @cache
 def compile_kernels(dtype: torch.dtype) -> None:
-    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
+    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything
+    is timed.
+    """
     representatives, lengths = torch.ones(1, 2, 8), torch.tensor([1, 1])
     index = ClusterIndex(representatives, lengths, ClusterLayout(), dtype, torch.Generator())
     tokens = np.empty((1, 2), np.int64)
@@ -276,9 +376,15 @@ def compile_kernels(dtype: torch.dtype) -> None:
     index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, ChunkSearch(), fixed, tokens)
 
 
-def _average(centroids: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, point: torch.Tensor) -> None:
-    """Move the centroids at [H, 1], each a mean over `sizes` [H, 1] members, to the mean over `point` [H, D], too."""
-    mean = normalize(sizes[..., None] * rows_at(centroids, at).float() + point[:, None], dim=2).to(centroids.dtype)
+def _average(
+    centroids: torch.Tensor, at: torch.Tensor, sizes: torch.Tensor, point: torch.Tensor
+) -> None:
+    """Move the centroids at [H, 1], each a mean over `sizes` [H, 1] members, to the mean over
+    `point` [H, D], too.
+    """
+    mean = normalize(sizes[..., None] * rows_at(centroids, at).float() + point[:, None], dim=2).to(
+        centroids.dtype
+    )
     centroids.scatter_(1, at[..., None].expand_as(mean), mean)
 
 

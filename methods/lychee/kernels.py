@@ -1,7 +1,7 @@
 """The search of LycheeCluster's index on a CPU, in Numba: all KV heads of a row in one call.
 
-`ClusterIndex.best_chunks` has the same in torch; there a step is ninety small operations, which cost more than the
-products. Lists stop here as soon as they hold the tokens wanted.
+`ClusterIndex.best_chunks` has the same in torch; there a step is ninety small operations, which
+cost more than the products. Lists stop here as soon as they hold the tokens wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from methods.blocks.kernels import jit, kernel, sort, widen, write_best
 
 @jit
 def _bound(centroid, query, slack, radius):  # type: ignore[no-untyped-def]
-    """The largest product that a member of a ball can have with a query: q . centroid + |q| radius."""
+    """The largest product that a member of a ball can have with a query: q . centroid +
+    |q| radius.
+    """
     total = np.float32(0)
     for k in range(len(query)):
         total += widen(centroid[k]) * query[k]
@@ -23,7 +25,10 @@ def _bound(centroid, query, slack, radius):  # type: ignore[no-untyped-def]
 
 @jit
 def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-untyped-def]
-    """Put the clusters of the best units in `chosen`; how many. Units are added until they hold 2 `room` tokens."""
+    """Put the clusters of the best units in `chosen`; how many.
+
+    Units are added until they hold 2 `room` tokens.
+    """
     centroids, radii, tokens, starts = units
     falling, order = np.empty(len(tokens), np.float32), np.empty(len(tokens), np.int32)
     for unit in range(len(tokens)):
@@ -45,7 +50,9 @@ def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-u
 
 @jit
 def _members(clusters, cluster, codes, query, chunks, falling):  # type: ignore[no-untyped-def]
-    """Put the chunks of a cluster in `chunks`, those nearest to the query first if representatives are kept."""
+    """Put the chunks of a cluster in `chunks`, those nearest to the query first if representatives
+    are kept.
+    """
     _, _, starts, members = clusters
     size = starts[cluster + 1] - starts[cluster]
     for i in range(size):
@@ -59,7 +66,9 @@ def _members(clusters, cluster, codes, query, chunks, falling):  # type: ignore[
 
 @jit
 def _load_query(queries, asks, mean, query):  # type: ignore[no-untyped-def]
-    """Put query `asks` of a group [G, D] in `query`, or the mean query; its norm, or the mean norm."""
+    """Put query `asks` of a group [G, D] in `query`, or the mean query; its norm, or the
+    mean norm.
+    """
     first, stop = (0, len(queries)) if mean else (asks, asks + 1)
     query[:], norms = 0, np.float32(0)
     for g in range(first, stop):
@@ -73,22 +82,35 @@ def _load_query(queries, asks, mean, query):  # type: ignore[no-untyped-def]
 
 @kernel
 def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists):  # type: ignore[no-untyped-def]
-    """`fixed` tokens and, of the best clusters' chunks, as many whole chunks as fit into `room` tokens.
+    """`fixed` tokens and, of the best clusters' chunks, as many whole chunks as fit into `room`
+    tokens.
 
     KV heads are shared out between so many threads.
 
-    Args:
-        queries: [H, G, D] float32.
-        mean: the group asks as one, see `ClusterIndex.best_tokens`.
-        units: centroids [H, P, D], radii [H, P], tokens [H, P] and starts [H, P + 1].
-        clusters: centroids [H, L, D], radii [H, L], starts [H, L + 1] and members [H, M].
-        codes: [H, M or more, D] int8, or [H, 0, D]: none are kept.
-        bounds: [M + 1], where chunks begin and the last one ends.
-        search: units searched, weight of the radii, most clusters ranked.
-        fixed: [n].
-        lists: [lists, n + room or more] int64; written, trailing -1.
+    Parameters
+    ----------
+    queries
+        [H, G, D] float32.
+    mean
+        the group asks as one, see `ClusterIndex.best_tokens`.
+    units
+        centroids [H, P, D], radii [H, P], tokens [H, P] and starts [H, P + 1].
+    clusters
+        centroids [H, L, D], radii [H, L], starts [H, L + 1] and members [H, M].
+    codes
+        [H, M or more, D] int8, or [H, 0, D]: none are kept.
+    bounds
+        [M + 1], where chunks begin and the last one ends.
+    search
+        units searched, weight of the radii, most clusters ranked.
+    fixed
+        [n].
+    lists
+        [lists, n + room or more] int64; written, trailing -1.
 
-    Returns:
+    Returns
+    -------
+    value
         tokens of the longest list.
     """
     lengths = np.zeros(len(queries), np.int64)
@@ -101,10 +123,16 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
 
 
 @jit
-def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists, lengths):  # type: ignore[no-untyped-def]
+def _best_tokens(  # type: ignore[no-untyped-def]
+    _, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists, lengths
+):
     searched, weight, most_ranked = search
     many, queries_per_head = clusters[1].shape[1], 1 if mean else queries.shape[1]
-    chosen, picked, scores = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
+    chosen, picked, scores = (
+        np.empty(many, np.int32),
+        np.empty(many, np.int32),
+        np.empty(many, np.float32),
+    )
     most = clusters[3].shape[1]
     chunks, falling, query = (
         np.empty(most, np.int32),
@@ -121,9 +149,14 @@ def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, searc
             for i in range(count):
                 scores[i] = -np.inf
                 if head_clusters[2][chosen[i] + 1] > head_clusters[2][chosen[i]]:
-                    scores[i] = _bound(head_clusters[0][chosen[i]], query, slack, head_clusters[1][chosen[i]])
+                    scores[i] = _bound(
+                        head_clusters[0][chosen[i]], query, slack, head_clusters[1][chosen[i]]
+                    )
             ranked_count = min(most_ranked, count)
-            ranked, ranked_scores = np.empty(ranked_count, np.int32), np.empty(ranked_count, np.float32)
+            ranked, ranked_scores = (
+                np.empty(ranked_count, np.int32),
+                np.empty(ranked_count, np.float32),
+            )
             write_best(scores, count, ranked, ranked_scores, picked)
             out, end = lists[head * queries_per_head + asks], len(fixed)
             for i in range(end):
@@ -132,7 +165,9 @@ def _best_tokens(_, claims, queries, mean, units, clusters, codes, bounds, searc
             for i in ranked:
                 if i < 0 or end > full:
                     break
-                for j in range(_members(head_clusters, chosen[i], codes[head], query, chunks, falling)):
+                for j in range(
+                    _members(head_clusters, chosen[i], codes[head], query, chunks, falling)
+                ):
                     first, stop = bounds[chunks[j]], bounds[chunks[j] + 1]
                     if end + stop - first > full:
                         full = -1  # the lists end at the first chunk that is too long

@@ -1,9 +1,10 @@
-"""LycheeCluster (2026): chunks that follow the structure of the text, found by a hierarchical index with upper bounds.
+"""LycheeCluster (2026): chunks that follow the structure of the text, found by a hierarchical index
+with upper bounds.
 
-The past of a sequence is sinks, chunks of 8 to 16 tokens, and a buffer of recent tokens. A step attends the sinks, the
-buffer, and the chunks of the clusters whose members can have the largest inner product with the query. The buffer holds
-what was generated since it was full; then it becomes chunks, which are grafted onto the nearest clusters, and is empty
-again (section 4 and algorithm 1).
+The past of a sequence is sinks, chunks of 8 to 16 tokens, and a buffer of recent tokens. A step
+attends the sinks, the buffer, and the chunks of the clusters whose members can have the largest
+inner product with the query. The buffer holds what was generated since it was full; then it becomes
+chunks, which are grafted onto the nearest clusters, and is empty again (section 4 and algorithm 1).
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from methods.lychee.index import ChunkSearch, ClusterIndex, compile_kernels
 
 @dataclass(frozen=True)
 class RowRegions:
-    """How the past of one row is divided; the same in all layers and heads, for chunks follow the text alone.
+    """How the past of one row is divided; the same in all layers and heads, for chunks follow the
+    text alone.
 
-    Attributes:
-        text: its chunks; after them the buffer.
-        capacity: the row's budget C in tokens.
-        sinks: first tokens, always attended.
-        room: most tokens of chunks that a step attends.
+    Attributes
+    ----------
+    text
+        its chunks; after them the buffer.
+    capacity
+        the row's budget C in tokens.
+    sinks
+        first tokens, always attended.
+    room
+        most tokens of chunks that a step attends.
     """
 
     text: Text
@@ -48,7 +55,9 @@ class RowRegions:
         return self.text.length > self.capacity and self.text.end - self.sinks > self.room
 
     def fixed(self) -> torch.Tensor:
-        """The tokens always attended: buffer, newest first, and sinks; of a row that is not sparse all."""
+        """The tokens always attended: buffer, newest first, and sinks; of a row that is not sparse
+        all.
+        """
         device = self.text.chunks.bounds.device
         first = self.text.end if self.sparse else self.sinks
         newest = torch.arange(self.text.length - 1, first - 1, -1, device=device)
@@ -61,8 +70,10 @@ class LycheeOptions(ClusterLayout):
 
     sinks: int = 16  # first tokens, always attended
     buffer: int = 128  # most recent tokens that are not in a chunk yet, at most
-    seed_buffer: bool = False  # the prompt's last tokens begin in the buffer; else it begins empty, as in algorithm 1
-    packing: Packing = "buffer"  # what leaves a full buffer: all of it, as in algorithm 1, or its oldest chunk
+    # the prompt's last tokens begin in the buffer; else it begins empty, as in algorithm 1
+    seed_buffer: bool = False
+    # what leaves a full buffer: all of it, as in algorithm 1, or its oldest chunk
+    packing: Packing = "buffer"
     chunking: Chunking = "structure"  # chunks end at delimiters; fixed: all have `max_chunk` tokens
     min_chunk: int = 8  # tokens of a chunk
     max_chunk: int = 16
@@ -76,16 +87,17 @@ class LycheeOptions(ClusterLayout):
             raise ValueError(f"min_chunk={self.min_chunk}: at most max_chunk={self.max_chunk}")
         if self.buffer < self.max_chunk:
             raise ValueError(
-                f"buffer={self.buffer}: at least max_chunk={self.max_chunk}, for a chunk is cut when it is full"
+                f"buffer={self.buffer}: at least max_chunk={self.max_chunk}, for a chunk is cut"
+                " when it is full"
             )
 
 
 class LycheeCluster(Method):
     """Attend sinks, buffer, and C - sinks tokens of the best clusters' chunks.
 
-    As published the buffer stands outside C. Where generated tokens count (unified accounting, or generated=counted),
-    min(sinks, C / 16) sinks, a buffer of C / 4 and chunks share C. A sequence within C is attended whole; its index is
-    built once there are more chunks than a step attends.
+    As published the buffer stands outside C. Where generated tokens count (unified accounting, or
+    generated=counted), min(sinks, C / 16) sinks, a buffer of C / 4 and chunks share C. A sequence
+    within C is attended whole; its index is built once there are more chunks than a step attends.
     """
 
     options_type = LycheeOptions
@@ -109,7 +121,10 @@ class LycheeCluster(Method):
         """Sinks, buffer and tokens of chunks with a budget of `capacity` tokens."""
         if not self.budget.counts_generated:
             return self.options.sinks, self.options.buffer, capacity - self.options.sinks
-        sinks, buffer = min(self.options.sinks, capacity // 16), max(capacity // 4, self.options.max_chunk)
+        sinks, buffer = (
+            min(self.options.sinks, capacity // 16),
+            max(capacity // 4, self.options.max_chunk),
+        )
         return sinks, buffer, capacity - sinks - buffer
 
     def check_budget(self) -> None:
@@ -122,11 +137,15 @@ class LycheeCluster(Method):
                 raise ValueError(f"budget={capacity}: {taken} leave no chunk; expected more tokens")
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Cut the prompt into chunks, once for all layers, and cluster those of this layer's keys."""
+        """Cut the prompt into chunks, once for all layers, and cluster those of this
+        layer's keys.
+        """
         if not self.rows:
             self.rows = [
                 self._regions(ids[:length].cpu(), capacity)
-                for ids, length, capacity in zip(prompt.token_ids, prompt.lengths, self.capacities, strict=True)
+                for ids, length, capacity in zip(
+                    prompt.token_ids, prompt.lengths, self.capacities, strict=True
+                )
             ]
         self.indexes[layer] = [
             self._index(layer, number, keys) if row.sparse else None
@@ -136,11 +155,21 @@ class LycheeCluster(Method):
     def _regions(self, ids: torch.Tensor, capacity: int) -> RowRegions:
         sinks, buffer, room = self._split(capacity)
         sinks, packing = min(sinks, len(ids)), self.options.packing
-        text = Text(ids, self.cutter, buffer, self.shape.device, sinks, not self.options.seed_buffer, packing)
+        text = Text(
+            ids,
+            self.cutter,
+            buffer,
+            self.shape.device,
+            sinks,
+            not self.options.seed_buffer,
+            packing,
+        )
         return RowRegions(text, capacity, sinks, room)
 
     def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
-        """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to their end."""
+        """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to
+        their end.
+        """
         chunks = self.rows[row].text.chunks.on(keys.device)
         representatives = pooled(keys, chunks.bounds, self.options.pooling)
         generator = self.context.generator(layer, row=row)
@@ -153,7 +182,9 @@ class LycheeCluster(Method):
         self.fixed = [row.fixed() for row in self.rows]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Index a row that has become sparse; graft the chunks that have left the buffer, oldest first."""
+        """Index a row that has become sparse; graft the chunks that have left the buffer, oldest
+        first.
+        """
         for number, (row, index) in enumerate(zip(self.rows, self.indexes[layer], strict=True)):
             end, cut = row.text.end, row.text.cut
             if index is not None and cut:
@@ -173,10 +204,14 @@ class LycheeCluster(Method):
         if not per_query_head and not any(row.sparse for row in self.rows):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
-        if is_readable(query) and not (self.options.selection == "query_head" and self.budget.counts_generated):
+        if is_readable(query) and not (
+            self.options.selection == "query_head" and self.budget.counts_generated
+        ):
             return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
-        for row, fixed, index, queries in zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True):
+        for row, fixed, index, queries in zip(
+            self.rows, self.fixed, self.indexes[layer], grouped, strict=True
+        ):
             tokens = fixed.to(query.device, non_blocking=True).expand(heads, -1)
             if index is not None:
                 tokens = torch.cat([tokens, self._best(row, index, queries)], dim=1)
@@ -184,13 +219,19 @@ class LycheeCluster(Method):
         return Selection(stacked(lists))
 
     def _compiled(self, layer: int, grouped: NDArray[np.float32], heads: int) -> torch.Tensor:
-        """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G, D]."""
+        """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B,
+        Hkv, G, D].
+        """
         rows = [*zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True)]
         room = max(len(fixed) + (0 if index is None else row.room) for row, fixed, index, _ in rows)
         lists, longest = np.empty((len(rows), heads, room), np.int64), 0
         for (row, fixed, index, queries), row_lists in zip(rows, lists, strict=True):
             if index is None:
-                row_lists[:, : len(fixed)], row_lists[:, len(fixed) :], most = fixed.numpy(), -1, len(fixed)
+                row_lists[:, : len(fixed)], row_lists[:, len(fixed) :], most = (
+                    fixed.numpy(),
+                    -1,
+                    len(fixed),
+                )
             else:
                 mean, chunks = self.options.selection == "kv_head", row.text.chunks
                 most = index.write_best_tokens(
@@ -201,7 +242,9 @@ class LycheeCluster(Method):
 
     def _search(self, row: RowRegions) -> ChunkSearch:
         options = self.options
-        return ChunkSearch(options.units_searched, options.ub_weight, options.min_chunk, row.text.short)
+        return ChunkSearch(
+            options.units_searched, options.ub_weight, options.min_chunk, row.text.short
+        )
 
     def _best(self, row: RowRegions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
@@ -216,7 +259,9 @@ class LycheeCluster(Method):
         return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """Sinks, buffer and chunks: the chunks of each query head where they choose for themselves."""
+        """Sinks, buffer and chunks: the chunks of each query head where they choose for
+        themselves.
+        """
         capacity = self.budget.tokens(length)
         if self.budget.counts_generated:
             return capacity

@@ -1,4 +1,6 @@
-"""Quest with pages that end where the text ends something, from the pilot study of LycheeCluster (2026)."""
+"""Quest with pages that end where the text ends something, from the pilot study of LycheeCluster
+(2026).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class StructureQuest(Quest):
         """No text is cut yet."""
         super().begin(shape, budget, view, context)
         self.cutter = cutter("structure", -(-self.page_size // 2), self.page_size, context.pieces)
-        self.texts: list[Text] = []  # of each row; its chunks and, after them, its rest are the pages
+        # of each row; its chunks and, after them, its rest are the pages
+        self.texts: list[Text] = []
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         if not self.texts:  # the same in all layers
@@ -52,7 +55,9 @@ class StructureQuest(Quest):
         self._note_pages()
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Widen the last page's bounds; where a page was cut short and its last tokens begin the next, sum up both."""
+        """Widen the last page's bounds; where a page was cut short and its last tokens begin the
+        next, sum up both.
+        """
         super().append(layer, key, value)
         for row, (text, pages) in enumerate(zip(self.texts, self.pages, strict=True)):
             if text.cut and text.length - text.end > 1:

@@ -1,4 +1,6 @@
-"""MagicPIG (Chen et al. 2024): tokens sampled by hash tables, and weighted by how likely each was to be."""
+"""MagicPIG (Chen et al. 2024): tokens sampled by hash tables, and weighted by how likely each was
+to be.
+"""
 
 from methods.magicpig.method import MagicPIG
 

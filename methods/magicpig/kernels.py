@@ -1,4 +1,6 @@
-"""Hash tables in Numba: keys in buckets, the keys that a query meets in two tables or more, and their weights."""
+"""Hash tables in Numba: keys in buckets, the keys that a query meets in two tables or more, and
+their weights.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ LEAST = 1e-4  # added to the likelihood of every key, as in the published code
 def fill(codes, starts, members):  # type: ignore[no-untyped-def]
     """Sort the keys of every table by their codes.
 
-    Args:
-        codes: [T, n] int32, below the number of buckets.
-        starts: [T, buckets + 1] int32, zeros; written: where each bucket begins, and where the last one ends.
-        members: [T, n] int32, written: the keys of one bucket after the other, ascending.
+    Parameters
+    ----------
+    codes
+        [T, n] int32, below the number of buckets.
+    starts
+        [T, buckets + 1] int32, zeros; written: where each bucket begins, and where the last one
+        ends.
+    members
+        [T, n] int32, written: the keys of one bucket after the other, ascending.
     """
     for table in range(len(codes)):
         begin = starts[table]
@@ -38,34 +45,61 @@ def fill(codes, starts, members):  # type: ignore[no-untyped-def]
 
 @kernel
 def sample(threads, products, query, keys, tables, always, limit, room, ids, weights, counts):  # type: ignore[no-untyped-def]
-    """The tokens that each query head attends, and what is added to their logits, in so many threads.
+    """The tokens that each query head attends, and what is added to their logits, in so many
+    threads.
 
-    First those that are always attended, then the keys that it meets in two tables or more. A KV head's query heads
-    look up one table after the other, and end before the one with which they would have found more than `room` keys
-    between them.
+    First those that are always attended, then the keys that it meets in two tables or more. A KV
+    head's query heads look up one table after the other, and end before the one with which they
+    would have found more than `room` keys between them.
 
-    Args:
-        products: [Hq, L, K or more] float32, of the queries with the directions of the tables.
-        query: [Hq, D] float32.
-        keys: [Hkv, S, D] as stored, by token id.
-        tables: starts and members, [Hkv, L, buckets + 1] and [Hkv, L, n] int32, as `fill` has written them; the mean
-            [Hkv, D] float32, taken from the keys before they were hashed, and the norms [Hkv, n] of what was; K; and
-            the token id of the first of them.
-        always: tokens 0 to the first of these three numbers - 1 are always attended, and from the second to the
-            third - 1.
-        limit: keys from this one on are not looked for.
-        ids, weights: [Hq, always + n] int64 and float32; written up to the longest list, trailing -1 and 0.
-        counts: [Hq] int64, zeros; written: keys sampled.
+    Parameters
+    ----------
+    products
+        [Hq, L, K or more] float32, of the queries with the directions of the tables.
+    query
+        [Hq, D] float32.
+    keys
+        [Hkv, S, D] as stored, by token id.
+    tables
+        starts and members, [Hkv, L, buckets + 1] and [Hkv, L, n] int32, as `fill` has written them;
+        the mean [Hkv, D] float32, taken from the keys before they were hashed, and the norms [Hkv,
+        n] of what was; K; and the token id of the first of them.
+    always
+        tokens 0 to the first of these three numbers - 1 are always attended, and from the second to
+        the third - 1.
+    limit
+        keys from this one on are not looked for.
+    ids, weights
+        [Hq, always + n] int64 and float32; written up to the longest list, trailing -1 and 0.
+    counts
+        [Hq] int64, zeros; written: keys sampled.
 
-    Returns:
+    Returns
+    -------
+    value
         tokens of the longest list.
     """
-    arguments = np.zeros(1, np.int64), products, query, keys, tables, always, limit, room, ids, weights, counts
+    arguments = (
+        np.zeros(1, np.int64),
+        products,
+        query,
+        keys,
+        tables,
+        always,
+        limit,
+        room,
+        ids,
+        weights,
+        counts,
+    )
     in_threads(threads, _sample, arguments)
     first = always[0] + always[2] - always[1]
     longest = first + counts.max()
     for head in range(len(counts)):
-        ids[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = -1, 0
+        ids[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = (
+            -1,
+            0,
+        )
     return longest
 
 
@@ -73,7 +107,10 @@ def sample(threads, products, query, keys, tables, always, limit, room, ids, wei
 def _sample(_, claims, products, query, keys, tables, always, limit, room, ids, weights, counts):  # type: ignore[no-untyped-def]
     members, (sinks, start, length) = tables[1], always
     group, free = len(query) // len(members), sinks + length - start
-    codes, times = np.empty((group, members.shape[1]), np.int32), np.empty((group, members.shape[2]), np.uint8)
+    codes, times = (
+        np.empty((group, members.shape[1]), np.int32),
+        np.empty((group, members.shape[2]), np.uint8),
+    )
     kv_head = claim(claims)
     while kv_head < len(members):
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -84,9 +121,26 @@ def _sample(_, claims, products, query, keys, tables, always, limit, room, ids, 
                 ids[head, sinks + token - start] = token
             weights[head, :free] = 0
         _code(products[heads], tables[4], codes)
-        used = _look_up(codes, kv_head, keys[kv_head], tables, limit, room, times, ids[heads, free:], counts[heads])
+        used = _look_up(
+            codes,
+            kv_head,
+            keys[kv_head],
+            tables,
+            limit,
+            room,
+            times,
+            ids[heads, free:],
+            counts[heads],
+        )
         _weigh(
-            query[heads], kv_head, keys[kv_head], tables, used, counts[heads], ids[heads, free:], weights[heads, free:]
+            query[heads],
+            kv_head,
+            keys[kv_head],
+            tables,
+            used,
+            counts[heads],
+            ids[heads, free:],
+            weights[heads, free:],
         )
         kv_head = claim(claims)
 
@@ -104,7 +158,9 @@ def _code(products, bits, codes):  # type: ignore[no-untyped-def]
 
 @jit
 def _look_up(codes, kv_head, keys, tables, limit, room, times, ids, counts):  # type: ignore[no-untyped-def]
-    """The keys that queries with codes [G, L] meet, and how many; returns the tables that were looked up."""
+    """The keys that queries with codes [G, L] meet, and how many; returns the tables that were
+    looked up.
+    """
     starts, members = tables[0][kv_head], tables[1][kv_head]
     group, line = len(codes), 64 // keys.itemsize
     shared, before, union = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64), 0
@@ -121,7 +177,8 @@ def _look_up(codes, kv_head, keys, tables, limit, room, times, ids, counts):  # 
                 key = members[table, at]
                 if key >= limit:
                     break
-                times[head, key] += times[head, key] < ENOUGH + 1  # no further, whatever the number of tables
+                # no further, whatever the number of tables
+                times[head, key] += times[head, key] < ENOUGH + 1
                 if times[head, key] == ENOUGH:
                     ids[head, counts[head]] = key
                     counts[head] += 1
@@ -139,8 +196,8 @@ def _look_up(codes, kv_head, keys, tables, limit, room, times, ids, counts):  # 
 def _weigh(query, kv_head, keys, tables, used, counts, ids, weights):  # type: ignore[no-untyped-def]
     """Make tokens of the keys found, and write minus the logarithm of how likely each was to be.
 
-    A key at an angle of theta shares a code of K bits with p = (1 - theta / pi)^K, and two of L or more with
-    1 - (1 - p)^L - L p (1 - p)^(L - 1).
+    A key at an angle of theta shares a code of K bits with p = (1 - theta / pi)^K, and two of L or
+    more with 1 - (1 - p)^L - L p (1 - p)^(L - 1).
     """
     _, _, mean, norms, bits, first = tables
     agree, met, missed = np.empty((3, counts.max()))
@@ -170,7 +227,9 @@ def _weigh(query, kv_head, keys, tables, used, counts, ids, weights):  # type: i
 
 @jit
 def _raise(numbers, exponent, powers):  # type: ignore[no-untyped-def]
-    """Write powers of numbers, which are squared meanwhile: one call of `pow` a number takes longer than all else."""
+    """Write powers of numbers, which are squared meanwhile: one call of `pow` a number takes longer
+    than all else.
+    """
     powers[:] = 1
     while exponent > 0:
         for at in range(len(numbers)):

@@ -1,7 +1,7 @@
 """The hash tables of one row and layer, and how likely a key is to be sampled from them.
 
-A table has a code of some bits for every key, the signs of its products with as many random directions (SimHash). Keys
-are centred before, queries are not.
+A table has a code of some bits for every key, the signs of its products with as many random
+directions (SimHash). Keys are centred before, queries are not.
 """
 
 from __future__ import annotations
@@ -16,23 +16,34 @@ from methods.blocks.kernels import is_readable, stored
 from methods.blocks.products import products as list_products
 from methods.magicpig import kernels
 
-CHUNK = 128  # keys that are projected together, so that their products stay in the processor's cache
-WORTH_A_THREAD = 1 << 18  # keys in the buckets of a step that take longer to look at than it takes to wake a thread
+# keys that are projected together, so that their products stay in the processor's cache
+CHUNK = 128
+# keys in the buckets of a step that take longer to look at than it takes to wake a thread
+WORTH_A_THREAD = 1 << 18
 
 
 class Tables:
     """Hash tables over the keys of one token after the other.
 
-    Args:
-        keys: [Hkv, n, D].
-        first: token id of the first key.
-        directions: [L, K or more, D] fp32 on the CPU, of L tables.
-        bits: K, of a code.
+    Parameters
+    ----------
+    keys
+        [Hkv, n, D].
+    first
+        token id of the first key.
+    directions
+        [L, K or more, D] fp32 on the CPU, of L tables.
+    bits
+        K, of a code.
 
-    Attributes:
-        mean: [Hkv, D] fp32, of the keys.
-        norms: [Hkv, n] fp32, of the keys less their mean.
-        starts, members: see `kernels.fill`.
+    Attributes
+    ----------
+    mean
+        [Hkv, D] fp32, of the keys.
+    norms
+        [Hkv, n] fp32, of the keys less their mean.
+    starts, members
+        see `kernels.fill`.
     """
 
     def __init__(self, keys: torch.Tensor, first: int, directions: torch.Tensor, bits: int) -> None:
@@ -44,7 +55,9 @@ class Tables:
         heads, tables, count = codes.shape
         self.starts = np.zeros((heads, tables, 2**self.bits + 1), np.int32)
         self.members = np.empty((heads, tables, count), np.int32)
-        kernels.fill(*(part.reshape(heads * tables, -1) for part in (codes, self.starts, self.members)))
+        kernels.fill(
+            *(part.reshape(heads * tables, -1) for part in (codes, self.starts, self.members))
+        )
 
     @property
     def tables(self) -> int:
@@ -52,31 +65,50 @@ class Tables:
         return len(self.directions)
 
     def sample(
-        self, query: torch.Tensor, keys: torch.Tensor, always: tuple[int, int, int], room: int | None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        always: tuple[int, int, int],
+        room: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The tokens that query [Hq, D] fp32 attends.
 
-        Args:
-            keys: [Hkv, S, D], by token id, on the CPU.
-            always: (n, start, seen), the tokens 0 .. n - 1 and start .. seen - 1 are always attended. Of those before
-                start are sampled whose keys share a bucket with the query in two tables or more.
-            room: tokens that the query heads of a KV head may sample between them; they look up fewer tables where all
-                would find more. None: any number.
+        Parameters
+        ----------
+        keys
+            [Hkv, S, D], by token id, on the CPU.
+        always
+            (n, start, seen), the tokens 0 .. n - 1 and start .. seen - 1 are always attended. Of
+            those before start are sampled whose keys share a bucket with the query in two tables or
+            more.
+        room
+            tokens that the query heads of a KV head may sample between them; they look up fewer
+            tables where all would find more. None: any number.
 
-        Returns:
-            token ids [Hq, m] int64, those always attended first, trailing -1; what is added to their logits, [Hq, m]
-            fp32; and how many each sampled.
+        Returns
+        -------
+        tuple[torch.Tensor, torch.Tensor, list[int]]
+            token ids [Hq, m] int64, those always attended first, trailing -1; what is added to
+            their logits, [Hq, m] fp32; and how many each sampled.
         """
         heads, tables, count = self.members.shape
         most = always[0] + always[2] - always[1] + count
-        ids, counts = torch.empty(len(query), most, dtype=torch.int64), np.zeros(len(query), np.int64)
+        ids, counts = (
+            torch.empty(len(query), most, dtype=torch.int64),
+            np.zeros(len(query), np.int64),
+        )
         weights = torch.empty(len(query), most)
         directions = self.directions.flatten(0, 1)[None, None]
-        products = list_products(query[None, :, None], directions).view(len(query), *self.directions.shape[:2])
+        products = list_products(query[None, :, None], directions).view(
+            len(query), *self.directions.shape[:2]
+        )
         # float16, which no kernel reads, as a copy
         stored_keys = stored(keys if is_readable(keys) else keys.float())
         built = self.starts, self.members, self.mean, self.norms, self.bits, self.first
-        threads = min(torch.get_num_threads(), max(1, (len(query) * tables * count >> self.bits) // WORTH_A_THREAD))
+        threads = min(
+            torch.get_num_threads(),
+            max(1, (len(query) * tables * count >> self.bits) // WORTH_A_THREAD),
+        )
         longest = kernels.sample(
             threads,
             products.numpy(),
@@ -94,7 +126,9 @@ class Tables:
 
 
 def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:
-    """The code of every vector [H, n, D] in every table of directions [L, K or more, D]: [H, L, n] int32."""
+    """The code of every vector [H, n, D] in every table of directions [L, K or more, D]: [H, L, n]
+    int32.
+    """
     flat, powers = directions.flatten(0, 1).T, 2.0 ** torch.arange(bits, device=directions.device)
     codes = []
     for chunk in vectors.split(CHUNK, dim=1):
@@ -104,12 +138,16 @@ def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torc
 
 
 def meets(cosines: torch.Tensor, bits: int) -> torch.Tensor:
-    """How likely a key with these cosines is to share a query's bucket in one table of so many bits."""
+    """How likely a key with these cosines is to share a query's bucket in one table of so many
+    bits.
+    """
     return (1 - cosines.clamp(-1, 1).acos() / math.pi) ** bits
 
 
 def likelihood(met: torch.Tensor, tables: int) -> torch.Tensor:
-    """How likely a key is to meet a query in two of so many tables or more, if in one it is `met`."""
+    """How likely a key is to meet a query in two of so many tables or more, if in one it
+    is `met`.
+    """
     missed = 1 - met
     return 1 - missed**tables - tables * met * missed ** (tables - 1)
 

@@ -1,8 +1,9 @@
-"""How many of a search's candidates are attended where k adapts to the attention they hold (ParisKV's published code).
+"""How many of a search's candidates are attended where k adapts to the attention they hold
+(ParisKV's published code).
 
-A token's benefit is exp(scaling q.k) |v|: its part of the output, before the softmax divides. The best k candidates by
-benefit are attended, and k is the least with which they and the tokens always attended hold a share theta of the
-benefit of these tokens and of all candidates.
+A token's benefit is exp(scaling q.k) |v|: its part of the output, before the softmax divides. The
+best k candidates by benefit are attended, and k is the least with which they and the tokens always
+attended hold a share theta of the benefit of these tokens and of all candidates.
 """
 
 from __future__ import annotations
@@ -15,24 +16,41 @@ from methods.blocks.topk import top_earliest
 
 
 def enough(
-    always: torch.Tensor, always_norms: torch.Tensor, logits: torch.Tensor, norms: torch.Tensor, theta: float, most: int
+    always: torch.Tensor,
+    always_norms: torch.Tensor,
+    logits: torch.Tensor,
+    norms: torch.Tensor,
+    theta: float,
+    most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best candidates by benefit, and how many of them are enough.
 
-    Args:
-        always, always_norms: [H, n], exact logits of the tokens always attended, and the norms of their values.
-        logits, norms: [H, C], the same of candidates, whose logits are estimates; -inf for what is none.
-        theta: share of the benefit that is enough.
-        most: candidates to rank, C at most.
+    Parameters
+    ----------
+    always, always_norms
+        [H, n], exact logits of the tokens always attended, and the norms of their values.
+    logits, norms
+        [H, C], the same of candidates, whose logits are estimates; -inf for what is none.
+    theta
+        share of the benefit that is enough.
+    most
+        candidates to rank, C at most.
 
-    Returns:
-        order [H, most], the best first, and k [H, 1], 1 at least; above `most` where these are not enough.
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        order [H, most], the best first, and k [H, 1], 1 at least; above `most` where these are not
+        enough.
     """
-    peak = torch.cat([always, logits], dim=1).amax(dim=1, keepdim=True)  # none may always be attended
+    # none may always be attended
+    peak = torch.cat([always, logits], dim=1).amax(dim=1, keepdim=True)
     certain = ((always - peak).exp() * always_norms).sum(dim=1, keepdim=True)
-    benefit = ((logits - peak).exp() * norms).nan_to_num()  # where not even the peak is a number, none is better
+    # where not even the peak is a number, none is better
+    benefit = ((logits - peak).exp() * norms).nan_to_num()
     order = top_earliest(benefit[None], most)[0]
-    short = certain + benefit.gather(1, order).cumsum(dim=1) < theta * (certain + benefit.sum(dim=1, keepdim=True))
+    short = certain + benefit.gather(1, order).cumsum(dim=1) < theta * (
+        certain + benefit.sum(dim=1, keepdim=True)
+    )
     return order, short.sum(dim=1, keepdim=True) + 1
 
 
@@ -40,22 +58,37 @@ def enough(
 def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta, least, ids):  # type: ignore[no-untyped-def]
     """The best candidates by benefit, as many as are enough, of all KV heads of a row on a CPU.
 
-    Args:
-        keys: [H, n, D] float32 of the tokens always attended.
-        queries: [H, G, D] float32; the group's mean counts.
-        norms: [H, N] float32, of the values of all tokens.
-        always: [n] int64, which these are.
-        tokens: [H, C] int64, candidates, trailing -1.
-        estimates: [H, C] float32, of their products with the mean query.
-        least: how many are attended whatever they hold.
-        ids: [H, most] int64; written, the best first, trailing -1.
+    Parameters
+    ----------
+    keys
+        [H, n, D] float32 of the tokens always attended.
+    queries
+        [H, G, D] float32; the group's mean counts.
+    norms
+        [H, N] float32, of the values of all tokens.
+    always
+        [n] int64, which these are.
+    tokens
+        [H, C] int64, candidates, trailing -1.
+    estimates
+        [H, C] float32, of their products with the mean query.
+    least
+        how many are attended whatever they hold.
+    ids
+        [H, most] int64; written, the best first, trailing -1.
 
-    Returns:
+    Returns
+    -------
+    value
         how many all heads attend together.
     """
     count, most, total = tokens.shape[1], ids.shape[1], 0
     logits, benefit = np.empty(len(always), np.float32), np.empty(count, np.float32)
-    order, picked, scores = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32)
+    order, picked, scores = (
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(most, np.float32),
+    )
     mean = np.empty(keys.shape[2], np.float32)
     for head in range(len(keys)):
         for d in range(len(mean)):
@@ -76,7 +109,9 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
         for at in range(len(always)):
             certain += np.exp(logits[at] - peak) * norms[head, always[at]]
         for at in range(count):
-            benefit[at] = np.exp(scaling * estimates[head, at] - peak) * norms[head, max(tokens[head, at], 0)]
+            benefit[at] = (
+                np.exp(scaling * estimates[head, at] - peak) * norms[head, max(tokens[head, at], 0)]
+            )
             whole += benefit[at]
         write_best(benefit, count, order, scores, picked)
         used, sum = 0, certain

@@ -1,7 +1,9 @@
-"""The index of one layer's retrieval zones: the codes of their tokens, kept token after token, and the search.
+"""The index of one layer's retrieval zones: the codes of their tokens, kept token after token, and
+the search.
 
-What is found in a row's zone is numbered as in its sequence. `VectorIndex` computes in torch on the device of the
-queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the same answers.
+What is found in a row's zone is numbered as in its sequence. `VectorIndex` computes in torch on the
+device of the queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the
+same answers.
 """
 
 from __future__ import annotations
@@ -30,30 +32,53 @@ WORTH_A_THREAD = 1 << 11  # tokens; the votes of fewer are counted before anothe
 class Index(ABC):
     """Codes of the retrieval zones of one layer.
 
-    Args:
-        batch, kv_heads: rows and KV heads.
-        signs: [D], see `codebook.random_signs`; its device is that of the index.
-        begins: of each row, the token with which its zone begins; None: 0.
+    Parameters
+    ----------
+    batch, kv_heads
+        rows and KV heads.
+    signs
+        [D], see `codebook.random_signs`; its device is that of the index.
+    begins
+        of each row, the token with which its zone begins; None: 0.
 
-    Attributes:
-        lengths: tokens in the zone of each row.
-        ids: [B, Hkv, S, capacity] uint8, S = D / 8: the signs of each subspace; capacity is a multiple of 64.
-        codes: [B, Hkv, capacity, S + S / 2] int32: 4-bit codes and bfloat16 weights, see `vectorised.encode`.
-        counts: [B, Hkv, S, 256] int32, tokens with each id.
+    Attributes
+    ----------
+    lengths
+        tokens in the zone of each row.
+    ids
+        [B, Hkv, S, capacity] uint8, S = D / 8: the signs of each subspace; capacity is a multiple
+        of 64.
+    codes
+        [B, Hkv, capacity, S + S / 2] int32: 4-bit codes and bfloat16 weights, see
+        `vectorised.encode`.
+    counts
+        [B, Hkv, S, 256] int32, tokens with each id.
     """
 
-    def __init__(self, batch: int, kv_heads: int, signs: torch.Tensor, begins: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, batch: int, kv_heads: int, signs: torch.Tensor, begins: Sequence[int] | None = None
+    ) -> None:
         subspaces, device = len(signs) // SUBSPACE, signs.device
-        self.signs, self.lengths, self.begins = signs, [0] * batch, [0] * batch if begins is None else begins
+        self.signs, self.lengths, self.begins = (
+            signs,
+            [0] * batch,
+            [0] * batch if begins is None else begins,
+        )
         self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8, device=device)
-        self.codes = torch.zeros(batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device)
+        self.codes = torch.zeros(
+            batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device
+        )
+        self.counts = torch.zeros(
+            batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device
+        )
 
     def extend(self, row: int, keys: torch.Tensor) -> None:
         """Append keys [Hkv, n, head_dim] to the zone of a row.
 
-        Raises:
-            ValueError: a key is not finite, or too large to square.
+        Raises
+        ------
+        ValueError
+            a key is not finite, or too large to square.
         """
         first, last = self.lengths[row], self.lengths[row] + keys.shape[1]
         if last > self.ids.shape[3]:
@@ -74,16 +99,23 @@ class Index(ABC):
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The tokens that seem to have the largest product with the mean of their group's queries.
 
-        Args:
-            queries: [B, Hkv, G, head_dim].
-            quotas: of each row that asks.
+        Parameters
+        ----------
+        queries
+            [B, Hkv, G, head_dim].
+        quotas
+            of each row that asks.
 
-        Returns:
+        Returns
+        -------
+        dict[int, tuple[torch.Tensor, torch.Tensor]]
             For each of these rows, [Hkv, k] int64 tokens of its zone, best first, and the estimated products, float32;
             -1 and -inf where the estimate is NaN.
         """
 
-    def search(self, queries: torch.Tensor, quotas: Mapping[int, Quotas]) -> dict[int, torch.Tensor]:
+    def search(
+        self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
+    ) -> dict[int, torch.Tensor]:
         """`ranked` without the estimates."""
         return {row: tokens for row, (tokens, _) in self.ranked(queries, quotas).items()}
 
@@ -113,24 +145,40 @@ class VectorIndex(Index):
 class KernelIndex(Index):
     """One KV head after the other in each thread, in Numba.
 
-    Args:
-        pool: where threads that encode a prompt come from.
+    Parameters
+    ----------
+    pool
+        where threads that encode a prompt come from.
     """
 
     def __init__(
-        self, batch: int, kv_heads: int, signs: torch.Tensor, pool: Executor, begins: Sequence[int] | None = None
+        self,
+        batch: int,
+        kv_heads: int,
+        signs: torch.Tensor,
+        pool: Executor,
+        begins: Sequence[int] | None = None,
     ) -> None:
         super().__init__(batch, kv_heads, signs, begins)
         self._pool = pool
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
-        """What the kernels read of one KV head, in place: ids, codes, halves, counts (as arrays)."""
+        """What the kernels read of one KV head, in place: ids, codes, halves, counts (as
+        arrays).
+        """
         codes = self.codes[row, head].numpy()
-        return self.ids[row, head].numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts[row, head].numpy()
+        return (
+            self.ids[row, head].numpy(),
+            codes.view(np.uint32),
+            codes.view(np.uint16),
+            self.counts[row, head].numpy(),
+        )
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
         def encode(_: int, head: int, __: int) -> int:
-            return kernels.encode(keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head))
+            return kernels.encode(
+                keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head)
+            )
 
         (wrong,) = for_heads(self._pool, 1, keys.shape[0], range(torch.get_num_threads()), encode)
         if max(wrong) >= 0:
@@ -148,10 +196,18 @@ class KernelIndex(Index):
         )
         ids = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
         estimated = np.empty(ids.shape, np.float32)
-        query_array, signs, zone = queries.float().cpu().contiguous().numpy(), self.signs.numpy(), self._zone()
-        threads = min(torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD))
+        query_array, signs, zone = (
+            queries.float().cpu().contiguous().numpy(),
+            self.signs.numpy(),
+            self._zone(),
+        )
+        threads = min(
+            torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
+        )
         kernels.search(threads, zone, query_array, signs, rows, spans, ids, estimated)
-        answers = [torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (ids, estimated)]
+        answers = [
+            torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (ids, estimated)
+        ]
         return {
             row: (tokens[:, : of.retrieved], estimates[:, : of.retrieved])
             for (row, of), tokens, estimates in zip(quotas.items(), *answers, strict=True)
@@ -164,15 +220,21 @@ class KernelIndex(Index):
 
 
 @lru_cache(maxsize=64)  # all layers of a step ask for the same
-def _search_arrays(rows: tuple[tuple[int, int, int, Quotas], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows and spans as `kernels.search` takes them, of rows, their zones' lengths and beginnings, and quotas."""
+def _search_arrays(
+    rows: tuple[tuple[int, int, int, Quotas], ...],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and spans as `kernels.search` takes them, of rows, their zones' lengths and beginnings,
+    and quotas.
+    """
     numbers = [(row, length, begin, of.candidates, of.retrieved) for row, length, begin, of in rows]
     return np.array(numbers), np.array([of.tiers for *_, of in rows])
 
 
 @cache
 def compile_kernels(pool: Executor) -> None:
-    """Run every kernel once on a few keys: compiled, or read from disk, before anything is timed."""
+    """Run every kernel once on a few keys: compiled, or read from disk, before anything
+    is timed.
+    """
     keys, signs = torch.zeros(1, 8, 32), random_signs(32, 0)
     index = KernelIndex(1, 1, signs, pool)
     index.extend(0, keys)

@@ -1,8 +1,9 @@
-"""ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what they compute.
+"""ParisKV's stages for one KV head, in Numba; `vectorised.py` has the same in torch, and says what
+they compute.
 
-No fast arithmetic here: both must give the same bits. A zone's codes are read as words of one subspace; `halves` is the
-same memory, for the weights after the words. The constants of `codebook.py` are
-compiled in, and what is compiled is kept until this file changes.
+No fast arithmetic here: both must give the same bits. A zone's codes are read as words of one
+subspace; `halves` is the same memory, for the weights after the words. The constants of
+`codebook.py` are compiled in, and what is compiled is kept until this file changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ THRESHOLDS, LEVELS = codebook.THRESHOLDS.numpy(), codebook.LEVELS.numpy()
 NO_RADIUS, NO_ALIGNMENT = np.float32(codebook.NO_RADIUS), np.float32(codebook.NO_ALIGNMENT)
 
 HALF, ROUND = np.uint32(16), np.uint32(0x7FFF)
-AHEAD = 24  # candidates whose codes are fetched early: they lie far apart, waiting for each takes most of the time
+# candidates whose codes are fetched early: they lie far apart, waiting for each takes most of the
+# time
+AHEAD = 24
 
 
 @inner
@@ -38,12 +41,17 @@ def _transform(x):  # type: ignore[no-untyped-def]
 
 @kernel
 def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-untyped-def]
-    """Write ids [S, n] uint8 and codes [n, S + S / 2] uint32 of keys [m, head_dim], and add to counts [S, 256].
+    """Write ids [S, n] uint8 and codes [n, S + S / 2] uint32 of keys [m, head_dim], and add to
+    counts [S, 256].
 
-    Args:
-        start: where the first key's go in n.
+    Parameters
+    ----------
+    start
+        where the first key's go in n.
 
-    Returns:
+    Returns
+    -------
+    value
         The first key that is not finite, or too large to square; -1: there is none.
     """
     x = np.zeros(len(signs), np.float32)
@@ -74,21 +82,28 @@ def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-u
                 alignment += LEVELS[level] * size[j]
             ids[subspace, start + key], codes[start + key, subspace] = signed, word
             weight = np.float32(radius / max(alignment, NO_ALIGNMENT)).view(np.uint32)
-            halves[start + key, 2 * len(ids) + subspace] = (weight + ROUND + (weight >> HALF & np.uint32(1))) >> HALF
+            halves[start + key, 2 * len(ids) + subspace] = (
+                weight + ROUND + (weight >> HALF & np.uint32(1))
+            ) >> HALF
             counts[subspace, signed] += 1
     return -1
 
 
 @inner
 def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
-    """Fill number with the centroids c of largest <z, c> that hold `reach` keys or more, nearest first; how many.
+    """Fill number with the centroids c of largest <z, c> that hold `reach` keys or more, nearest
+    first; how many.
 
     Centroids without keys are left out; equal ones come by number.
 
-    Args:
-        z: [8].
-        counts: [256] keys of each centroid.
-        falling, number: [256] float32 and int32, written.
+    Parameters
+    ----------
+    z
+        [8].
+    counts
+        [256] keys of each centroid.
+    falling, number
+        [256] float32 and int32, written.
     """
     score = np.zeros(CENTROIDS, np.float32)
     for j in range(SUBSPACE):
@@ -97,7 +112,8 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
     largest, least = score[0], np.float32(0)
     for i in range(1, CENTROIDS):
         largest = max(largest, score[i])
-    for half in range(1, -3, -1):  # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
+    # to be sorted, those beyond half of the largest; if they hold too few, beyond 0, ...
+    for half in range(1, -3, -1):
         least, reached = np.float32(half) * largest / np.float32(2), 0
         for i in range(CENTROIDS):
             reached += counts[i] if score[i] >= least else 0
@@ -115,11 +131,16 @@ def _nearest(z, counts, reach, falling, number):  # type: ignore[no-untyped-def]
 def tables(queries, signs, counts, spans, votes_of, rotated):  # type: ignore[no-untyped-def]
     """Make a group's queries [G, head_dim] ready to be looked up.
 
-    Args:
-        counts: [S, 256] keys of each id.
-        spans: [tiers] int64, `Quotas.tiers`.
-        votes_of: [S, 256] uint8, written: the votes of each centroid.
-        rotated: [8, S] float32, written: their mean, coordinate by coordinate of all subspaces.
+    Parameters
+    ----------
+    counts
+        [S, 256] keys of each id.
+    spans
+        [tiers] int64, `Quotas.tiers`.
+    votes_of
+        [S, 256] uint8, written: the votes of each centroid.
+    rotated
+        [8, S] float32, written: their mean, coordinate by coordinate of all subspaces.
     """
     z = np.zeros(len(signs), np.float32)
     for i in range(queries.shape[1]):
@@ -151,18 +172,26 @@ def _having(votes, length, first, least):  # type: ignore[no-untyped-def]
 
 @inner
 def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-untyped-def]
-    """Fill candidates [C] int32 with the tokens that have most votes, ascending; of equal ones the earlier.
+    """Fill candidates [C] int32 with the tokens that have most votes, ascending; of equal ones the
+    earlier.
 
-    Args:
-        ids: [S, n] uint8; n is a multiple of 64.
-        length: tokens in the zone, the first of these.
-        votes_of: [S, 256] uint8, of each centroid.
-        most: votes that a token can have.
-        votes: [n] uint8, written.
+    Parameters
+    ----------
+    ids
+        [S, n] uint8; n is a multiple of 64.
+    length
+        tokens in the zone, the first of these.
+    votes_of
+        [S, 256] uint8, of each centroid.
+    most
+        votes that a token can have.
+    votes
+        [n] uint8, written.
     """
     for first in range(0, length, LANES):
         look_up(votes_of, ids, first, votes)
-    least, more = 0, most  # votes that a candidate has at least, by bisection; with one more they are too few
+    # votes that a candidate has at least, by bisection; with one more they are too few
+    least, more = 0, most
     while least < more:
         middle = (least + more + 1) >> 1
         count = 0
@@ -191,13 +220,19 @@ def vote(ids, length, votes_of, most, votes, candidates):  # type: ignore[no-unt
 
 @inner
 def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores):  # type: ignore[no-untyped-def]
-    """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best first, then -1.
+    """Fill tokens, scores [k] with the candidates of the largest estimates of <query, key>, best
+    first, then -1.
 
-    Args:
-        codes, halves: [n, ...] uint32 and uint16.
-        rotated: [8, S], see `tables`.
-        candidates: [C] int32, ascending.
-        estimates, picked: [C] float32 and int32, written.
+    Parameters
+    ----------
+    codes, halves
+        [n, ...] uint32 and uint16.
+    rotated
+        [8, S], see `tables`.
+    candidates
+        [C] int32, ascending.
+    estimates, picked
+        [C] float32 and int32, written.
     """
     count, terms = len(candidates), np.empty(rotated.shape[1], np.float32)
     for i in range(count):
@@ -223,16 +258,27 @@ def rerank(codes, halves, rotated, candidates, estimates, picked, tokens, scores
 def search(threads, zone, queries, signs, rows, spans, retrieved, estimated):  # type: ignore[no-untyped-def]
     """Search the zones of all KV heads of the rows that ask, in so many threads.
 
-    Args:
-        zone: ids [B, Hkv, S, n], codes, halves and counts of all rows.
-        queries: [B, Hkv, G, head_dim].
-        rows: [R, 5], of each row that asks: which, tokens of its zone, the first of these, candidates, and tokens to
-            retrieve.
-        spans: [R, tiers] int64, `Quotas.tiers`.
-        retrieved: [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
-        estimated: [R * Hkv, k] float32, written: their estimates, then -inf.
+    Parameters
+    ----------
+    zone
+        ids [B, Hkv, S, n], codes, halves and counts of all rows.
+    queries
+        [B, Hkv, G, head_dim].
+    rows
+        [R, 5], of each row that asks: which, tokens of its zone, the first of these, candidates,
+        and tokens to retrieve.
+    spans
+        [R, tiers] int64, `Quotas.tiers`.
+    retrieved
+        [R * Hkv, k] int64, written: tokens of the sequence, best first, then -1.
+    estimated
+        [R * Hkv, k] float32, written: their estimates, then -inf.
     """
-    in_threads(threads, _search, (np.zeros(1, np.int64), zone, queries, signs, rows, spans, retrieved, estimated))
+    in_threads(
+        threads,
+        _search,
+        (np.zeros(1, np.int64), zone, queries, signs, rows, spans, retrieved, estimated),
+    )
 
 
 @inner
@@ -250,12 +296,31 @@ def _search(_, claims, zone, queries, signs, rows, spans, retrieved, estimated):
         row, length, begin, candidate_count, k = rows[at // ids.shape[1]]
         head = at % ids.shape[1]
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
-        tables(queries[row, head], signs, counts[row, head], spans[at // ids.shape[1]], votes_of, rotated)
+        tables(
+            queries[row, head],
+            signs,
+            counts[row, head],
+            spans[at // ids.shape[1]],
+            votes_of,
+            rotated,
+        )
         most = spans.shape[1] * len(votes_of)
         vote(ids[row, head], length, votes_of, most, votes, candidates[:candidate_count])
         of_zone = codes[row, head, :length], halves[row, head, :length]
-        rerank(of_zone[0], of_zone[1], rotated, candidates[:candidate_count], estimates, picked, tokens, scores)
+        rerank(
+            of_zone[0],
+            of_zone[1],
+            rotated,
+            candidates[:candidate_count],
+            estimates,
+            picked,
+            tokens,
+            scores,
+        )
         retrieved[at, k:], estimated[at, k:] = -1, -np.inf
         for i in range(k):
-            retrieved[at, i], estimated[at, i] = -1 if tokens[i] < 0 else begin + tokens[i], scores[i]
+            retrieved[at, i], estimated[at, i] = (
+                -1 if tokens[i] < 0 else begin + tokens[i],
+                scores[i],
+            )
         at = claim(claims)

@@ -1,9 +1,11 @@
-"""ParisKV (ICML 2026, arXiv 2602.07721): sign patterns that collide with the query's vote, 4-bit codes rerank.
+"""ParisKV (ICML 2026, arXiv 2602.07721): sign patterns that collide with the query's vote, 4-bit
+codes rerank.
 
-The past of a sequence has four zones: sink tokens at its beginning, the local window and the update buffer at its
-end, and the retrieval zone between. Keys and values live on the host; of the zone's keys the device holds codes
-(`codebook.py`). A step attends sinks, window and buffer whole, and of the zone the k tokens whose estimated q.k is
-largest among those with most votes. A full buffer is encoded.
+The past of a sequence has four zones: sink tokens at its beginning, the local window and the update
+buffer at its end, and the retrieval zone between. Keys and values live on the host; of the zone's
+keys the device holds codes (`codebook.py`). A step attends sinks, window and buffer whole, and of
+the zone the k tokens whose estimated q.k is largest among those with most votes. A full buffer is
+encoded.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from methods.pariskv.adaptive import enough, write_enough
 from methods.pariskv.codebook import quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, compile_kernels
 
-# A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller one, shares of it.
+# A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller
+# one, shares of it.
 ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512
 SPARE_NORMS = 256  # room for tokens to come that is added at once
 
@@ -31,12 +34,19 @@ SPARE_NORMS = 256  # room for tokens to come that is added at once
 class Zones:
     """How the past of one row is divided.
 
-    Attributes:
-        sinks: first tokens, always attended.
-        local: most recent tokens that are always attended, the buffer's not among them.
-        update: generated tokens that are encoded together; up to update - 1 wait in the buffer and are attended.
-        k: tokens retrieved from the zone; with theta, at most.
-        dense: a sequence of up to so many tokens is attended whole.
+    Attributes
+    ----------
+    sinks
+        first tokens, always attended.
+    local
+        most recent tokens that are always attended, the buffer's not among them.
+    update
+        generated tokens that are encoded together; up to update - 1 wait in the buffer and are
+        attended.
+    k
+        tokens retrieved from the zone; with theta, at most.
+    dense
+        a sequence of up to so many tokens is attended whole.
     """
 
     sinks: int
@@ -46,7 +56,9 @@ class Zones:
     dense: int
 
     def waiting(self, length: int, zone: int) -> int:
-        """Tokens after a zone of `zone` tokens and the local window, in a sequence of `length`; negative: none."""
+        """Tokens after a zone of `zone` tokens and the local window, in a sequence of `length`;
+        negative: none.
+        """
         return length - self.sinks - zone - self.local
 
     @property
@@ -64,14 +76,17 @@ class ParisKVOptions:
     local: int = 512
     update: int = 512
     k: int = 100
-    dense_below: int = 2000  # such runs attend a shorter sequence whole, and any below sinks + local + 2 k
+    # such runs attend a shorter sequence whole, and any below sinks + local + 2 k
+    dense_below: int = 2000
 
     beta: float | None = None  # this, rho and tiers: see `codebook.quotas`
     rho: float | None = None
     tiers: Literal[1, 6] = 6
-    theta: float | None = None  # None: k tokens; a share: as many as hold it, see `adaptive.enough`; k is the most
+    # None: k tokens; a share: as many as hold it, see `adaptive.enough`; k is the most
+    theta: float | None = None
     k_min: int = 100  # the least then
-    compute: Literal["auto", "torch", "numba"] = "auto"  # Numba (on the CPU): where keys are computed on the CPU
+    # Numba (on the CPU): where keys are computed on the CPU
+    compute: Literal["auto", "torch", "numba"] = "auto"
 
     def zones(self) -> Zones:
         """Of a row in a run without a budget."""
@@ -80,10 +95,12 @@ class ParisKVOptions:
 
 
 class ParisKV(Method):
-    """Attend sinks, local window, update buffer and the k tokens of the retrieval zone that score best.
+    """Attend sinks, local window, update buffer and the k tokens of the retrieval zone that score
+    best.
 
-    A budget C sets sinks + local + k, and the buffer is outside; where generated tokens count (unified accounting, or
-    generated=counted), the buffer is inside. Without a budget the sizes are those of its options.
+    A budget C sets sinks + local + k, and the buffer is outside; where generated tokens count
+    (unified accounting, or generated=counted), the buffer is inside. Without a budget the sizes are
+    those of its options.
     """
 
     needs = Needs(home="host")
@@ -96,11 +113,15 @@ class ParisKV(Method):
         """Divide each row into zones, and draw the signs of the rotation."""
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
-        self.on_cpu = self.options.compute == "numba" or (self.options.compute == "auto" and shape.device.type == "cpu")
+        self.on_cpu = self.options.compute == "numba" or (
+            self.options.compute == "auto" and shape.device.type == "cpu"
+        )
         if self.on_cpu:
             compile_kernels(context.pool)
         signs = random_signs(shape.head_dim, context.seed)
-        self.signs = dict.fromkeys(range(shape.layers), signs) if self.on_cpu else shape.for_layers(signs)
+        self.signs = (
+            dict.fromkeys(range(shape.layers), signs) if self.on_cpu else shape.for_layers(signs)
+        )
         self.index: dict[int, Index] = {}
         self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
         # of each row and device, for which length and end
@@ -125,7 +146,11 @@ class ParisKV(Method):
             (self.shape.batch, self.shape.kv_heads, self.signs[layer]),
             [zones.sinks for zones in self.zones],
         )
-        return KernelIndex(*sizes, self.context.pool, begins) if self.on_cpu else VectorIndex(*sizes, begins)
+        return (
+            KernelIndex(*sizes, self.context.pool, begins)
+            if self.on_cpu
+            else VectorIndex(*sizes, begins)
+        )
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
@@ -141,7 +166,9 @@ class ParisKV(Method):
         index = self.index[layer]
         if self.options.theta is not None:
             self._note(layer, value)
-        for row, (zones, length) in enumerate(zip(self.zones, self.view.lengths(layer), strict=True)):
+        for row, (zones, length) in enumerate(
+            zip(self.zones, self.view.lengths(layer), strict=True)
+        ):
             if zones.waiting(length, index.lengths[row]) >= zones.update:
                 first = zones.sinks + index.lengths[row]
                 keys = self.view.host_keys(layer)[row, :, first : first + zones.update]
@@ -160,7 +187,9 @@ class ParisKV(Method):
         """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
         index, options, row_quotas, retrieved = self.index[layer], self.options, {}, {}
         lengths = self.view.lengths(layer)
-        for row, (zones, length, zone) in enumerate(zip(self.zones, lengths, index.lengths, strict=True)):
+        for row, (zones, length, zone) in enumerate(
+            zip(self.zones, lengths, index.lengths, strict=True)
+        ):
             if length > zones.dense and zone > zones.k:
                 row_quotas[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
         self.searches += len(row_quotas)
@@ -171,10 +200,17 @@ class ParisKV(Method):
                 retrieved = index.search(grouped, row_quotas)
                 self.retrieved += sum(quota.retrieved for quota in row_quotas.values())
             else:
-                everyone = {row: replace(quota, retrieved=quota.candidates) for row, quota in row_quotas.items()}
+                everyone = {
+                    row: replace(quota, retrieved=quota.candidates)
+                    for row, quota in row_quotas.items()
+                }
                 for row, ranked in index.ranked(grouped, everyone).items():
                     retrieved[row] = self._enough(layer, row, grouped[row], *ranked)
-        return Selection(stacked([self._attended(layer, row, retrieved.get(row)) for row in range(self.shape.batch)]))
+        return Selection(
+            stacked(
+                [self._attended(layer, row, retrieved.get(row)) for row in range(self.shape.batch)]
+            )
+        )
 
     def _note(self, layer: int, value: torch.Tensor) -> None:
         """Add the norms of the current tokens' values, [B, Hkv, 1, D]."""
@@ -185,13 +221,22 @@ class ParisKV(Method):
             norms[row, :, length - 1] = value[row, :, 0].float().norm(dim=1)
 
     def _enough(
-        self, layer: int, row: int, queries: torch.Tensor, tokens: torch.Tensor, estimates: torch.Tensor
+        self,
+        layer: int,
+        row: int,
+        queries: torch.Tensor,
+        tokens: torch.Tensor,
+        estimates: torch.Tensor,
     ) -> torch.Tensor:
-        """Of candidates [Hkv, C] of a row's zone, as many as its KV heads need for `theta`, [Hkv, k], trailing -1.
+        """Of candidates [Hkv, C] of a row's zone, as many as its KV heads need for `theta`, [Hkv,
+        k], trailing -1.
 
-        Args:
-            queries: [Hkv, G, D].
-            estimates: [Hkv, C], of the products of the group's mean query.
+        Parameters
+        ----------
+        queries
+            [Hkv, G, D].
+        estimates
+            [Hkv, C], of the products of the group's mean query.
         """
         theta, least = self.options.theta, self.options.k_min
         assert theta is not None
@@ -206,10 +251,15 @@ class ParisKV(Method):
             best = torch.empty(len(tokens), most, dtype=torch.int64)
             parts = (keys, queries.float().cpu(), norms, whole[0], tokens, estimates)
             arrays = [part.contiguous().numpy() for part in parts]
-            self.retrieved += write_enough(*arrays, np.float32(scaling), theta, least, best.numpy()) / len(tokens)
+            self.retrieved += write_enough(
+                *arrays, np.float32(scaling), theta, least, best.numpy()
+            ) / len(tokens)
             return best
         order, count = enough(
-            scaling * (keys @ queries.float().mean(dim=1).to(keys.device)[..., None]).squeeze(2).to(tokens.device),
+            scaling
+            * (keys @ queries.float().mean(dim=1).to(keys.device)[..., None])
+            .squeeze(2)
+            .to(tokens.device),
             norms[:, whole[0]],
             scaling * estimates,
             norms.gather(1, tokens.clamp(min=0)),
@@ -218,21 +268,28 @@ class ParisKV(Method):
         )
         count = count.clamp(min=least, max=most)
         self.retrieved += float(count.sum()) / len(tokens)
-        return tokens.gather(1, order).masked_fill(torch.arange(most, device=count.device) >= count, -1)
+        return tokens.gather(1, order).masked_fill(
+            torch.arange(most, device=count.device) >= count, -1
+        )
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
-        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone; None: everything.
+        """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone;
+        None: everything.
 
         It lies where the index does: one on the CPU does not wait for a GPU to hear of it.
         """
         length, zones = self.view.lengths(layer)[row], self.zones[row]
         if retrieved is None:
             return self._whole(layer, row, length, 0, 0).expand(self.shape.kv_heads, -1)
-        whole = self._whole(layer, row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks)
+        whole = self._whole(
+            layer, row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks
+        )
         return torch.cat([whole.expand(self.shape.kv_heads, -1), retrieved], dim=1)
 
     def _whole(self, layer: int, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
-        """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a device."""
+        """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a
+        device.
+        """
         device = self.signs[layer].device
         cached_span, whole = self.whole.get((row, device), ((0, 0), torch.empty(0)))
         if cached_span != (length, end):
@@ -242,10 +299,15 @@ class ParisKV(Method):
         return whole
 
     def report(self) -> dict[str, float]:
-        """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended whole."""
+        """Mean tokens reranked and retrieved by a search of a row's zone; {} where all was attended
+        whole.
+        """
         if not self.searches:
             return {}
-        return {"candidates": self.candidates / self.searches, "retrieved": self.retrieved / self.searches}
+        return {
+            "candidates": self.candidates / self.searches,
+            "retrieved": self.retrieved / self.searches,
+        }
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The zones that are attended, the buffer as full as it gets."""

@@ -1,6 +1,8 @@
-"""ParisKV's stages for all KV heads of a row at once, in torch, on any device; `kernels.py` has the same for one head.
+"""ParisKV's stages for all KV heads of a row at once, in torch, on any device; `kernels.py` has the
+same for one head.
 
-Both give the same bits: sums run in one stated order, and equal votes or estimates keep the earlier token.
+Both give the same bits: sums run in one stated order, and equal votes or estimates keep the earlier
+token.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def in_order(terms: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(vectors: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Vectors [..., head_dim], rotated: [..., D] float32. `signs` [..., D] as `codebook.random_signs` makes them."""
+    """Vectors [..., head_dim], rotated: [..., D] float32.
+
+    `signs` [..., D] as `codebook.random_signs` makes them.
+    """
     rotated = pad(vectors.float(), (0, signs.shape[-1] - vectors.shape[-1])) * signs
     width = 1
     while width < rotated.shape[-1]:
@@ -51,15 +56,21 @@ def rotate(vectors: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What is kept of keys [..., head_dim].
 
-    Returns:
-        ids [..., S] uint8 for S = D / 8 subspaces, and codes [..., S + S / 2] int32: for each subspace a word of eight
-        4-bit codes, lowest bits first, then the weights as bfloat16, two in a word.
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        ids [..., S] uint8 for S = D / 8 subspaces, and codes [..., S + S / 2] int32: for each
+        subspace a word of eight 4-bit codes, lowest bits first, then the weights as bfloat16, two
+        in a word.
 
-    Raises:
-        ValueError: a key is not finite, or too large to square.
+    Raises
+    ------
+    ValueError
+        a key is not finite, or too large to square.
     """
     subspaces = rotate(keys, signs).unflatten(-1, (-1, SUBSPACE))
-    # torch's float32 root may be off in its last bit; that of a double, rounded, is the nearest float32
+    # torch's float32 root may be off in its last bit; that of a double, rounded, is the nearest
+    # float32
     radius = in_order(subspaces * subspaces).double().sqrt().float()
     if not bool(radius.isfinite().all()):
         raise ValueError("a key is not finite, or too large to square")
@@ -81,21 +92,27 @@ def count_ids(ids: torch.Tensor) -> torch.Tensor:
     """How many of the keys with ids [Hkv, S, n] have each id: [Hkv, S, 256] int32."""
     ids = ids.long()
     counts = torch.zeros(*ids.shape[:2], CENTROIDS, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(2, ids, torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids))
+    return counts.scatter_add_(
+        2, ids, torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids)
+    )
 
 
 def tables(
     queries: torch.Tensor, signs: torch.Tensor, counts: torch.Tensor, quotas: Quotas
 ) -> tuple[torch.Tensor, ...]:
-    """The rotated mean of a group's queries [Hkv, G, head_dim], and the votes of each centroid for it.
+    """The rotated mean of a group's queries [Hkv, G, head_dim], and the votes of each centroid for
+    it.
 
-    Returns:
+    Returns
+    -------
+    tuple[torch.Tensor, ...]
         [Hkv, S, 8] float32, and [Hkv, S, 256] uint8.
     """
     mean = in_order(queries.float().transpose(1, 2)) / queries.shape[1]
     rotated = rotate(mean, signs).unflatten(-1, (-1, SUBSPACE))
     score = torch.zeros_like(rotated[..., :1])
-    for coordinate in rotated.split(1, dim=-1):  # <z_b, c> of every sign pattern c, the first coordinate its lowest bit
+    # <z_b, c> of every sign pattern c, the first coordinate its lowest bit
+    for coordinate in rotated.split(1, dim=-1):
         score = torch.cat([score - coordinate, score + coordinate], dim=-1)
     order = score.argsort(dim=-1, descending=True, stable=True)
     ordered_counts = counts.gather(2, order)
@@ -108,9 +125,12 @@ def tables(
 def vote(ids: torch.Tensor, votes_of: torch.Tensor, candidates: int) -> torch.Tensor:
     """The tokens with most votes, [Hkv, candidates] int64 ascending; of equal ones the earlier.
 
-    Args:
-        ids: [Hkv, S, n].
-        votes_of: [Hkv, S, 256] uint8, of each centroid.
+    Parameters
+    ----------
+    ids
+        [Hkv, S, n].
+    votes_of
+        [Hkv, S, 256] uint8, of each centroid.
     """
     votes = torch.zeros_like(ids[:, 0])
     for subspace in range(ids.shape[1]):
@@ -119,7 +139,9 @@ def vote(ids: torch.Tensor, votes_of: torch.Tensor, candidates: int) -> torch.Te
 
 
 def estimate(codes: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-    """Estimates of <query, key> for codes [Hkv, C, S + S / 2] and a rotated query [Hkv, S, 8]: [Hkv, C] float32."""
+    """Estimates of <query, key> for codes [Hkv, C, S + S / 2] and a rotated query [Hkv, S, 8]:
+    [Hkv, C] float32.
+    """
     words, weights = codes.tensor_split([rotated.shape[1]], dim=-1)
     bit = torch.arange(SUBSPACE, dtype=torch.int32, device=codes.device)
     nibbles = words[..., None] >> 4 * bit & 15
@@ -137,11 +159,15 @@ def search(
     signs: torch.Tensor,
     quotas: Quotas,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first, and these; -1, -inf for NaN.
+    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first, and these;
+    -1, -inf for NaN.
 
-    Args:
-        ids, codes, counts: of one row's zone, [Hkv, S, n], and as `encode` and `count_ids` make them.
-        queries: [Hkv, G, head_dim].
+    Parameters
+    ----------
+    ids, codes, counts
+        of one row's zone, [Hkv, S, n], and as `encode` and `count_ids` make them.
+    queries
+        [Hkv, G, head_dim].
     """
     rotated, votes_of = tables(queries, signs, counts, quotas)
     candidates = vote(ids, votes_of, quotas.candidates)

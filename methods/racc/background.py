@@ -19,11 +19,15 @@ class Job(Future[T]):
 
 
 class Batch:
-    """Collects jobs, and hands them to a pool together: to wake a thread for each would cost more than the job.
+    """Collects jobs, and hands them to a pool together: to wake a thread for each would cost more
+    than the job.
 
-    Args:
-        submit: of the pool, whose jobs start in the order of their submission.
-        threads: jobs of one batch are shared out over so many.
+    Parameters
+    ----------
+    submit
+        of the pool, whose jobs start in the order of their submission.
+    threads
+        jobs of one batch are shared out over so many.
     """
 
     def __init__(self, submit: Callable[..., Future[Any]], threads: int) -> None:

@@ -1,8 +1,9 @@
 """The index over one KV head's evicted keys, by faiss: exact, product-quantised lists, or a graph.
 
-Inner products become distances by the norm-augmenting transform (RACC, section 4.2): keys phi(x) = [x; sqrt(M - |x|^2)]
-and queries upsilon(q) = [q; 0] have |upsilon(q) - phi(x)|^2 = |q|^2 + M - 2 <q, x>, so the nearest key has the largest
-inner product. M is the largest |x|^2; a key beyond it makes a new index.
+Inner products become distances by the norm-augmenting transform (RACC, section 4.2): keys phi(x) =
+[x; sqrt(M - |x|^2)] and queries upsilon(q) = [q; 0] have |upsilon(q) - phi(x)|^2 = |q|^2 + M - 2
+<q, x>, so the nearest key has the largest inner product. M is the largest |x|^2; a key beyond it
+makes a new index.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from methods.racc.settings import RACCOptions
 try:
     import faiss
 except ImportError as error:
-    raise ImportError("RACC searches with faiss, which is not installed; pip install faiss-cpu") from error
+    raise ImportError(
+        "RACC searches with faiss, which is not installed; pip install faiss-cpu"
+    ) from error
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
@@ -47,20 +50,33 @@ def _normalised(vectors: Floats) -> Floats:
 
 
 class KeyIndex:
-    """Finds tokens by their keys. Used by one thread at a time, which should have called `faiss.omp_set_num_threads`.
+    """Finds tokens by their keys.
 
-    Args:
-        options: how keys are indexed.
-        read: keys [n, D] of token ids [n].
-        seed: of what faiss draws to train.
+    Used by one thread at a time, which should have called `faiss.omp_set_num_threads`.
 
-    Attributes:
-        tokens: ids, in the order in which faiss numbers them.
-        keys_read: keys read so far.
-        rebuilds: how often an index that was there was made anew: M was exceeded, or lists had outgrown their training.
+    Parameters
+    ----------
+    options
+        how keys are indexed.
+    read
+        keys [n, D] of token ids [n].
+    seed
+        of what faiss draws to train.
+
+    Attributes
+    ----------
+    tokens
+        ids, in the order in which faiss numbers them.
+    keys_read
+        keys read so far.
+    rebuilds
+        how often an index that was there was made anew: M was exceeded, or lists had outgrown their
+        training.
     """
 
-    def __init__(self, options: RACCOptions, read: Callable[[Tokens], Floats], seed: int = 0) -> None:
+    def __init__(
+        self, options: RACCOptions, read: Callable[[Tokens], Floats], seed: int = 0
+    ) -> None:
         self.options, self.seed = options, seed
         self.tokens: Tokens = np.empty(0, np.int64)
         self.keys_read = self.rebuilds = 0
@@ -84,8 +100,10 @@ class KeyIndex:
     def cover(self, tokens: Tokens) -> None:
         """Index those of `tokens` that are not there yet.
 
-        Raises:
-            ValueError: a key is not finite.
+        Raises
+        ------
+        ValueError
+            a key is not finite.
         """
         fresh = np.setdiff1d(tokens, self.tokens)
         if not len(fresh):
@@ -103,11 +121,15 @@ class KeyIndex:
             self._index.add(self._points(keys))
 
     def search(self, query: Floats, k: int) -> Tokens:
-        """The k nearest tokens to query [D], nearest first; fewer where there are fewer, or the lists hold fewer."""
+        """The k nearest tokens to query [D], nearest first; fewer where there are fewer, or the
+        lists hold fewer.
+        """
         if self._index is None or not k:
             return np.empty(0, np.int64)
         point = np.zeros((1, self._index.d), np.float32)  # upsilon(q), and zeros beyond
-        point[0, : len(query)] = _normalised(query[None])[0] if self.options.metric == "cosine" else query
+        point[0, : len(query)] = (
+            _normalised(query[None])[0] if self.options.metric == "cosine" else query
+        )
         nearest = self._index.search(point, min(k, len(self)))[1][0]
         return self.tokens[nearest[nearest >= 0]]
 
@@ -136,7 +158,8 @@ class KeyIndex:
             return index
         if self.searched_flat:
             warnings.warn(
-                f"index=ivfpq: fewer keys than {CENTROIDS} are searched flat; its lists and codes need as many",
+                f"index=ivfpq: fewer keys than {CENTROIDS} are searched flat; its lists and codes"
+                " need as many",
                 stacklevel=2,
             )
         if self.options.index == "flat" or self.searched_flat:
@@ -148,7 +171,9 @@ class KeyIndex:
         return index
 
     def _points(self, keys: Floats) -> Floats:
-        points = _normalised(keys) if self.options.metric == "cosine" else augmented(keys, self._bound)
+        points = (
+            _normalised(keys) if self.options.metric == "cosine" else augmented(keys, self._bound)
+        )
         return self._widened(points)
 
     def _widened(self, points: Floats) -> Floats:

@@ -1,9 +1,10 @@
 """RACC: compression of the cache, and asynchronous retrieval of what was evicted.
 
-A sequence has three regions: the prompt (L1), the older generated tokens (L2) and the observation window (L3). After
-every n generated tokens the queries of the window vote, a share alpha of L2 stays (`compressor`), and the rest goes to
-the host, where an index finds what a later query asks for (`retrieval`; sections 4.1 and 4.2, Algorithm 1). A prompt
-may be compressed as well, by any method that evicts.
+A sequence has three regions: the prompt (L1), the older generated tokens (L2) and the observation
+window (L3). After every n generated tokens the queries of the window vote, a share alpha of L2
+stays (`compressor`), and the rest goes to the host, where an index finds what a later query asks
+for (`retrieval`; sections 4.1 and 4.2, Algorithm 1). A prompt may be compressed as well, by any
+method that evicts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ FIRST_INDEXED = 2  # the published code, which links at compressions, indexes fr
 
 
 class Evictions:
-    """The view that the prompt's compressor gets: as the store's own, but that `keep` has the rest indexed, too."""
+    """The view that the prompt's compressor gets: as the store's own, but that `keep` has the rest
+    indexed, too.
+    """
 
     def __init__(self, view: View, keep: Callable[..., None]) -> None:
         self._view, self.keep = view, keep
@@ -42,34 +45,46 @@ class Evictions:
 
 
 class RACC(Method):
-    """Compress the prompt, the generated tokens or both, and attend evicted tokens that a search found."""
+    """Compress the prompt, the generated tokens or both, and attend evicted tokens that a search
+    found.
+    """
 
     options_type = RACCOptions
 
     def __init__(self, options: RACCOptions) -> None:
         self.requested_options, window = options, options.prompt_window
         kind = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "none": None}[options.compressor]
-        settings: dict[str, Any] = {name: getattr(options, name) for name in ("kernel", "pooling", "granularity")}
+        settings: dict[str, Any] = {
+            name: getattr(options, name) for name in ("kernel", "pooling", "granularity")
+        }
         self.compressor = kind(window=window, **settings) if kind else None
-        self.needs = Needs(query_window=window if kind else 0, queries=True, on_drop="offload", host_keys=True)
+        self.needs = Needs(
+            query_window=window if kind else 0, queries=True, on_drop="offload", host_keys=True
+        )
 
-    # -- a new generation ------------------------------------------------------------------------------------------
+    # -- a new generation --------------------------------------------------------------------------
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is compressed, and how much of it stays."""
         super().begin(shape, budget, view, context)
         self.options = options = self._with_budget()
         if options.index == "ivfpq" and options.subspaces > shape.head_dim:
-            raise ValueError(f"subspaces={options.subspaces}: at most the head dimension, {shape.head_dim}")
-        self.moves = options.link == "compress" and self.scenario != "liso"  # what was found returns to the cache
+            raise ValueError(
+                f"subspaces={options.subspaces}: at most the head dimension, {shape.head_dim}"
+            )
+        # what was found returns to the cache
+        self.moves = options.link == "compress" and self.scenario != "liso"
         # lists of a KV head: under unified accounting those of a group are joined
-        self.group = shape.group if options.granularity == "query_head" and not budget.unified else 1
+        self.group = (
+            shape.group if options.granularity == "query_head" and not budget.unified else 1
+        )
         self.steps = self.compressions = 0
         self.residents: dict[int, Residents] = {}
         self.of_generated = Compressor(options, shape, view) if options.alpha < 1 else None
         self.of_prompt = self.compressor if self.scenario != "silo" else None
         self.retrieval = Retrieval(options, shape, view, context)
-        self.from_host: dict[int, int] = {}  # tokens on the host that the last step attended, per KV head
+        # tokens on the host that the last step attended, per KV head
+        self.from_host: dict[int, int] = {}
         self.entries: list[float] = []  # of each step, see `_entries`
         if self.of_prompt is not None:
             whole = budget if budget.size is not None else replace(budget, size=options.capacity)
@@ -79,14 +94,18 @@ class RACC(Method):
     def check_budget(self) -> None:
         """Settle the scenario, and refuse a budget that it has no rule for."""
         answer = self.context.new_tokens
-        self.scenario = settled(self.requested_options.scenario, self.budget, self.shape.lengths, answer)
+        self.scenario = settled(
+            self.requested_options.scenario, self.budget, self.shape.lengths, answer
+        )
         if self.scenario == "liso":
             super().check_budget()
         else:
             refuse_budget(self.scenario, self.budget, answer)
 
     def _with_budget(self) -> RACCOptions:
-        """The options with the alpha of scenario and budget; in liso no generated token goes, whatever alpha."""
+        """The options with the alpha of scenario and budget; in liso no generated token goes,
+        whatever alpha.
+        """
         answer = self.context.new_tokens
         if self.scenario == "liso":
             return replace(self.requested_options, alpha=1)
@@ -98,13 +117,17 @@ class RACC(Method):
         """C of a prompt of `length` tokens."""
         return self.options.capacity if self.budget.size is None else self.budget.tokens(length)
 
-    # -- eviction --------------------------------------------------------------------------------------------------
+    # -- eviction ----------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Have the prompt compressed, and what it drops indexed beside the prefill of later layers."""
+        """Have the prompt compressed, and what it drops indexed beside the prefill of
+        later layers.
+        """
         shape = self.shape
         sizes = prompt.lengths, shape.kv_heads, shape.device_of(layer), self.group
-        residents = self.residents[layer] = Residents(*sizes, search_prompt=self.options.search_prompt)
+        residents = self.residents[layer] = Residents(
+            *sizes, search_prompt=self.options.search_prompt
+        )
         if self.of_prompt is not None:
             self.of_prompt.prefill(layer, prompt)
             self.retrieval.flush()
@@ -123,7 +146,9 @@ class RACC(Method):
             self.retrieval.cover(layer, self.steps, evicted, anew=self.moves)
 
     def _compress(self, layer: int) -> None:
-        """Keep L1, the share alpha of L2 with most votes, L3, and what was retrieved, if it moves."""
+        """Keep L1, the share alpha of L2 with most votes, L3, and what was retrieved, if
+        it moves.
+        """
         assert self.of_generated is not None
         residents, lengths = self.residents[layer], self.view.lengths(layer)
         window = residents.range([length - self.options.window for length in lengths], lengths)
@@ -137,7 +162,7 @@ class RACC(Method):
         residents.generated = torch.cat(lists, dim=2)
         self._keep(layer, torch.cat([residents.prompt, residents.generated], dim=2))
 
-    # -- a decode step ---------------------------------------------------------------------------------------------
+    # -- a decode step -----------------------------------------------------------------------------
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps of the cycle."""
@@ -161,19 +186,30 @@ class RACC(Method):
 
     def _for_all(self, retrieved: RetrievedTokens) -> torch.Tensor:
         """What a search found, for each list of a KV head: [B, H, k]."""
-        return retrieved.tokens if self.group == 1 else retrieved.tokens.repeat_interleave(self.group, dim=1)
+        return (
+            retrieved.tokens
+            if self.group == 1
+            else retrieved.tokens.repeat_interleave(self.group, dim=1)
+        )
 
     def _retrieved(self, layer: int, query: torch.Tensor) -> RetrievedTokens | None:
-        """Ask if it is time to; what to attend of earlier answers, if they do not return to the cache."""
+        """Ask if it is time to; what to attend of earlier answers, if they do not return to the
+        cache.
+        """
         if layer not in self.retrieval.layers:
             return None
         if self.options.asks(self.steps):
-            counts = [self._retrieval_count(row, length) for row, length in enumerate(self.view.lengths(layer))]
+            counts = [
+                self._retrieval_count(row, length)
+                for row, length in enumerate(self.view.lengths(layer))
+            ]
             self.retrieval.ask(layer, self.steps, query, counts)
         return None if self.moves else self.retrieval.layers[layer].latest(self.steps)
 
     def _retrieval_count(self, row: int, length: int) -> int:
-        """Tokens to retrieve for a row of `length` tokens: of a budget that counts them what the compressor leaves."""
+        """Tokens to retrieve for a row of `length` tokens: of a budget that counts them what the
+        compressor leaves.
+        """
         if self.budget.counts_generated and self.of_prompt is not None:
             prompt = self.shape.lengths[row]
             return self._capacity(prompt) - self.of_prompt.budget.tokens(prompt)
@@ -182,13 +218,21 @@ class RACC(Method):
     def _of_long_rows(self, layer: int, rolling: torch.Tensor) -> torch.Tensor:
         """What the compressor selected [B, H, M], and all of the rows that fit their budget."""
         rows = [
-            torch.arange(length, device=ids.device).expand(len(ids), -1) if self._capacity(prompt) >= length else ids
-            for prompt, length, ids in zip(self.shape.lengths, self.view.lengths(layer), rolling, strict=True)
+            (
+                torch.arange(length, device=ids.device).expand(len(ids), -1)
+                if self._capacity(prompt) >= length
+                else ids
+            )
+            for prompt, length, ids in zip(
+                self.shape.lengths, self.view.lengths(layer), rolling, strict=True
+            )
         ]
         return stacked(rows)
 
     def end_step(self) -> None:
-        """At the end of a cycle compress the generated tokens; start the searches that were asked for."""
+        """At the end of a cycle compress the generated tokens; start the searches that were asked
+        for.
+        """
         if self.of_prompt is not None:
             self.of_prompt.end_step()
         if self.of_generated is not None and self.options.compresses(self.steps):
@@ -198,36 +242,61 @@ class RACC(Method):
         self.retrieval.flush()
         self.entries.append(self._entries())
 
-    # -- budget and report -----------------------------------------------------------------------------------------
+    # -- budget and report -------------------------------------------------------------------------
 
     def rule(self, layer: int, length: int, generated: int) -> int:
-        """What stays of the prompt, what the cycles so far leave of the generated tokens, and what is retrieved."""
+        """What stays of the prompt, what the cycles so far leave of the generated tokens, and what
+        is retrieved.
+        """
         retrieved = share(self.options.beta, length + generated)
         if self.of_prompt is not None and self.budget.counts_generated:
-            capacity, compressor_budget = self._capacity(length), self.of_prompt.budget.tokens(length)
-            return max(capacity, self.of_prompt.rule(layer, length, generated) + capacity - compressor_budget)
+            capacity, compressor_budget = (
+                self._capacity(length),
+                self.of_prompt.budget.tokens(length),
+            )
+            return max(
+                capacity,
+                self.of_prompt.rule(layer, length, generated) + capacity - compressor_budget,
+            )
         if self.scenario == "liso":
-            return retrieved + self.of_prompt.rule(layer, length, generated) if self.of_prompt else length + generated
+            return (
+                retrieved + self.of_prompt.rule(layer, length, generated)
+                if self.of_prompt
+                else length + generated
+            )
         prompt = self.of_prompt.rule(layer, length, 0) if self.of_prompt else length
         if self.options.alpha == 1:
             return prompt + generated
 
         def linked(number: int) -> int:
             asks = self.moves and number > FIRST_INDEXED
-            return share(self.options.beta, length + number * self.options.every - self.options.lag) if asks else 0
+            return (
+                share(self.options.beta, length + number * self.options.every - self.options.lag)
+                if asks
+                else 0
+            )
 
         done = (generated - 1) // self.options.every
         older = retained(done, self.options.alpha, self.options.every, self.options.window, linked)
-        return prompt + self.group * older + generated - done * self.options.every + (0 if self.moves else retrieved)
+        return (
+            prompt
+            + self.group * older
+            + generated
+            - done * self.options.every
+            + (0 if self.moves else retrieved)
+        )
 
     def _entries(self) -> float:
         """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
         residents = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
         since = sum(
-            self.view.lengths(layer)[0] - layer_residents.since[0] for layer, layer_residents in residents.items()
+            self.view.lengths(layer)[0] - layer_residents.since[0]
+            for layer, layer_residents in residents.items()
         )
         count = (
-            sum(layer_residents.count for layer_residents in residents.values()) + since + sum(self.from_host.values())
+            sum(layer_residents.count for layer_residents in residents.values())
+            + since
+            + sum(self.from_host.values())
         )
         return count / len(residents) - self._uncounted()
 
@@ -236,11 +305,16 @@ class RACC(Method):
         return sum(self.shape.lengths) / self.shape.batch if self.scenario == "silo" else 0.0
 
     def mean_rule(self, length: int, generated: int) -> float | None:
-        """C, which a compressor of the prompt may share out over layers, where generated tokens count."""
+        """C, which a compressor of the prompt may share out over layers, where generated tokens
+        count.
+        """
         return self._capacity(length) if self.of_prompt and self.budget.counts_generated else None
 
     def report(self) -> dict[str, float]:
-        """The actual ratio (`ratio.actual_ratio`), and what became of the searches (`retrieval.Log`)."""
-        self.retrieval.flush()  # a step that an error ended has not done so, and the audit waits for the jobs
+        """The actual ratio (`ratio.actual_ratio`), and what became of the searches
+        (`retrieval.Log`).
+        """
+        # a step that an error ended has not done so, and the audit waits for the jobs
+        self.retrieval.flush()
         counted = sum(self.shape.lengths) / self.shape.batch - self._uncounted()
         return {**actual_ratio(self.entries, counted + self.steps), **self.retrieval.log.report()}

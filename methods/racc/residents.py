@@ -1,4 +1,6 @@
-"""Which tokens of a layer are on the device: the prompt (L1), older generated tokens (L2), the window (L3)."""
+"""Which tokens of a layer are on the device: the prompt (L1), older generated tokens (L2), the
+window (L3).
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,32 @@ NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
 class Residents:
     """The tokens of one layer whose home is the device.
 
-    Args:
-        lengths: prompt tokens of each row; all are on the device at first.
-        kv_heads: of the layer.
-        group: lists for each of them: G where every query head has a cache of its own, else 1.
-        search_prompt: prompt tokens that are evicted may be found again.
+    Parameters
+    ----------
+    lengths
+        prompt tokens of each row; all are on the device at first.
+    kv_heads
+        of the layer.
+    group
+        lists for each of them: G where every query head has a cache of its own, else 1.
+    search_prompt
+        prompt tokens that are evicted may be found again.
 
-    Attributes:
-        device_ids: tokens on the device since the last eviction, [B, H, M] with H = kv_heads * group, trailing -1.
-        since: tokens of each row that there were then; all later ones are on the device, too.
-        count: tokens of `device_ids` per list, on average.
-        prompt: L1, [B, H, M].
-        generated: those of `device_ids` that are not L1, [B, H, M], in the order of the cache.
-        lost: tokens that no search shall find, [B, H, M], -1 = none.
+    Attributes
+    ----------
+    device_ids
+        tokens on the device since the last eviction, [B, H, M] with H = kv_heads * group, trailing
+        -1.
+    since
+        tokens of each row that there were then; all later ones are on the device, too.
+    count
+        tokens of `device_ids` per list, on average.
+    prompt
+        L1, [B, H, M].
+    generated
+        those of `device_ids` that are not L1, [B, H, M], in the order of the cache.
+    lost
+        tokens that no search shall find, [B, H, M], -1 = none.
     """
 
     def __init__(
@@ -55,13 +70,17 @@ class Residents:
         self.count = float((ids >= 0).sum()) / (ids.shape[0] * ids.shape[1])
 
     def all(self, lengths: Sequence[int], *others: torch.Tensor) -> torch.Tensor:
-        """All tokens on the device when rows have `lengths`, newer ones first, then others: [B, H, M], trailing -1."""
+        """All tokens on the device when rows have `lengths`, newer ones first, then others: [B, H,
+        M], trailing -1.
+        """
         return packed(torch.cat([self.range(self.since, lengths), self.device_ids, *others], dim=2))
 
     def of_kv_heads(self, lengths: Sequence[int]) -> torch.Tensor:
         """The same, a group's lists joined, by position: [B, Hkv, M], `NO_TOKEN` after the last."""
         ids = self.all(lengths)
-        return ascending(interleave(ids, self._kv_heads, ids.shape[2] * ids.shape[1] // self._kv_heads))
+        return ascending(
+            interleave(ids, self._kv_heads, ids.shape[2] * ids.shape[1] // self._kv_heads)
+        )
 
     def older(self, lengths: Sequence[int], by_position: bool) -> torch.Tensor:
         """L2, if the window begins after `lengths` tokens: [B, H, M], `NO_TOKEN` after the last.
@@ -88,7 +107,9 @@ class Residents:
         rows = list(zip(first, last, strict=True))
         if len(set(rows)) == 1:
             return torch.arange(*rows[0], device=self._device).expand(len(rows), self._heads, -1)
-        return stacked([torch.arange(*row, device=self._device).expand(self._heads, -1) for row in rows])
+        return stacked(
+            [torch.arange(*row, device=self._device).expand(self._heads, -1) for row in rows]
+        )
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:

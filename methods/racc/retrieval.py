@@ -1,8 +1,9 @@
 """Evicted tokens are found again, in the background (RACC, section 4.2).
 
-Searches have two modes. Deterministic: the answer to a request is used a fixed number of steps later, and waited for if
-need be, so that scores never depend on timing. Free: the latest finished answer is used, however old, and decoding
-never waits; a step that finds a search still running asks for nothing.
+Searches have two modes. Deterministic: the answer to a request is used a fixed number of steps
+later, and waited for if need be, so that scores never depend on timing. Free: the latest finished
+answer is used, however old, and decoding never waits; a step that finds a search still running asks
+for nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from methods.racc.settings import RACCOptions
 class Log:
     """What became of the searches of one generation, all layers together.
 
-    Attributes:
-        requests: in all; late: steps that could not ask, or not link, since a search was still running; failed: raised.
-        used: steps times layers that had an answer; staleness: steps between its request and its use, summed.
-        rebuilds: see `KeyIndex`.
+    Attributes
+    ----------
+    requests
+        in all; late: steps that could not ask, or not link, since a search was still running;
+        failed: raised.
+    used
+        steps times layers that had an answer; staleness: steps between its request and its use,
+        summed.
+    rebuilds
+        see `KeyIndex`.
     """
 
     requests: int = 0
@@ -61,14 +68,18 @@ class Log:
 
 
 class RetrievedTokens(NamedTuple):
-    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of `step` and on their device."""
+    """Tokens found [B, Hkv, k], nearest first, trailing -1, for the queries of `step` and on their
+    device.
+    """
 
     step: int
     tokens: torch.Tensor
 
 
 class _JobResult(NamedTuple):
-    """What a job did: tokens found (None: it searched nothing), keys it read, indexes it had to rebuild."""
+    """What a job did: tokens found (None: it searched nothing), keys it read, indexes it had to
+    rebuild.
+    """
 
     tokens: torch.Tensor | None
     keys_read: int
@@ -78,13 +89,20 @@ class _JobResult(NamedTuple):
 class Retriever:
     """The indexes of one layer, and its searches, one after the other in the worker pool.
 
-    Args:
-        layer: for messages.
-        index: [B][Hkv].
-        submit: of a `Batch`.
-        options: when an answer is used.
-        count_read: called with how many keys were read.
-        log: counts what happens.
+    Parameters
+    ----------
+    layer
+        for messages.
+    index
+        [B][Hkv].
+    submit
+        of a `Batch`.
+    options
+        when an answer is used.
+    count_read
+        called with how many keys were read.
+    log
+        counts what happens.
     """
 
     def __init__(
@@ -135,8 +153,10 @@ class Retriever:
     def latest(self, step: int) -> RetrievedTokens | None:
         """The answer to use at `step`, if there is one.
 
-        Raises:
-            FloatingPointError: a key is not finite (deterministic).
+        Raises
+        ------
+        FloatingPointError
+            a key is not finite (deterministic).
         """
         while self._pending and self._due(*self._pending[0], step):
             request_step, job = self._pending.popleft()
@@ -159,7 +179,11 @@ class Retriever:
         return job.done() if self._free else request_step <= step - self.options.lag
 
     def _enqueue(
-        self, step: int, tokens: Sequence[Sequence[Tokens]] | None, queries: Floats | None, counts: Sequence[int]
+        self,
+        step: int,
+        tokens: Sequence[Sequence[Tokens]] | None,
+        queries: Floats | None,
+        counts: Sequence[int],
     ) -> None:
         self._last = self._submit(self._work, self._last, tokens, queries, counts)
         self._pending.append((step, self._last))
@@ -172,17 +196,23 @@ class Retriever:
         counts: Sequence[int],
     ) -> _JobResult:
         if before is not None:
-            wait([before])  # one thread at a time in an index; what the other raised it reports itself
+            # one thread at a time in an index; what the other raised it reports itself
+            wait([before])
         faiss.omp_set_num_threads(1)
         indexes = [index for row in self.index for index in row]
-        read, rebuilds = (sum(getattr(key_index, name) for key_index in indexes) for name in ("keys_read", "rebuilds"))
+        read, rebuilds = (
+            sum(getattr(key_index, name) for key_index in indexes)
+            for name in ("keys_read", "rebuilds")
+        )
         if tokens is not None:
             for evicted, row in zip(tokens, self.index, strict=True):
                 for head, index in enumerate(row):
                     try:
                         index.cover(evicted[head])
                     except ValueError as error:
-                        raise FloatingPointError(f"layer {self.layer}, KV head {head}: {error}") from error
+                        raise FloatingPointError(
+                            f"layer {self.layer}, KV head {head}: {error}"
+                        ) from error
         nearest = None if queries is None else self._search(queries, counts)
         return _JobResult(
             nearest,
@@ -202,9 +232,12 @@ class Retriever:
 class Retrieval:
     """The retrievers of all layers of one generation.
 
-    Attributes:
-        layers: the retriever of each layer whose tokens are indexed.
-        log: see `Log`.
+    Attributes
+    ----------
+    layers
+        the retriever of each layer whose tokens are indexed.
+    log
+        see `Log`.
     """
 
     def __init__(self, options: RACCOptions, shape: Shape, view: View, context: Context) -> None:
@@ -214,14 +247,20 @@ class Retrieval:
         self._jobs = Batch(context.pool.submit, torch.get_num_threads())
 
     def cover(self, layer: int, step: int, evicted: Sequence[Sequence[Tokens]], anew: bool) -> None:
-        """Index the evicted tokens [B][Hkv] that are not there yet; `anew`: in place of all that was there."""
+        """Index the evicted tokens [B][Hkv] that are not there yet; `anew`: in place of all that
+        was there.
+        """
         if anew or layer not in self.layers:
             self.layers[layer] = self._retriever(layer)
         self.layers[layer].cover(step, evicted)
 
     def ask(self, layer: int, step: int, query: torch.Tensor, counts: Sequence[int]) -> None:
-        """Ask for the nearest `counts[b]` tokens to the mean query of each group; `query`: [B, Hq, 1, D]."""
-        self.layers[layer].request(step, query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0], counts)
+        """Ask for the nearest `counts[b]` tokens to the mean query of each group; `query`: [B, Hq,
+        1, D].
+        """
+        self.layers[layer].request(
+            step, query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0], counts
+        )
         if self.options.lag == 0:
             self.flush()
 
@@ -238,7 +277,14 @@ class Retrieval:
             ]
             for row, seed in enumerate(seeds)
         ]
-        return Retriever(layer, index, self._jobs.submit, self.options, partial(self.view.count_read, layer), self.log)
+        return Retriever(
+            layer,
+            index,
+            self._jobs.submit,
+            self.options,
+            partial(self.view.count_read, layer),
+            self.log,
+        )
 
 
 def _keys(view: View, layer: int, row: int, head: int, tokens: Tokens) -> Floats:

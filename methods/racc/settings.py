@@ -1,4 +1,6 @@
-"""The options of RACC: what is compressed and when, what is retrieved and when, and by which index."""
+"""The options of RACC: what is compressed and when, what is retrieved and when, and by
+which index.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ Scenario = Literal["auto", "liso", "silo", "lilo"]
 
 @dataclass(frozen=True)
 class RACCOptions:
-    """What a user may set (sections 4.1 to 4.3; where the published code differs from the paper, both are there)."""
+    """What a user may set (sections 4.1 to 4.3; where the published code differs from the paper,
+    both are there).
+    """
 
     # the prompt
     scenario: Scenario = "auto"  # what is compressed, see `scenario`
-    compressor: Literal["snapkv", "pyramidkv", "none"] = "snapkv"  # of the prompt; none leaves it whole
+    # of the prompt; none leaves it whole
+    compressor: Literal["snapkv", "pyramidkv", "none"] = "snapkv"
     capacity: int = 6000  # prompt tokens it keeps without a budget
     prompt_window: int = 128  # its observation window; this one, kernel and pooling: see `SnapKV`
     kernel: int = 5
     pooling: Pooling = "mean"
-    # query_head: each query head votes for a cache of its own (as published), and the union is held; a search is the
-    # group's in either way
+    # query_head: each query head votes for a cache of its own (as published), and the union is
+    # held; a search is the group's in either way
     granularity: Granularity = "kv_head"
     search_prompt: bool = True  # evicted prompt tokens may be found again
 
@@ -34,19 +39,23 @@ class RACCOptions:
     # softmax over L2, softmax over all that is resident, or the raw logits (equations 5 and 6)
     vote: Literal["softmax_l2", "softmax_all", "raw"] = "softmax_l2"
     vote_kernel: int = 5  # width of the votes' mean pooling, odd
-    vote_order: Literal["token", "cache"] = "token"  # its neighbours: by position, or as the published cache has them
-    shifted: bool = False  # the token before each chosen one stays, as in the published code (see `Voting.best`)
+    # its neighbours: by position, or as the published cache has them
+    vote_order: Literal["token", "cache"] = "token"
+    # the token before each chosen one stays, as in the published code (see `Voting.best`)
+    shifted: bool = False
 
     # retrieval
     beta: float = 0.01  # share of all tokens that is retrieved
-    # step: every step asks, and what was found is attended until the next answer; compress: each cycle asks once, and
-    # what was found returns to the cache at the next compression (in liso, which has none: is attended for the n tokens
-    # that follow)
+    # step: every step asks, and what was found is attended until the next answer; compress: each
+    # cycle asks once, and what was found returns to the cache at the next compression (in liso,
+    # which has none: is attended for the n tokens that follow)
     link: Literal["compress", "step"] = "compress"
     lag: int = 200  # steps between a request and the use of its answer
     mode: Literal["deterministic", "free"] = "deterministic"  # see `retrieval`
-    metric: Literal["cosine", "ip"] = "cosine"  # of normalised keys and queries, or the largest inner product
-    index: Literal["flat", "ivfpq", "hnsw"] = "flat"  # every key is compared; coded keys in lists; a graph
+    # of normalised keys and queries, or the largest inner product
+    metric: Literal["cosine", "ip"] = "cosine"
+    # every key is compared; coded keys in lists; a graph
+    index: Literal["flat", "ivfpq", "hnsw"] = "flat"
     subspaces: int = 8  # of ivfpq: bytes of a code
 
     def __post_init__(self) -> None:
@@ -54,13 +63,15 @@ class RACCOptions:
             raise ValueError(f"alpha={self.alpha}: expected a share in (0, 1]")
         if self.every <= self.window:
             raise ValueError(
-                f"every={self.every}: expected more tokens than the observation window has, window={self.window}"
+                f"every={self.every}: expected more tokens than the observation window has,"
+                f" window={self.window}"
             )
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta={self.beta}: expected a share in [0, 1]")
         if self.link == "compress" and self.lag >= self.every:
             raise ValueError(
-                f"lag={self.lag}: expected fewer steps than lie between two compressions, every={self.every}"
+                f"lag={self.lag}: expected fewer steps than lie between two compressions,"
+                f" every={self.every}"
             )
 
     def votes(self, step: int) -> bool:

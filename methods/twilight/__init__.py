@@ -1,4 +1,6 @@
-"""Twilight (Lin et al. 2025): a selector's tokens, pruned to those that hold a share p of the attention."""
+"""Twilight (Lin et al. 2025): a selector's tokens, pruned to those that hold a share p of the
+attention.
+"""
 
 from methods.twilight.method import Twilight
 

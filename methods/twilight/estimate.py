@@ -1,6 +1,7 @@
 """Keys in four bits, and the attention that is estimated with them.
 
-As in the published code a key has a step s = (max - min) / 15 over its numbers, and codes round((k - min) / s).
+As in the published code a key has a step s = (max - min) / 15 over its numbers, and codes round((k
+- min) / s).
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ LEVELS = 15
 class FourBitKeys:
     """The keys of a layer, two numbers to a byte, the first in the low half.
 
-    Args:
-        keys: [B, Hkv, N, D] of the prompt; D is even.
-        new_tokens: keys to come at most; None: unknown.
+    Parameters
+    ----------
+    keys
+        [B, Hkv, N, D] of the prompt; D is even.
+    new_tokens
+        keys to come at most; None: unknown.
 
-    Attributes:
-        codes: [B, Hkv, capacity, D / 2] uint8.
-        steps: [B, Hkv, capacity, 2] float32, the step and the smallest number of each key.
-        counted: [2] int64, tokens weighed and tokens kept so far, of all query heads.
+    Attributes
+    ----------
+    codes
+        [B, Hkv, capacity, D / 2] uint8.
+    steps
+        [B, Hkv, capacity, 2] float32, the step and the smallest number of each key.
+    counted
+        [2] int64, tokens weighed and tokens kept so far, of all query heads.
     """
 
     def __init__(self, keys: torch.Tensor, new_tokens: int | None) -> None:
@@ -48,16 +56,27 @@ class FourBitKeys:
             return
         codes, steps = quantised(key)
         for row, token in enumerate(tokens):
-            self.codes[row, :, token], self.steps[row, :, token] = codes[row, :, 0], steps[row, :, 0]
+            self.codes[row, :, token], self.steps[row, :, token] = (
+                codes[row, :, 0],
+                steps[row, :, 0],
+            )
 
-    def top_p(self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]) -> torch.Tensor:
-        """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of each query head.
+    def top_p(
+        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
+    ) -> torch.Tensor:
+        """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of
+        each query head.
 
-        Args:
-            query: [B, Hq, 1, D].
-            p: of each row.
+        Parameters
+        ----------
+        query
+            [B, Hq, 1, D].
+        p
+            of each row.
 
-        Returns:
+        Returns
+        -------
+        torch.Tensor
             [B, Hq, n] int64, the largest weight first, trailing -1. With p = 1 all tokens.
         """
         if query.device.type == "cpu":
@@ -72,14 +91,19 @@ class FourBitKeys:
         kv_heads, per = self.codes.shape[1], query_heads // index.shape[1]
         lists = index.repeat_interleave(per, dim=1).view(batch, kv_heads, -1)  # [B, Hkv, G * M]
         at = lists.clamp(min=0)[..., None]
-        codes, steps = (part.gather(2, at.expand(-1, -1, -1, part.shape[3])) for part in (self.codes, self.steps))
+        codes, steps = (
+            part.gather(2, at.expand(-1, -1, -1, part.shape[3]))
+            for part in (self.codes, self.steps)
+        )
         keys = restored(codes, steps).view(batch, query_heads, -1, head_dim)
         logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
         lists = lists.view(batch, query_heads, -1)
         weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
         ranked_ids = lists.gather(2, order)
-        enough = torch.tensor([math.inf if share == 1 else share for share in p], device=ranked_ids.device)
+        enough = torch.tensor(
+            [math.inf if share == 1 else share for share in p], device=ranked_ids.device
+        )
         ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
         self.counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
         return ids
@@ -91,17 +115,33 @@ class FourBitKeys:
         batch, query_heads, _, head_dim = query.shape
         ids = torch.empty(batch, query_heads, index.shape[2], dtype=torch.int64)
         scaled = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
-        arrays = scaled, self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy(), np.array(p, float)
+        arrays = (
+            scaled,
+            self.codes.numpy(),
+            self.steps.numpy(),
+            index.contiguous().numpy(),
+            np.array(p, float),
+        )
         threads = min(torch.get_num_threads(), max(1, ids.numel() * head_dim // WORTH_A_THREAD))
         return ids[..., : kernels.top_p(threads, *arrays, ids.numpy(), self.counted.numpy())]
 
     def counts(
-        self, row: int, queries: torch.Tensor, length: int, most: int, scaling: float, p: torch.Tensor
+        self,
+        row: int,
+        queries: torch.Tensor,
+        length: int,
+        most: int,
+        scaling: float,
+        p: torch.Tensor,
     ) -> torch.Tensor:
-        """How many of the `most` best tokens hold each share p [S] of their estimated weights: [S], means over queries.
+        """How many of the `most` best tokens hold each share p [S] of their estimated weights: [S],
+        means over queries.
 
-        Args:
-            queries: [Hq, W, D], the last of the row's `length` tokens, each of which sees those up to its own.
+        Parameters
+        ----------
+        queries
+            [Hq, W, D], the last of the row's `length` tokens, each of which sees those up to its
+            own.
         """
         codes, steps = self.codes[row, :, :length], self.steps[row, :, :length]
         grouped = queries.float().unflatten(0, (codes.shape[0], -1))
@@ -116,7 +156,9 @@ class FourBitKeys:
 
 
 def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., D / 2] uint8 of keys [..., D], and their steps and smallest numbers [..., 2] float32."""
+    """Codes [..., D / 2] uint8 of keys [..., D], and their steps and smallest numbers [..., 2]
+    float32.
+    """
     keys = keys.float()
     low, high = keys.amin(dim=-1, keepdim=True), keys.amax(dim=-1, keepdim=True)
     step = ((high - low) / LEVELS).clamp(min=1e-9)

@@ -12,14 +12,19 @@ LEVELS = np.float32(15)
 LEAST = np.float32(1e-9)
 
 
-@vectors.kernel  # without fast arithmetic: the codes are those of `methods.twilight.estimate.quantised`
+# without fast arithmetic: the codes are those of `methods.twilight.estimate.quantised`
+@vectors.kernel
 def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
     """Code a key of each row and KV head.
 
-    Args:
-        keys: [B, Hkv, D] float32.
-        tokens: [B], whose they are.
-        codes, steps: as of `top_p`; written.
+    Parameters
+    ----------
+    keys
+        [B, Hkv, D] float32.
+    tokens
+        [B], whose they are.
+    codes, steps
+        as of `top_p`; written.
     """
     for row in range(keys.shape[0]):
         for head in range(keys.shape[1]):
@@ -27,25 +32,39 @@ def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
             low, high = key.min(), key.max()
             step = max((high - low) / LEVELS, LEAST)
             for k in range(len(coded)):
-                first, second = np.rint((key[2 * k] - low) / step), np.rint((key[2 * k + 1] - low) / step)
+                first, second = (
+                    np.rint((key[2 * k] - low) / step),
+                    np.rint((key[2 * k + 1] - low) / step),
+                )
                 coded[k] = np.uint8(min(first, LEVELS)) | np.uint8(min(second, LEVELS)) << 4
             steps[row, head, tokens[row], 0], steps[row, head, tokens[row], 1] = step, low
 
 
 @kernel
 def top_p(threads, query, codes, steps, index, p, ids, counted):  # type: ignore[no-untyped-def]
-    """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so many threads.
+    """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so
+    many threads.
 
-    Args:
-        query: [B, Hq, D] float32, times the scaling.
-        codes: [B, Hkv, S, D / 2] uint8, two numbers each, the first in the low half.
-        steps: [B, Hkv, S, 2] float32, the step and the smallest number of each key.
-        index: [B, Hs, M] int64 token ids, trailing -1.
-        p: [B] float64, of each row.
-        ids: [B, Hq, M] int64, written: the largest weight first, trailing -1.
-        counted: [2] int64, to which tokens weighed and tokens kept are added.
+    Parameters
+    ----------
+    query
+        [B, Hq, D] float32, times the scaling.
+    codes
+        [B, Hkv, S, D / 2] uint8, two numbers each, the first in the low half.
+    steps
+        [B, Hkv, S, 2] float32, the step and the smallest number of each key.
+    index
+        [B, Hs, M] int64 token ids, trailing -1.
+    p
+        [B] float64, of each row.
+    ids
+        [B, Hq, M] int64, written: the largest weight first, trailing -1.
+    counted
+        [2] int64, to which tokens weighed and tokens kept are added.
 
-    Returns:
+    Returns
+    -------
+    value
         tokens of the longest list.
     """
     counts = np.zeros((2, ids.shape[0] * ids.shape[1]), np.int64)
@@ -63,7 +82,10 @@ def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: igno
     at = claim(claims)
     while at < counts.shape[1]:
         row, head = at // query_heads, at % query_heads
-        kv_head, tokens = head * codes.shape[1] // query_heads, index[row, head * index.shape[1] // query_heads]
+        kv_head, tokens = (
+            head * codes.shape[1] // query_heads,
+            index[row, head * index.shape[1] // query_heads],
+        )
         head_codes, head_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
         for k in range(len(low)):
             low[k], high[k] = query[row, head, 2 * k], query[row, head, 2 * k + 1]

@@ -1,8 +1,9 @@
-"""Twilight: adaptive attention sparsity by top-p pruning (Lin et al. 2025, "Twilight: Adaptive Attention Sparsity with
-Hierarchical Top-p Pruning", section 4).
+"""Twilight: adaptive attention sparsity by top-p pruning (Lin et al. 2025, "Twilight: Adaptive
+Attention Sparsity with Hierarchical Top-p Pruning", section 4).
 
-A selector, such as Quest, proposes generously. For every query head the weights of what it proposes are estimated with
-keys of four bits, and the fewest tokens that hold a share p of them are attended.
+A selector, such as Quest, proposes generously. For every query head the weights of what it proposes
+are estimated with keys of four bits, and the fewest tokens that hold a share p of them are
+attended.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from methods.quest import Quest
 from methods.topk import TopK
 from methods.twilight.estimate import FourBitKeys, compile_kernels
 
-PROPOSED = 4  # tokens that are proposed for one of the budget, where the budget says how many are attended
+# tokens that are proposed for one of the budget, where the budget says how many are attended
+PROPOSED = 4
 WINDOW = 8  # last queries of the prompt, by which a budget is met
 SHARES = 1000  # p is a whole number of thousandths
 
 
 class ProposingQuest(Quest):
-    """Quest as Twilight's code has it: of a budget that is no whole number of pages, the rest is a page, too."""
+    """Quest as Twilight's code has it: of a budget that is no whole number of pages, the rest is a
+    page, too.
+    """
 
     def share(self, capacity: int) -> int:
         """C / page_size pages, rounded up; down under unified accounting, where C is the most."""
@@ -35,27 +39,42 @@ SELECTORS = {"quest": ProposingQuest, "topk": TopK}
 
 
 class Twilight(Method):
-    """Attend, of each query head, the fewest of the selector's tokens that hold a share p of their estimated attention.
+    """Attend, of each query head, the fewest of the selector's tokens that hold a share p of their
+    estimated attention.
 
-    The budget C is the selector's: what is attended is at most that, and as a rule far less. With unified accounting
-    the query heads of a group choose from one list of C tokens.
+    The budget C is the selector's: what is attended is at most that, and as a rule far less. With
+    unified accounting the query heads of a group choose from one list of C tokens.
 
-    Calibrated, the budget is what a query head attends on average, by what the prompt's last queries attend: the
-    selector proposes 4 C, and p is the largest with which these queries, in all layers, would keep no more than C of
-    the best 4 C. Under unified accounting, where C is the most, nothing is left to prune then: p = 1.
+    Calibrated, the budget is what a query head attends on average, by what the prompt's last
+    queries attend: the selector proposes 4 C, and p is the largest with which these queries, in all
+    layers, would keep no more than C of the best 4 C. Under unified accounting, where C is the
+    most, nothing is left to prune then: p = 1.
 
-    Args:
-        selector: what proposes tokens: "quest", or "topk", the oracle.
-        p: share of the estimated attention that is enough; 1 keeps whatever is proposed.
-        calibrated: each prompt has a p of its own, which follows from the budget.
+    Parameters
+    ----------
+    selector
+        what proposes tokens: "quest", or "topk", the oracle.
+    p
+        share of the estimated attention that is enough; 1 keeps whatever is proposed.
+    calibrated
+        each prompt has a p of its own, which follows from the budget.
 
-    Raises:
-        ValueError: p is outside of (0, 1].
+    Raises
+    ------
+    ValueError
+        p is outside of (0, 1].
     """
 
-    def __init__(self, selector: Literal["quest", "topk"] = "quest", p: float = 0.85, calibrated: bool = False) -> None:
+    def __init__(
+        self,
+        selector: Literal["quest", "topk"] = "quest",
+        p: float = 0.85,
+        calibrated: bool = False,
+    ) -> None:
         if not 0 < p <= 1:
-            raise ValueError(f"p={p}: a share of the attention; expected a number above 0, at most 1")
+            raise ValueError(
+                f"p={p}: a share of the attention; expected a number above 0, at most 1"
+            )
         self.selector, self.p, self.calibrated = SELECTORS[selector](), p, calibrated
         self.needs = Needs(query_window=WINDOW if calibrated else 0)
 
@@ -63,20 +82,27 @@ class Twilight(Method):
         """The selector begins, and no key is coded yet."""
         super().begin(shape, budget, view, context)
         self.calibrates = self.calibrated and not budget.unified
-        self.selector.begin(shape, _times(budget, PROPOSED) if self.calibrates else budget, view, context)
+        self.selector.begin(
+            shape, _times(budget, PROPOSED) if self.calibrates else budget, view, context
+        )
         if shape.device.type == "cpu":
             compile_kernels()
         self.coded: dict[int, FourBitKeys] = {}
         self.shares = [1.0 if self.calibrated else self.p] * shape.batch  # p of each row
-        self.sums = torch.zeros(shape.batch, SHARES, dtype=torch.float64)  # over layers, of what each p would keep
+        # over layers, of what each p would keep
+        self.sums = torch.zeros(shape.batch, SHARES, dtype=torch.float64)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """The selector's index, and every key in four bits."""
         self.selector.prefill(layer, prompt)
         self.coded[layer] = coded = FourBitKeys(prompt.keys, self.context.new_tokens)
         if self.calibrates:
-            shares = torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device) / SHARES
-            for row, (length, capacity) in enumerate(zip(prompt.lengths, self.capacities, strict=True)):
+            shares = (
+                torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device) / SHARES
+            )
+            for row, (length, capacity) in enumerate(
+                zip(prompt.lengths, self.capacities, strict=True)
+            ):
                 queries = prompt.queries[row, :, -length:]
                 self.sums[row] += coded.counts(
                     row, queries, length, PROPOSED * capacity, self.shape.scaling, shares
@@ -99,19 +125,27 @@ class Twilight(Method):
         """What the selector proposes, pruned."""
         proposed = self.selector.select(layer, query)
         assert proposed is not None, "a selector of Twilight names its tokens"
-        return Selection(self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares))
+        return Selection(
+            self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares)
+        )
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """The selector's."""
         return self.selector.rule(layer, length, generated)
 
     def report(self) -> dict[str, float]:
-        """Share of the proposed tokens that was attended, the mean over query heads, layers and steps; and p."""
-        proposed, attended = map(sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True))
+        """Share of the proposed tokens that was attended, the mean over query heads, layers and
+        steps; and p.
+        """
+        proposed, attended = map(
+            sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True)
+        )
         return {"kept_share": attended / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
 
 
 def _times(budget: Budget, factor: int) -> Budget:
     """So many times the budget; a share at most 1."""
     size = budget.size
-    return replace(budget, size=min(1.0, factor * size) if isinstance(size, float) else size and factor * size)
+    return replace(
+        budget, size=min(1.0, factor * size) if isinstance(size, float) else size and factor * size
+    )

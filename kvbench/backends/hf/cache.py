@@ -41,26 +41,44 @@ AUDIT_EVERY = 8  # a user's own generate() shall not pay for a count of every un
 class KVCache(WatchedCache):
     """A KV-cache method inside plain `model.generate(past_key_values=KVCache(model, ...))`.
 
-    The first forward pass is the prompt (left padding allowed) and is dense; a later one of a single token is a decode
-    step. One of several tokens is a later turn of the conversation: `generate`, given the whole conversation and the
-    same cache again, passes what the cache has not read. All rows of a batch take a turn of one length.
+    The first forward pass is the prompt (left padding allowed) and is dense; a later one of a
+    single token is a decode step. One of several tokens is a later turn of the conversation:
+    `generate`, given the whole conversation and the same cache again, passes what the cache has not
+    read. All rows of a batch take a turn of one length.
 
-    Args:
-        model: a transformers causal language model, or peft's around one; without a KVCache it runs as it did before.
-        method: a method's name (with its options as keywords), or a Method object, which serves one cache.
-        budget: tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
-        accounting: "paper" or "unified" (what counts inside the budget).
-        dense_layers: true indices of layers that always attend everything; one with a sliding window stays as it is.
-        question: how the tokens of a later turn are read: "after", at once, attending all that the method has not
-            dropped, or "decode", one by one, as decode steps (the logits are then the last token's alone).
-        prompt_length: columns of the prompt, padding included, where it is prefilled in several forward passes.
-        attention: the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
-        kv: what keys and values are held in: "int8", or keys of `kvbench.memory.kinds.KV`.
-        tokenizer: for methods that read the text of tokens.
-        seed: what the method's randomness derives from.
+    Parameters
+    ----------
+    model
+        a transformers causal language model, or peft's around one; without a KVCache it runs as it
+        did before.
+    method
+        a method's name (with its options as keywords), or a Method object, which serves one cache.
+    budget
+        tokens (int), a fraction of the prompt (float in (0, 1]), or None: the method's own sizes.
+    accounting
+        "paper" or "unified" (what counts inside the budget).
+    dense_layers
+        true indices of layers that always attend everything; one with a sliding window stays as it
+        is.
+    question
+        how the tokens of a later turn are read: "after", at once, attending all that the method has
+        not dropped, or "decode", one by one, as decode steps (the logits are then the last token's
+        alone).
+    prompt_length
+        columns of the prompt, padding included, where it is prefilled in several forward passes.
+    attention
+        the executor, "auto", "cpu", "torch", "reference" or "flashinfer".
+    kv
+        what keys and values are held in: "int8", or keys of `kvbench.memory.kinds.KV`.
+    tokenizer
+        for methods that read the text of tokens.
+    seed
+        what the method's randomness derives from.
 
-    Raises:
-        ConfigError: an unknown method or option, a bad budget, a model that kvbench does not support.
+    Raises
+    ------
+    ConfigError
+        an unknown method or option, a bad budget, a model that kvbench does not support.
     """
 
     def __init__(
@@ -82,13 +100,20 @@ class KVCache(WatchedCache):
         model = inner_model(model)
         chosen, harness, self._name = method_of(method, options)
         _check_options(question, prompt_length)
-        settings: dict[str, Any] = {"attention": attention, "kv": kv_of(kv), "seed": seed, "audit_every": AUDIT_EVERY}
+        settings: dict[str, Any] = {
+            "attention": attention,
+            "kv": kv_of(kv),
+            "seed": seed,
+            "audit_every": AUDIT_EVERY,
+        }
         sizes = Budget.of(budget, harness, accounting)
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         shape, self.model, self._method = self._plan.shape, model, chosen
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
         super().__init__(shape.layers, self._windowed)
-        compile_silently(str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed)
+        compile_silently(
+            str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed
+        )
         self._question, self.prompt_length = question, prompt_length
         self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
         self._offsets: list[int] = []
@@ -99,12 +124,15 @@ class KVCache(WatchedCache):
         self.reset()
 
     def __repr__(self) -> str:
-        return f"KVCache(method={self._name}, budget={self._plan.budget.size}, {_content(self.engine)})"
+        return (
+            f"KVCache(method={self._name}, budget={self._plan.budget.size},"
+            f" {_content(self.engine)})"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a KVCache is not pickled, nor written by torch.save: it belongs to its model and to memory that methods "
-            "share; expected cache.copy(), or the text read anew"
+            "a KVCache is not pickled, nor written by torch.save: it belongs to its model and to"
+            " memory that methods share; expected cache.copy(), or the text read anew"
         )
 
     @property
@@ -126,7 +154,9 @@ class KVCache(WatchedCache):
         self._watched.enter_context(residuals_watched(self.model, self._method.needs))
 
     def audit(self) -> dict[str, Any]:
-        """What was attended and held so far; keys as in `summary.json`, and those of later turns."""
+        """What was attended and held so far; keys as in `summary.json`, and those of
+        later turns.
+        """
         if self.engine is None:
             raise ValueError("nothing to audit: no prompt was read yet")
         self._settle(self.engine)
@@ -146,25 +176,35 @@ class KVCache(WatchedCache):
         return twin
 
     def copy(self) -> KVCache:
-        """A cache that goes on from here by itself, as `copy.deepcopy` gives one; it takes as much memory again."""
+        """A cache that goes on from here by itself, as `copy.deepcopy` gives one; it takes as much
+        memory again.
+        """
         return copy.deepcopy(self)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last -`tokens_to_remove` tokens of every row back, as assisted decoding does.
 
-        Raises:
-            ValueError: no number of tokens, a positive one, as in transformers, or more than there are; or a method
-                that cannot.
+        Raises
+        ------
+        ValueError
+            no number of tokens, a positive one, as in transformers, or more than there are; or a
+            method that cannot.
         """
         try:
             count = -operator.index(tokens_to_remove)
         except TypeError as error:
-            raise ValueError(f"crop({tokens_to_remove}): expected minus the tokens to remove, such as -8") from error
+            raise ValueError(
+                f"crop({tokens_to_remove}): expected minus the tokens to remove, such as -8"
+            ) from error
         if count and self._windowed:
-            raise ValueError(f"crop({tokens_to_remove}): layers with a window have forgotten what came before it")
+            raise ValueError(
+                f"crop({tokens_to_remove}): layers with a window have forgotten what came before it"
+            )
         shortest = 0 if self.engine is None else min(self.engine.lengths)
         if not 0 <= count < max(1, shortest):
-            raise ValueError(f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {shortest}")
+            raise ValueError(
+                f"crop({tokens_to_remove}): minus the tokens to remove, of a row of {shortest}"
+            )
         if count:
             assert self.engine is not None
             self._settle(self.engine)
@@ -175,26 +215,36 @@ class KVCache(WatchedCache):
     def activate_past_recording(self) -> None:
         """Assisted decoding begins.
 
-        Raises:
-            ValueError: it takes tokens back, which the method cannot; or needs all logits of what is read.
+        Raises
+        ------
+        ValueError
+            it takes tokens back, which the method cannot; or needs all logits of what is read.
         """
         self._plan.refuse_assisted(self._question)
 
     def take_chunk(self) -> None:
         """Look at a chunk of what `generate` prefills in chunks.
 
-        Raises:
-            ValueError: it is of a prompt whose length is not known.
+        Raises
+        ------
+        ValueError
+            it is of a prompt whose length is not known.
         """
-        started = self.engine is not None and not self.engine.audit.generated and not self._unsettled
+        started = (
+            self.engine is not None and not self.engine.audit.generated and not self._unsettled
+        )
         if started and self.prompt_length is None:
-            raise ValueError("a prompt prefilled in chunks: give the KVCache its columns, prompt_length=")
+            raise ValueError(
+                "a prompt prefilled in chunks: give the KVCache its columns, prompt_length="
+            )
 
     def continue_with(self, input_ids: torch.Tensor) -> None:
         """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read.
 
-        Raises:
-            ValueError: it does not go on from what was read.
+        Raises
+        ------
+        ValueError
+            it does not go on from what was read.
         """
         if self.engine is not None:
             check_rows(self.batch_size, len(input_ids))
@@ -203,8 +253,10 @@ class KVCache(WatchedCache):
     def before(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Look at what a forward pass of the model is given; returns what it shall be given.
 
-        Raises:
-            ValueError: what it is given does not fit what was read.
+        Raises
+        ------
+        ValueError
+            what it is given does not fit what was read.
         """
         past, read = self.get_seq_length(), self.engine is not None and self.engine.prefilled
         name, rows, width, mask = reads = Columns.of(arguments, past)
@@ -220,7 +272,12 @@ class KVCache(WatchedCache):
             rotary.refuse_mixed(self.model, lengths)
         if read and width > 1 and self._question == "decode":
             for at in range(width - 1):
-                self.model(**columns(arguments, name, at, past), past_key_values=self, use_cache=True, logits_to_keep=1)
+                self.model(
+                    **columns(arguments, name, at, past),
+                    past_key_values=self,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
             arguments = arguments | columns(arguments, name, width - 1, past)
         rotary.note(lengths)
         self.expected, self._tokens = past + width, tokens
@@ -229,13 +286,16 @@ class KVCache(WatchedCache):
     def begin_pass(self) -> None:
         """A forward pass begins.
 
-        Raises:
-            ValueError: the last one has not ended.
+        Raises
+        ------
+        ValueError
+            the last one has not ended.
         """
         if self._passing:
             raise ValueError(
-                "the last forward pass through this KVCache did not end: it failed, or another thread generates with "
-                "it; a KVCache serves one generation at a time, and after an error reset() or a new one"
+                "the last forward pass through this KVCache did not end: it failed, or another"
+                " thread generates with it; a KVCache serves one generation at a time, and after an"
+                " error reset() or a new one"
             )
         self._passing = True
 
@@ -245,7 +305,9 @@ class KVCache(WatchedCache):
 
     @torch.no_grad()
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """Attention of one layer, see `Engine.attend`; the first layer with full attention opens the forward pass."""
+        """Attention of one layer, see `Engine.attend`; the first layer with full attention opens
+        the forward pass.
+        """
         if call.layer == self._full_layers[0]:
             self._start_forward(query, padding)
         assert self.engine is not None
@@ -255,7 +317,9 @@ class KVCache(WatchedCache):
         return out
 
     def _settle(self, engine: Engine) -> None:
-        """Count the step before this one: the last layers of the model, with a window, may come after all others."""
+        """Count the step before this one: the last layers of the model, with a window, may come
+        after all others.
+        """
         if self._unsettled:
             engine.settle()
         self._unsettled = False
@@ -269,12 +333,19 @@ class KVCache(WatchedCache):
             self.engine = self._plan.engine(lengths, self._offsets, columns)
             self.engine.windowed = self._windowed
         if self._method.view is not self.engine.view:
-            raise ValueError("the Method object of this KVCache has begun another generation: give each cache its own")
+            raise ValueError(
+                "the Method object of this KVCache has begun another generation: give each cache"
+                " its own"
+            )
         self._settle(self.engine)
         if self.engine.prefilled:
             self._watched.close()  # of the prompt all is known
         if not self.engine.prefilled:
-            ids = ids if padding is None else ids.masked_fill(padding[:, -width:].to(ids.device) == 0, -1)
+            ids = (
+                ids
+                if padding is None
+                else ids.masked_fill(padding[:, -width:].to(ids.device) == 0, -1)
+            )
             self.engine.start_chunk(ids)
         elif width == 1:
             self._unsettled = True
@@ -288,11 +359,15 @@ def _check_options(question: Any, prompt_length: Any) -> None:
     if question not in get_args(Question):
         raise ConfigError(f"question={question!r}: one of {', '.join(get_args(Question))}")
     if prompt_length is not None and (type(prompt_length) is not int or prompt_length < 1):
-        raise ConfigError(f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None")
+        raise ConfigError(
+            f"prompt_length={prompt_length!r}: expected columns of the prompt, 1 or more, or None"
+        )
 
 
 def _ids_of(query: torch.Tensor) -> torch.Tensor:
-    """Token ids [B, q] of the forward pass that a query [B, Hq, q, D] is of; -1 where it was given embeddings."""
+    """Token ids [B, q] of the forward pass that a query [B, Hq, q, D] is of; -1 where it was given
+    embeddings.
+    """
     (batch, _, width, _), (ids, mailbox.input_ids) = query.shape, (mailbox.input_ids, None)
     if ids is None or ids.shape != (batch, width):
         return torch.full((batch, width), -1, device=query.device)
@@ -307,8 +382,14 @@ def _content(engine: Engine | None) -> str:
     return f"tokens={engine.lengths}, bytes={engine.allocated_bytes() + host}"
 
 
-def _lengths_after(engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int) -> list[int]:
+def _lengths_after(
+    engine: Engine | None, mask: torch.Tensor | None, prompt: int | None, width: int
+) -> list[int]:
     """Tokens of each row once the next `width` columns are read; in a prompt, once all of it is."""
     if engine is None:
         return lengths_and_offsets(mask, 1, prompt or width)[0]
-    return [length + width for length in engine.lengths] if engine.prefilled else [*engine.shape.lengths]
+    return (
+        [length + width for length in engine.lengths]
+        if engine.prefilled
+        else [*engine.shape.lengths]
+    )

@@ -1,8 +1,9 @@
 """Prefill, then a timed decode loop, greedy or sampled: the measured path of every run.
 
-Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in one batch, each row
-with its own positions; causality keeps padding out of every real token's sight. Where layers have a window, which
-counts columns, the padding is on the left, and a mask keeps it out.
+Plain functions from token ids to a `Generation`. Prompts of unequal length stand right-padded in
+one batch, each row with its own positions; causality keeps padding out of every real token's sight.
+Where layers have a window, which counts columns, the padding is on the left, and a mask keeps it
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvbench.memory.transfer import uploaded
 from kvbench.spans import PARTS
 
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all) of this generation
-Draw = Callable[[torch.Tensor], torch.Tensor]  # from logits [B, vocabulary] to tokens [B], such as `sampling.Sampler`
+# from logits [B, vocabulary] to tokens [B], such as `sampling.Sampler`
+Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EngineCache(CountingCache):
@@ -39,7 +41,9 @@ class EngineCache(CountingCache):
             self.count(max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """Attention of one layer by the engine, in the phase that the loop is in; see `Engine.attend`."""
+        """Attention of one layer by the engine, in the phase that the loop is in; see
+        `Engine.attend`.
+        """
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
 
 
@@ -50,7 +54,9 @@ def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
 
 
 class Lender(Protocol):
-    """A prefill made before the generation, which an engine may begin from (`kvbench.backends.hf.prefilled`)."""
+    """A prefill made before the generation, which an engine may begin from
+    (`kvbench.backends.hf.prefilled`).
+    """
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
@@ -67,10 +73,14 @@ def _never(tokens: Sequence[int]) -> bool:
 class Stops:
     """Where a row ends.
 
-    Attributes:
-        stop_ids: after the first of these tokens.
-        ends: whether it ends with these new tokens; asked after every step, outside the times.
-        not_first: tokens that no row may begin with.
+    Attributes
+    ----------
+    stop_ids
+        after the first of these tokens.
+    ends
+        whether it ends with these new tokens; asked after every step, outside the times.
+    not_first
+        tokens that no row may begin with.
     """
 
     stop_ids: Collection[int] = ()
@@ -82,9 +92,13 @@ class Stops:
 class QuestionTokens:
     """What follows the prompts and is read through what the method has made of these.
 
-    Attributes:
-        rows: token ids of each row, as many of each; (): nothing.
-        at_once: as a later turn of a conversation (`kvbench.engine.turn`); else a decode step for each token.
+    Attributes
+    ----------
+    rows
+        token ids of each row, as many of each; (): nothing.
+    at_once
+        as a later turn of a conversation (`kvbench.engine.turn`); else a decode step for each
+        token.
     """
 
     rows: Sequence[Sequence[int]] = ()
@@ -98,14 +112,22 @@ class QuestionTokens:
 class Choice:
     """What the new tokens are: the likeliest, drawn ones, or forced ones.
 
-    Args:
-        draw: draws every new token, fresh for one generation.
-        given: for each row the tokens that it generates, whatever the model says: their end is the row's, and nothing
-            else.
+    Parameters
+    ----------
+    draw
+        draws every new token, fresh for one generation.
+    given
+        for each row the tokens that it generates, whatever the model says: their end is the row's,
+        and nothing else.
     """
 
-    def __init__(self, draw: Draw | None = None, forced_tokens: Sequence[Sequence[int]] | None = None) -> None:
-        self.draw, self._lengths = draw, None if forced_tokens is None else list(map(len, forced_tokens))
+    def __init__(
+        self, draw: Draw | None = None, forced_tokens: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.draw, self._lengths = (
+            draw,
+            None if forced_tokens is None else list(map(len, forced_tokens)),
+        )
         self._forced_tokens = (
             None
             if forced_tokens is None
@@ -118,7 +140,11 @@ class Choice:
 
     def __call__(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """Those of a decode step, [B] on the CPU, of its logits [B, vocabulary]."""
-        return chosen_tokens(logits, draw=self.draw) if self._forced_tokens is None else self._forced_tokens[:, step]
+        return (
+            chosen_tokens(logits, draw=self.draw)
+            if self._forced_tokens is None
+            else self._forced_tokens[:, step]
+        )
 
     def goes_on(self, row: int, tokens: Sequence[int], stops: Stops) -> bool:
         """Whether a row that has these new tokens generates another."""
@@ -131,20 +157,32 @@ class Choice:
 class Generation:
     """What one batch generated, and what it cost.
 
-    Attributes:
-        tokens: new token ids of each row, a stop token included.
-        ttft_s: seconds from the start to the first new token (prefill, index build, question); without the prefill
-            where that was shared.
-        tt2t_s: seconds from the start to the second new token, or None.
-        step_ms: milliseconds of each decode step.
-        prefill_ms: breakdown of the prefill by span, in all.
-        breakdown_ms: breakdown of a decode step by span, mean over the steps after the warm-up; the parts add up to
-            its mean time.
-        audit: see `kvbench.engine.audit.Audit.report`.
-        probe: see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean nothing.
-        shared_prefill: the prefill was made once for several methods.
-        together: it went on beside others (`kvbench.backends.hf.together`): no time but the engine's own parts of a
-            step is of this generation, and only these are here.
+    Attributes
+    ----------
+    tokens
+        new token ids of each row, a stop token included.
+    ttft_s
+        seconds from the start to the first new token (prefill, index build, question); without the
+        prefill where that was shared.
+    tt2t_s
+        seconds from the start to the second new token, or None.
+    step_ms
+        milliseconds of each decode step.
+    prefill_ms
+        breakdown of the prefill by span, in all.
+    breakdown_ms
+        breakdown of a decode step by span, mean over the steps after the warm-up; the parts add up
+        to its mean time.
+    audit
+        see `kvbench.engine.audit.Audit.report`.
+    probe
+        see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean
+        nothing.
+    shared_prefill
+        the prefill was made once for several methods.
+    together
+        it went on beside others (`kvbench.backends.hf.together`): no time but the engine's own
+        parts of a step is of this generation, and only these are here.
     """
 
     tokens: list[list[int]]
@@ -163,24 +201,38 @@ class Generation:
         if self.step_ms:
             self.tt2t_s = self.ttft_s + self.step_ms[0] / 1e3
             measured = len(self.step_ms) - warmup
-            self.breakdown_ms = _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
+            self.breakdown_ms = (
+                _milliseconds(engine.spans.reset(), measured) if measured > 0 else {}
+            )
         self.audit, self.probe = engine.report(), engine.probe.report() if engine.probe else {}
 
 
 class Decoding:
-    """A generation whose prompt is read, between two forward passes: what it reads next, and what it has made so far.
+    """A generation whose prompt is read, between two forward passes: what it reads next, and what
+    it has made so far.
 
-    Args:
-        engine: that has read the prompt.
-        tokens: the first new token of each row, [B] on the CPU; where a question is left, its logits say others.
-        question: what is left to read in decode steps, its tokens [q, B].
-        max_new_tokens, stops, choice, watch: see `generate`.
+    Parameters
+    ----------
+    engine
+        that has read the prompt.
+    tokens
+        the first new token of each row, [B] on the CPU; where a question is left, its logits say
+        others.
+    question
+        what is left to read in decode steps, its tokens [q, B].
+    max_new_tokens, stops, choice, watch
+        see `generate`.
 
-    Attributes:
-        tokens: what the next pass reads, [B] on the CPU.
-        made: new token ids of each row.
-        active: rows that still generate.
-        steps: passes since the first new token.
+    Attributes
+    ----------
+    tokens
+        what the next pass reads, [B] on the CPU.
+    made
+        new token ids of each row.
+    active
+        rows that still generate.
+    steps
+        passes since the first new token.
     """
 
     def __init__(
@@ -220,8 +272,10 @@ class Decoding:
     def choose(self, logits: torch.Tensor) -> None:
         """Take the logits [B, vocabulary] of the pass: they say the tokens of the next one.
 
-        Raises:
-            FloatingPointError: they are NaN or infinite.
+        Raises
+        ------
+        FloatingPointError
+            they are NaN or infinite.
         """
         if not self._question:
             self.tokens = self._choice(logits, self.steps + 1)
@@ -229,7 +283,9 @@ class Decoding:
             chosen_tokens(logits)
             self.tokens = self._question[1]
         else:
-            self.tokens = self._choice.first(chosen_tokens(logits, self._stops.not_first, self._choice.draw))
+            self.tokens = self._choice.first(
+                chosen_tokens(logits, self._stops.not_first, self._choice.draw)
+            )
 
     def settle(self, logits: torch.Tensor) -> None:
         """Count the pass that `choose` was given; outside the times."""
@@ -261,11 +317,15 @@ def begin(
     question: QuestionTokens = QuestionTokens(),
     **ends: Any,
 ) -> Decoding:
-    """A generation that begins from a prefill of its prompts, with a question that is read at once read.
+    """A generation that begins from a prefill of its prompts, with a question that is read at once
+    read.
 
-    Args:
-        engine: fresh, or one that has begun from this prefill and done nothing since.
-        model, choice, question, ends: see `generate`.
+    Parameters
+    ----------
+    engine
+        fresh, or one that has begun from this prefill and done nothing since.
+    model, choice, question, ends
+        see `generate`.
     """
     if not engine.prefilled:
         prefilled.lend(engine)
@@ -274,14 +334,22 @@ def begin(
 
 
 def _reading(
-    model: PreTrainedModel, engine: Engine, tokens: torch.Tensor, question: QuestionTokens, **ends: Any
+    model: PreTrainedModel,
+    engine: Engine,
+    tokens: torch.Tensor,
+    question: QuestionTokens,
+    **ends: Any,
 ) -> Decoding:
-    """The generation of an engine that has read its prompts: `tokens` come first where nothing is asked."""
+    """The generation of an engine that has read its prompts: `tokens` come first where nothing is
+    asked.
+    """
     if question.at_once and len(question) > 1:
         logits = turn_logits(model, torch.tensor(question.rows), EngineCache(engine))
         choice, stops = ends["choice"] or Choice(), ends.get("stops", Stops())
         return Decoding(engine, chosen_tokens(logits, stops.not_first, choice.draw), **ends)
-    return Decoding(engine, tokens, question=[*torch.tensor(question.rows).T] if question else (), **ends)
+    return Decoding(
+        engine, tokens, question=[*torch.tensor(question.rows).T] if question else (), **ends
+    )
 
 
 @torch.inference_mode()
@@ -300,23 +368,39 @@ def generate(
     warmup: int = 0,
     progress: Progress | None = None,
 ) -> Generation:
-    """Generate for a batch of prompts. A step makes the host wait for the device once, for its tokens.
+    """Generate for a batch of prompts.
 
-    Args:
-        model: with "kvbench" attention.
-        prompts: token ids of each row.
-        engine: fresh, made for this batch; see `begin`.
-        max_new_tokens, stops: new tokens of each row at most, at least 1, and where it ends before.
-        choice: what the new tokens are; None: the likeliest.
-        prefill_chunk: prompt columns in one forward pass; None: all.
-        question: what follows every prompt, read through the method.
-        prefilled: begin from this prefill of the prompts instead of one of its own.
-        watch: called after every step with its logits [B, vocabulary], outside the times.
-        warmup: first decode steps that the breakdown leaves out.
-        progress: called after every chunk and step.
+    A step makes the host wait for the device once, for its tokens.
 
-    Raises:
-        FloatingPointError: NaN or inf in the logits, or in a query or key that a method would be shown.
+    Parameters
+    ----------
+    model
+        with "kvbench" attention.
+    prompts
+        token ids of each row.
+    engine
+        fresh, made for this batch; see `begin`.
+    max_new_tokens, stops
+        new tokens of each row at most, at least 1, and where it ends before.
+    choice
+        what the new tokens are; None: the likeliest.
+    prefill_chunk
+        prompt columns in one forward pass; None: all.
+    question
+        what follows every prompt, read through the method.
+    prefilled
+        begin from this prefill of the prompts instead of one of its own.
+    watch
+        called after every step with its logits [B, vocabulary], outside the times.
+    warmup
+        first decode steps that the breakdown leaves out.
+    progress
+        called after every chunk and step.
+
+    Raises
+    ------
+    FloatingPointError
+        NaN or inf in the logits, or in a query or key that a method would be shown.
     """
     choice, read = choice or Choice(), max(map(len, prompts)) + len(question)
 
@@ -324,7 +408,12 @@ def generate(
         return progress and progress(columns, read + max_new_tokens)
 
     start, cache = time.perf_counter(), EngineCache(engine)
-    ends: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stops": stops, "choice": choice, "watch": watch}
+    ends: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "stops": stops,
+        "choice": choice,
+        "watch": watch,
+    }
     with engine.spans("other"):
         if prefilled is None:
             banned, draw = ((), None) if question else (stops.not_first, choice.draw)
@@ -333,7 +422,9 @@ def generate(
         else:
             decoding = begin(model, engine, prefilled, question=question, **ends)
     start += _read_question(model, decoding, cache)
-    generation = Generation(decoding.generated, time.perf_counter() - start, shared_prefill=prefilled is not None)
+    generation = Generation(
+        decoding.generated, time.perf_counter() - start, shared_prefill=prefilled is not None
+    )
     generation.prefill_ms = _milliseconds(engine.spans.reset(), 1)
     while not decoding.over:
         logits, took = _step(model, decoding, cache)
@@ -357,7 +448,9 @@ def _read_question(model: PreTrainedModel, decoding: Decoding, cache: EngineCach
     return counting
 
 
-def _step(model: PreTrainedModel, decoding: Decoding, cache: EngineCache) -> tuple[torch.Tensor, float]:
+def _step(
+    model: PreTrainedModel, decoding: Decoding, cache: EngineCache
+) -> tuple[torch.Tensor, float]:
     """One timed decode step: its logits [B, vocabulary], and its seconds."""
     began = time.perf_counter()
     with decoding.engine.spans("other"):
@@ -401,11 +494,18 @@ def prefill_logits(
             ending = [row for row, row_end in enumerate(ends) if column < row_end <= end]
             columns = sorted({ends[row] - 1 - column for row in ending})
             engine.start_chunk(part)
-            first, length = uploaded(torch.tensor([engine.offsets, [*engine.shape.lengths]]), ids.device)[..., None]
-            positions = (torch.arange(column, end, device=ids.device) - first).clamp(min=0).minimum(length - 1)
+            first, length = uploaded(
+                torch.tensor([engine.offsets, [*engine.shape.lengths]]), ids.device
+            )[..., None]
+            positions = (
+                (torch.arange(column, end, device=ids.device) - first)
+                .clamp(min=0)
+                .minimum(length - 1)
+            )
             logits = _forward(model, part, positions, cache, columns, end)
             for row in ending:
-                last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()  # and no more of the chunk's
+                # and no more of the chunk's
+                last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()
             progress(end)
     if engine.waiting:
         read_again(model, engine)
@@ -452,14 +552,24 @@ def _forward(
     columns: list[int] | None,
     end: int,
 ) -> torch.Tensor:
-    """Logits [B, len(columns), vocabulary]; None or [] = the last column, which is column end - 1 of all so far."""
-    spread = bool(cache.engine.shape.elsewhere)  # the last layer's device is another one than that of the ids
+    """Logits [B, len(columns), vocabulary]; None or [] = the last column, which is column end - 1
+    of all so far.
+    """
+    # the last layer's device is another one than that of the ids
+    spread = bool(cache.engine.shape.elsewhere)
     keep = torch.tensor(columns, device="cpu" if spread else ids.device) if columns else 1
     padding, offsets = None, cache.engine.offsets
     if any(offsets):
-        padding = torch.arange(end, device=ids.device) >= uploaded(torch.tensor(offsets), ids.device)[:, None]
+        padding = (
+            torch.arange(end, device=ids.device)
+            >= uploaded(torch.tensor(offsets), ids.device)[:, None]
+        )
     engine = cache.engine
-    lengths = [length + ids.shape[1] for length in engine.lengths] if engine.prefilled else engine.shape.lengths
+    lengths = (
+        [length + ids.shape[1] for length in engine.lengths]
+        if engine.prefilled
+        else engine.shape.lengths
+    )
     with engine.spans("model"), angles_of(lengths):
         out = model(
             input_ids=ids,
@@ -473,14 +583,20 @@ def _forward(
     return logits
 
 
-def chosen_tokens(logits: torch.Tensor, banned: Collection[int] = (), draw: Draw | None = None) -> torch.Tensor:
+def chosen_tokens(
+    logits: torch.Tensor, banned: Collection[int] = (), draw: Draw | None = None
+) -> torch.Tensor:
     """Tokens [B] of logits [B, vocabulary], on the CPU: the likeliest, or drawn.
 
-    Raises:
-        FloatingPointError: NaN or inf in the logits; both reach the maximum, so one test finds them.
+    Raises
+    ------
+    FloatingPointError
+        NaN or inf in the logits; both reach the maximum, so one test finds them.
     """
     if banned:
-        logits = logits.index_fill(-1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf)
+        logits = logits.index_fill(
+            -1, uploaded(torch.tensor(sorted(banned)), logits.device), -torch.inf
+        )
     best, tokens = logits.max(dim=-1)
     if draw is not None:
         tokens = draw(logits)
@@ -492,4 +608,7 @@ def chosen_tokens(logits: torch.Tensor, banned: Collection[int] = (), draw: Draw
 
 def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
     """Spans per step; the standard parts always, a method's own spans beside them."""
-    return {name: seconds.get(name, 0.0) * 1e3 / steps for name in (*PARTS, *sorted(set(seconds) - set(PARTS)))}
+    return {
+        name: seconds.get(name, 0.0) * 1e3 / steps
+        for name in (*PARTS, *sorted(set(seconds) - set(PARTS)))
+    }

@@ -1,4 +1,6 @@
-"""What a forward pass through a KVCache is given: its mask and positions, and a token of several."""
+"""What a forward pass through a KVCache is given: its mask and positions, and a token of
+several.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,22 @@ from kvbench.config import ConfigError
 from kvbench.memory.transfer import uploaded
 
 UNPADDED = (
-    "without the prompt's padding tokens would stand in other positions; expected the mask of the whole conversation"
+    "without the prompt's padding tokens would stand in other positions; expected the mask of the"
+    " whole conversation"
 )
 
 
-def lengths_and_offsets(padding: torch.Tensor | None, batch: int, columns: int) -> tuple[list[int], list[int]]:
+def lengths_and_offsets(
+    padding: torch.Tensor | None, batch: int, columns: int
+) -> tuple[list[int], list[int]]:
     """Lengths and offsets of a left-padded prompt from its 2D mask [B, >= first chunk]."""
     if padding is None:
         return [columns] * batch, [0] * batch
     real = padding != 0
     if not bool(real.any(dim=1).all()):
-        raise ValueError("the first prefill chunk holds only padding of some row; raise prefill_chunk_size")
+        raise ValueError(
+            "the first prefill chunk holds only padding of some row; raise prefill_chunk_size"
+        )
     offsets = real.int().argmax(dim=1).tolist()
     if any(not bool(row[offset:].all()) for row, offset in zip(real, offsets, strict=True)):
         raise ValueError("kvbench needs the padding on the left: tokenizer.padding_side = 'left'")
@@ -29,33 +36,46 @@ def lengths_and_offsets(padding: torch.Tensor | None, batch: int, columns: int) 
 
 
 def check_length(length: int | None, columns: int, ended: bool = False) -> None:
-    """Whether so many columns may be those of a prompt of `length`, so far or, where it has ended, in all.
+    """Whether so many columns may be those of a prompt of `length`, so far or, where it has ended,
+    in all.
 
-    Raises:
-        ConfigError: they may not.
+    Raises
+    ------
+    ConfigError
+        they may not.
     """
     if length is not None and (columns > length or (ended and columns < length)):
         more = "" if ended else " or more"
-        raise ConfigError(f"prompt_length={length}: the prompt has {columns} columns{more}; expected those")
+        raise ConfigError(
+            f"prompt_length={length}: the prompt has {columns} columns{more}; expected those"
+        )
 
 
 def check_rows(cached_rows: int, rows: int) -> None:
     """Whether a cache that holds so many rows, -1 before the first, may read so many.
 
-    Raises:
-        ValueError: it may not.
+    Raises
+    ------
+    ValueError
+        it may not.
     """
     if cached_rows not in (-1, rows):
-        raise ValueError(f"this KVCache holds {cached_rows} rows and is given {rows}: take a new one")
+        raise ValueError(
+            f"this KVCache holds {cached_rows} rows and is given {rows}: take a new one"
+        )
 
 
 class Columns(NamedTuple):
     """What a forward pass reads.
 
-    Attributes:
-        name: by which it is given it, "input_ids" or "inputs_embeds".
-        rows, width: how much that is.
-        mask: [rows, columns so far]; None: no padding.
+    Attributes
+    ----------
+    name
+        by which it is given it, "input_ids" or "inputs_embeds".
+    rows, width
+        how much that is.
+    mask
+        [rows, columns so far]; None: no padding.
     """
 
     name: str
@@ -67,16 +87,19 @@ class Columns(NamedTuple):
     def of(cls, arguments: Mapping[str, Any], past: int) -> Columns:
         """Of a pass after `past` columns.
 
-        Raises:
-            ValueError: its mask is no 2D one of all columns, those seen among them.
+        Raises
+        ------
+        ValueError
+            its mask is no 2D one of all columns, those seen among them.
         """
         name = "input_ids" if arguments.get("input_ids") is not None else "inputs_embeds"
         (rows, width), mask = arguments[name].shape[:2], arguments.get("attention_mask")
         shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         if mask is not None and shape != [rows, past + width]:
             raise ValueError(
-                f"attention_mask={shape}: this KVCache has read {past} tokens and is given {width}, so expected "
-                f"[{rows}, {past + width}]; a KVCache serves one conversation at a time"
+                f"attention_mask={shape}: this KVCache has read {past} tokens and is given {width},"
+                f" so expected [{rows}, {past + width}]; a KVCache serves one conversation at a"
+                " time"
             )
         return cls(name, rows, width, mask)
 
@@ -86,11 +109,16 @@ class Columns(NamedTuple):
         return torch.full((self.rows,), -1) if ids is None else ids[:, -1]
 
 
-def shown_tokens(tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Sequence[int], past: int) -> torch.Tensor:
-    """Tokens [B] on the CPU, and with them, as a GPU makes the host wait for each, a look at the mask of their pass.
+def shown_tokens(
+    tokens: torch.Tensor, mask: torch.Tensor | None, offsets: Sequence[int], past: int
+) -> torch.Tensor:
+    """Tokens [B] on the CPU, and with them, as a GPU makes the host wait for each, a look at the
+    mask of their pass.
 
-    Raises:
-        ValueError: it does not show all that was read but the prompt's padding, of `offsets` columns.
+    Raises
+    ------
+    ValueError
+        it does not show all that was read but the prompt's padding, of `offsets` columns.
     """
     if mask is None and any(offsets):
         raise ValueError(f"attention_mask=None: {UNPADDED}")
@@ -118,23 +146,28 @@ def _refuse_mask(misfits: torch.Tensor, offsets: Sequence[int], past: int) -> No
     where = f"attention_mask: hides column {column} of row {row}"
     if column >= past:
         raise ValueError(
-            f"{where}, a new token, as where a later turn was padded; expected turns of one length, or a KVCache for "
-            "each row, and ones for a row that has ended"
+            f"{where}, a new token, as where a later turn was padded; expected turns of one length,"
+            " or a KVCache for each row, and ones for a row that has ended"
         )
     raise ValueError(
-        f"{where}, which this KVCache has read, and it hides no token later on; expected the prompt's mask with ones "
-        "after it, or without these tokens a new KVCache"
+        f"{where}, which this KVCache has read, and it hides no token later on; expected the"
+        " prompt's mask with ones after it, or without these tokens a new KVCache"
     )
 
 
 def refuse_packed(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-    """Refuse positions [B, q] of a prompt that begin anew within a row, as those of packed sequences do.
+    """Refuse positions [B, q] of a prompt that begin anew within a row, as those of packed
+    sequences do.
 
-    Args:
-        mask: [B, >= q], whose last q columns are theirs; None: no padding.
+    Parameters
+    ----------
+    mask
+        [B, >= q], whose last q columns are theirs; None: no padding.
 
-    Raises:
-        ValueError: they do.
+    Raises
+    ------
+    ValueError
+        they do.
     """
     if positions is None or positions.ndim != 2:  # of several axes: places in an image
         return
@@ -143,8 +176,8 @@ def refuse_packed(positions: torch.Tensor | None, mask: torch.Tensor | None) -> 
         back = back & (mask[:, -positions.shape[1] : -1] != 0)
     if bool(back.any()):
         raise ValueError(
-            "position_ids: begin anew within a row, as of sequences that are packed; expected one sequence a row, the "
-            "shorter ones padded on the left"
+            "position_ids: begin anew within a row, as of sequences that are packed; expected one"
+            " sequence a row, the shorter ones padded on the left"
         )
 
 

@@ -1,9 +1,11 @@
-"""How transformers and kvbench meet: cache layers that count, and the attention function that reads their notes.
+"""How transformers and kvbench meet: cache layers that count, and the attention function that reads
+their notes.
 
-A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention function, which runs next
-in the same thread, and hands back the NEW keys and values. The attention function gives them to the cache. A layer
-with a sliding window leaves no note: transformers keeps its window, and computes its attention as ever. So does a model
-with "kvbench" attention that is run with another cache, or none.
+A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention
+function, which runs next in the same thread, and hands back the NEW keys and values. The attention
+function gives them to the cache. A layer with a sliding window leaves no note: transformers keeps
+its window, and computes its attention as ever. So does a model with "kvbench" attention that is run
+with another cache, or none.
 """
 
 from __future__ import annotations
@@ -32,14 +34,21 @@ NAME = "kvbench"
 
 
 class Call(NamedTuple):
-    """A call of a layer's attention: what its cache layer was just given, and what comes with the query.
+    """A call of a layer's attention: what its cache layer was just given, and what comes with the
+    query.
 
-    Attributes:
-        cache, layer: of which cache, and of its layers which.
-        key, value: [B, Hkv, q, D], of the new tokens.
-        module: the attention module.
-        scaling: factor on the logits.
-        sinks: [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    Attributes
+    ----------
+    cache, layer
+        of which cache, and of its layers which.
+    key, value
+        [B, Hkv, q, D], of the new tokens.
+    module
+        the attention module.
+    scaling
+        factor on the logits.
+    sinks
+        [Hq], see `kvbench.attention.sinks`; None: the model has none.
     """
 
     cache: CountingCache
@@ -83,7 +92,8 @@ class CountingLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if mailbox.masking or mailbox.call is not None:  # notes that kvbench's own functions would have taken
+        # notes that kvbench's own functions would have taken
+        if mailbox.masking or mailbox.call is not None:
             self.owner.refuse_strange_model()
         if self.layer == self.owner.first:
             self.owner.begin_pass()
@@ -108,16 +118,22 @@ class CountingLayer(CacheLayerMixin):
         self.counted = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ValueError("kvbench caches do not support beam search: an index belongs to one sequence")
+        raise ValueError(
+            "kvbench caches do not support beam search: an index belongs to one sequence"
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ValueError("kvbench caches do not support contrastive search: an index belongs to one sequence")
+        raise ValueError(
+            "kvbench caches do not support contrastive search: an index belongs to one sequence"
+        )
 
     batch_select_indices = batch_repeat_interleave
 
 
 class WindowedLayer(DynamicSlidingWindowLayer):
-    """The window of a layer, as transformers keeps it: of W tokens those that the next one may attend, W - 1."""
+    """The window of a layer, as transformers keeps it: of W tokens those that the next one may
+    attend, W - 1.
+    """
 
     is_croppable = False
     keys: torch.Tensor | None
@@ -138,7 +154,9 @@ class WindowedLayer(DynamicSlidingWindowLayer):
         return sizes
 
     def begin_from(self, other: WindowedLayer) -> None:
-        """Hold what another layer holds: an update writes to no tensor that is there, so both may go on."""
+        """Hold what another layer holds: an update writes to no tensor that is there, so both may
+        go on.
+        """
         self.__dict__.update(other.__dict__)
 
     def resident_bytes(self) -> int:
@@ -147,7 +165,9 @@ class WindowedLayer(DynamicSlidingWindowLayer):
 
     def allocated_bytes(self) -> int:
         """Bytes that they take on the device: a step's one token more, of which they are a part."""
-        return sum(part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None)
+        return sum(
+            part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         CountingLayer.reorder_cache(self, beam_idx)
@@ -159,21 +179,29 @@ def windowed_layers(sizes: Mapping[int, int]) -> dict[int, WindowedLayer]:
 
 
 class CountingCache(Cache):
-    """A cache of counting layers, and of windows for the layers that have one. Subclasses say what a pass means.
+    """A cache of counting layers, and of windows for the layers that have one.
 
-    Attributes:
-        scaling: factor on the logits that every attention call must ask for; None: not known yet.
+    Subclasses say what a pass means.
+
+    Attributes
+    ----------
+    scaling
+        factor on the logits that every attention call must ask for; None: not known yet.
     """
 
     scaling: float | None = None
     engine: Any = None
 
     def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
-        super().__init__(layers=[windowed.get(layer) or CountingLayer(self, layer) for layer in range(layers)])
+        super().__init__(
+            layers=[windowed.get(layer) or CountingLayer(self, layer) for layer in range(layers)]
+        )
         self.first = min(layer for layer in range(layers) if layer not in windowed)
 
     def count(self, tokens: int) -> None:
-        """So many tokens of every row are there without a pass through this cache; fewer than none: taken back."""
+        """So many tokens of every row are there without a pass through this cache; fewer than none:
+        taken back.
+        """
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
                 layer.counted += tokens
@@ -188,53 +216,64 @@ class CountingCache(Cache):
     def refuse_strange_model(self) -> NoReturn:
         """The model that runs this cache does not attend through kvbench.
 
-        Raises:
-            ValueError: always.
+        Raises
+        ------
+        ValueError
+            always.
         """
         mailbox.call, mailbox.masking = None, False
         raise ValueError(
-            "the model does not attend through kvbench: this cache was made for another model, or a part of its model "
-            "is called by itself; expected a new KVCache(model), handed to that model"
+            "the model does not attend through kvbench: this cache was made for another model, or a"
+            " part of its model is called by itself; expected a new KVCache(model), handed to that"
+            " model"
         )
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention [B, Hq, q, D] of the query [B, Hq, q, D] in a layer.
 
-        Args:
-            padding: the 2D mask of the forward pass; None: no padding.
+        Parameters
+        ----------
+        padding
+            the 2D mask of the forward pass; None: no padding.
         """
         raise NotImplementedError
 
     def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a prefill alone."""
+        """What a layer's attention has made of the hidden states, see `Engine.residual`; of a
+        prefill alone.
+        """
         if self.engine is None:  # a layer with a window, before the first one that begins a prompt
             return
         if self.engine.method.needs.layer_similarity and not self.engine.prefilled:
             self.engine.residual(layer, before, after)
 
 
-# -- which models attend through kvbench -------------------------------------------------------------------------------
+# -- which models attend through kvbench -----------------------------------------------------------
 
 
 class _Switched:
-    """A config whose model attends through kvbench: what it says by itself, and in how many passes it does."""
+    """A config whose model attends through kvbench: what it says by itself, and in how many passes
+    it does.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.passes = name, 0
 
 
-_ATTENTION = "_attn_implementation_internal"  # what a config says of attention, as its models look at it
+# what a config says of attention, as its models look at it
+_ATTENTION = "_attn_implementation_internal"
 _switched: dict[int, _Switched] = {}  # by the id of a config
 _switching = threading.Lock()
 _configs: weakref.WeakKeyDictionary[PreTrainedModel, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def begin_attending(model: PreTrainedModel) -> None:
-    """Until `end_attending` a model attends through kvbench in passes with its caches, and as ever in those of other
-    threads.
+    """Until `end_attending` a model attends through kvbench in passes with its caches, and as ever
+    in those of other threads.
     """
     with _switching:
-        for config in _configs_of(model):  # by their dictionaries: to set an attribute takes them longer than all else
+        # by their dictionaries: to set an attribute takes them longer than all else
+        for config in _configs_of(model):
             _switched.setdefault(id(config), _Switched(vars(config)[_ATTENTION])).passes += 1
             vars(config)[_ATTENTION] = NAME
 
@@ -250,13 +289,17 @@ def end_attending(model: PreTrainedModel) -> None:
 
 
 def _configs_of(model: PreTrainedModel) -> list[Any]:
-    """The configs, of a model and its parts, by which it is switched to another attention; found out once."""
+    """The configs, of a model and its parts, by which it is switched to another attention; found
+    out once.
+    """
     if model not in _configs:
         parts = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
         every = {id(config): config for part in parts for config in _with_parts(part)}
         before = {key: vars(config)[_ATTENTION] for key, config in every.items()}
         model.set_attn_implementation(NAME)
-        _configs[model] = [config for config in every.values() if config._attn_implementation == NAME]
+        _configs[model] = [
+            config for config in every.values() if config._attn_implementation == NAME
+        ]
         for key, config in every.items():
             vars(config)[_ATTENTION] = before[key]
     return _configs[model]
@@ -271,7 +314,9 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def _switched_name(config: Any) -> str | None:
-    """The attention that a switched config asks for by itself; None: kvbench's, or none is switched."""
+    """The attention that a switched config asks for by itself; None: kvbench's, or none is
+    switched.
+    """
     switched = _switched.get(id(config))
     return None if switched is None or switched.name == NAME else switched.name
 
@@ -280,11 +325,13 @@ def _model_attention(module: Any, arguments: Mapping[str, Any]) -> Callable[...,
     """What computes a call that no cache of kvbench's has a part in."""
     name = _switched_name(getattr(module, "config", None))
     if name is not None:
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, module_function(module, "eager_attention_forward"))
+        return ALL_ATTENTION_FUNCTIONS.get_interface(
+            name, module_function(module, "eager_attention_forward")
+        )
     return sdpa_attention_forward if arguments.get("s_aux") is None else _eager_attention
 
 
-# -- a layer's attention and its mask ----------------------------------------------------------------------------------
+# -- a layer's attention and its mask --------------------------------------------------------------
 
 
 def _attention(
@@ -324,27 +371,45 @@ def _unfit(
     if note.layer != module.layer_idx:
         yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
     if arguments.get("dropout"):
-        yield f"its attention leaves weights out at random (dropout={arguments['dropout']}); expected model.eval()"
+        yield (
+            f"its attention leaves weights out at random (dropout={arguments['dropout']}); expected"
+            " model.eval()"
+        )
     for name in ("softcap", "position_bias"):
         if arguments.get(name) is not None:
             yield f"its attention has a {name}, which kvbench does not compute"
     if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding, or `_HIDES`
-        yield "it gives its attention a mask of its own, or of a window that its config does not tell"
-    causal = arguments.get("is_causal")  # what the call says goes before what the module says, as in sdpa
-    if not getattr(module, "is_causal", True) if causal is None else not causal and query.shape[2] > 1:
+        yield (
+            "it gives its attention a mask of its own, or of a window that its config does not tell"
+        )
+    # what the call says goes before what the module says, as in sdpa
+    causal = arguments.get("is_causal")
+    if (
+        not getattr(module, "is_causal", True)
+        if causal is None
+        else not causal and query.shape[2] > 1
+    ):
         yield "its attention looks ahead (is_causal=False)"
     if not (_same(key, note.key) and _same(value, note.value)):
         yield "it attends other keys and values than it stores"
     if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
         sizes = ", ".join(f"{list(part.shape[1::2])}" for part in (query, key, value))
-        yield f"its queries, keys and values have [heads, head_dim] {sizes}; expected one head_dim, heads shared out"
+        yield (
+            f"its queries, keys and values have [heads, head_dim] {sizes}; expected one head_dim,"
+            " heads shared out"
+        )
     if note.cache.scaling not in (None, scaling):
-        yield f"its attention is scaled by {scaling:.6g} in layer {note.layer}, by {note.cache.scaling:.6g} elsewhere"
+        yield (
+            f"its attention is scaled by {scaling:.6g} in layer {note.layer}, by"
+            f" {note.cache.scaling:.6g} elsewhere"
+        )
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors hold the same; of most models they are one."""
-    return first.shape == second.shape and (first.data_ptr() == second.data_ptr() or torch.equal(first, second))
+    return first.shape == second.shape and (
+        first.data_ptr() == second.data_ptr() or torch.equal(first, second)
+    )
 
 
 def _eager_attention(
@@ -355,21 +420,33 @@ def _eager_attention(
     mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees a key."""
+    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees
+    a key.
+    """
     if mask is None and query.shape[2] > 1:  # sdpa's way to say causal
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(
+            query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
+        ).tril()
     if mask is not None:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
         )
-    return module_function(module, "eager_attention_forward")(module, query, key, value, mask, **kwargs)[0], None
+    return (
+        module_function(module, "eager_attention_forward")(
+            module, query, key, value, mask, **kwargs
+        )[0],
+        None,
+    )
 
 
 def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """For our caches the 2D padding mask as it is (None without padding); for any other, that of the model, or sdpa's.
+    """For our caches the 2D padding mask as it is (None without padding); for any other, that of
+    the model, or sdpa's.
 
-    Raises:
-        ConfigError: ours, and it is not causal.
+    Raises
+    ------
+    ConfigError
+        ours, and it is not causal.
     """
     ours, mailbox.masking = mailbox.masking, False
     if not ours:
@@ -377,33 +454,50 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
         if switched_name is None:
             return sdpa_mask(attention_mask=attention_mask, **kwargs)
         masks = ALL_MASK_ATTENTION_FUNCTIONS
-        return masks[switched_name](attention_mask=attention_mask, **kwargs) if switched_name in masks else None
+        return (
+            masks[switched_name](attention_mask=attention_mask, **kwargs)
+            if switched_name in masks
+            else None
+        )
     if (window := kwargs.get("local_size")) is not None and window < kwargs["kv_length"]:
         return _HIDES  # some models make one that no layer is given
     if not _is_causal(attention_mask, **kwargs):
         name = getattr(kwargs.get("config"), "model_type", "this model")
         raise ConfigError(
-            f"{name}: in layers with full attention its mask is not causal: some tokens of this input see later ones, "
-            "as those of an image or of a prefix, or not all that came before; expected an input, such as text alone, "
-            "of which each token sees itself and all before it"
+            f"{name}: in layers with full attention its mask is not causal: some tokens of this"
+            " input see later ones, as those of an image or of a prefix, or not all that came"
+            " before; expected an input, such as text alone, of which each token sees itself and"
+            " all before it"
         )
     return attention_mask
 
 
-_HIDES = torch.empty(0, 0, 0)  # a mask that hides what came before, which no layer with full attention may be given
+# a mask that hides what came before, which no layer with full attention may be given
+_HIDES = torch.empty(0, 0, 0)
 
 
 def _is_causal(attention_mask: torch.Tensor | None, **kwargs: Any) -> bool:
-    """Whether a mask that transformers asks for shows each token itself and all before it, but for padding."""
+    """Whether a mask that transformers asks for shows each token itself and all before it, but for
+    padding.
+    """
     if kwargs.get("allow_is_causal_skip") or kwargs.get("mask_function") is causal_mask_function:
         return True  # nothing was added to it: what is, forbids to leave it out
-    full = {"attention_mask": attention_mask, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    full = {
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": False,
+    }
     mask = sdpa_mask(**kwargs | full)
-    return torch.equal(mask, sdpa_mask(**kwargs | full | {"mask_function": causal_mask_function, "use_vmap": False}))
+    return torch.equal(
+        mask,
+        sdpa_mask(**kwargs | full | {"mask_function": causal_mask_function, "use_vmap": False}),
+    )
 
 
 def module_function(module: torch.nn.Module, name: str) -> Any:
-    """A function of the file that has the module's class, or the one of which that is a kind; None: they have none."""
+    """A function of the file that has the module's class, or the one of which that is a kind; None:
+    they have none.
+    """
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
     return next((getattr(file, name) for file in files if hasattr(file, name)), None)
 

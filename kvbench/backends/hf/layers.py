@@ -1,4 +1,6 @@
-"""What the layers of a model hand to their attention: found by reading one token, as no config says it."""
+"""What the layers of a model hand to their attention: found by reading one token, as no config says
+it.
+"""
 
 from __future__ import annotations
 
@@ -34,44 +36,55 @@ class _Reading(CountingCache):
 def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     """The calls of all layers as the model reads a token; at a position, or as its first.
 
-    Raises:
-        ConfigError: the model hands its attention what kvbench would compute wrong.
+    Raises
+    ------
+    ConfigError
+        the model hands its attention what kvbench would compute wrong.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     reading = _Reading(config.num_hidden_layers)
-    token = next(token for token in (3, 4) if token != config.pad_token_id)  # whose embedding may be zero
+    # whose embedding may be zero
+    token = next(token for token in (3, 4) if token != config.pad_token_id)
     ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
     arguments = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     begin_attending(model)
     try:
-        # neither the model itself, as what is hooked to it is not for this pass, nor its head, which is not asked
-        model.base_model.forward(input_ids=ids, past_key_values=reading, use_cache=True, **arguments)
+        # neither the model itself, as what is hooked to it is not for this pass, nor its head,
+        # which is not asked
+        model.base_model.forward(
+            input_ids=ids, past_key_values=reading, use_cache=True, **arguments
+        )
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name}: reading a token through kvbench's attention fails, {type(error).__name__}: {first_line(error)}; "
-            "kvbench runs models that attend through transformers' attention interface what they store"
+            f"{name}: reading a token through kvbench's attention fails, {type(error).__name__}:"
+            f" {first_line(error)}; kvbench runs models that attend through transformers' attention"
+            " interface what they store"
         ) from error
     finally:
         mailbox.call, mailbox.masking = None, False
         end_attending(model)
     if reading.calls.keys() != set(range(config.num_hidden_layers)):
         raise ConfigError(
-            f"{name}: of its {config.num_hidden_layers} layers {len(reading.calls)} store and attend keys; kvbench "
-            "runs models with attention in every layer"
+            f"{name}: of its {config.num_hidden_layers} layers {len(reading.calls)} store and"
+            " attend keys; kvbench runs models with attention in every layer"
         )
     return reading
 
 
-_read: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[int], _Reading]] = weakref.WeakKeyDictionary()
+_read: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[int], _Reading]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def reading_of(model: PreTrainedModel) -> _Reading:
     """`read_token`, once for each model as long as it has the same modules.
 
-    Raises:
-        ConfigError: as there.
+    Raises
+    ------
+    ConfigError
+        as there.
     """
     modules = [id(module) for module in model.modules()]
     cached_modules, reading = _read.get(model, ([], None))
@@ -88,7 +101,9 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
 
 
 def _device_of(module: torch.nn.Module, otherwise: torch.device) -> torch.device:
-    """Where a module's weights lie; `otherwise`: it has none that say so, as where they are quantised and packed."""
+    """Where a module's weights lie; `otherwise`: it has none that say so, as where they are
+    quantised and packed.
+    """
     return next((weight.device for weight in module.parameters()), otherwise)
 
 
@@ -101,8 +116,10 @@ def shape_of(
 ) -> Shape:
     """The Shape of a generation on `model` for prompts of these lengths.
 
-    Raises:
-        ConfigError: its layers differ in something that a method knows once for all.
+    Raises
+    ------
+    ConfigError
+        its layers differ in something that a method knows once for all.
     """
     reading, windowed = reading_of(model), windows(model.config.get_text_config().to_dict())
     layers = sorted(reading.calls)
@@ -110,7 +127,8 @@ def shape_of(
     sizes = {(*call.key.shape[1::2], call.scaling) for call in full}
     if len(sizes) > 1 or len(reading.query_heads) > 1:
         raise ConfigError(
-            f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling; expected one of each"
+            f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling;"
+            " expected one of each"
         )
     [(kv_heads, head_dim, scaling)], [query_heads] = sizes, reading.query_heads
     places = {layer: _device_of(reading.calls[layer].module, device) for layer in layers}

@@ -1,9 +1,10 @@
 """One dense prefill that serves many methods: a snapshot from which any of them begins.
 
-The prompt's keys and values are one immutable block with room for the generated tokens after it; the method that holds
-the snapshot writes there, and the next one writes over it. So one method at a time generates from a snapshot, in the
-very memory layout of a run of its own, and gets the same bits. Once a snapshot is `divided`, every method has a copy to
-write to, which takes memory for the pages that it writes alone.
+The prompt's keys and values are one immutable block with room for the generated tokens after it;
+the method that holds the snapshot writes there, and the next one writes over it. So one method at a
+time generates from a snapshot, in the very memory layout of a run of its own, and gets the same
+bits. Once a snapshot is `divided`, every method has a copy to write to, which takes memory for the
+pages that it writes alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.backends.hf.generate import Draw, EngineCache, chosen_tokens, prefill_logits, windows_of
+from kvbench.backends.hf.generate import (
+    Draw,
+    EngineCache,
+    chosen_tokens,
+    prefill_logits,
+    windows_of,
+)
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
@@ -44,7 +51,9 @@ class Recorder(Method):
         self.prompts[layer] = prompt
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
-        """Keep it, as of all layers: one with a window, which no method is asked about, has none."""
+        """Keep it, as of all layers: one with a window, which no method is asked about,
+        has none.
+        """
         layers = torch.tensor(self.shape.sparse_layers, device=similarity.device)
         every = similarity.new_zeros(self.shape.layers, similarity.shape[1])
         self.similarity = every.index_copy_(0, layers, similarity)
@@ -53,23 +62,38 @@ class Recorder(Method):
 class Prefilled:
     """The snapshot of a dense prefill.
 
-    Attributes:
-        lengths: prompt tokens of each row.
-        tokens: [B], the likeliest first new token of each row.
-        seconds: what the prefill took.
-        reference: [vocabulary] fp32 each, what full attention says after each token of a text that is given (see
-            `kvbench.measure.fidelity`); None: nobody asked.
-        again: more will be asked about these prompts, so what each method has made of them is kept.
+    Attributes
+    ----------
+    lengths
+        prompt tokens of each row.
+    tokens
+        [B], the likeliest first new token of each row.
+    seconds
+        what the prefill took.
+    reference
+        [vocabulary] fp32 each, what full attention says after each token of a text that is given
+        (see `kvbench.measure.fidelity`); None: nobody asked.
+    again
+        more will be asked about these prompts, so what each method has made of them is kept.
     """
 
     def __init__(
-        self, logits: torch.Tensor, not_first: Collection[int], recorded: Recorder, engine: Engine, start: float
+        self,
+        logits: torch.Tensor,
+        not_first: Collection[int],
+        recorded: Recorder,
+        engine: Engine,
+        start: float,
     ) -> None:
         self.lengths = engine.shape.lengths
         self._logits, self._not_first = logits, not_first
         self.tokens = chosen_tokens(logits, not_first)
         self.seconds = time.perf_counter() - start
-        self._prompts, self._similarity, self._replays = recorded.prompts, recorded.similarity, recorded.replays
+        self._prompts, self._similarity, self._replays = (
+            recorded.prompts,
+            recorded.similarity,
+            recorded.replays,
+        )
         self._sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
         self._original: Original | None = None
         self._windowed = engine.windowed
@@ -83,9 +107,20 @@ class Prefilled:
         """Bytes of what it holds: keys and values, and what methods are shown beside them."""
         parts = [part for entry in self._sealed.values() for part in (entry.key, entry.value)]
         parts += [prompt.queries for prompt in self._prompts.values()]
-        parts += [prompt.attention_sums for prompt in self._prompts.values() if prompt.attention_sums is not None]
-        shown = (entry for layers in self._replays.values() for passes in layers.values() for entry in passes)
-        return sum(part.nbytes for part in parts) + sum(entry.queries.nbytes + entry.keys.nbytes for entry in shown)
+        parts += [
+            prompt.attention_sums
+            for prompt in self._prompts.values()
+            if prompt.attention_sums is not None
+        ]
+        shown = (
+            entry
+            for layers in self._replays.values()
+            for passes in layers.values()
+            for entry in passes
+        )
+        return sum(part.nbytes for part in parts) + sum(
+            entry.queries.nbytes + entry.keys.nbytes for entry in shown
+        )
 
     def first_tokens(self, draw: Draw | None) -> torch.Tensor:
         """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
@@ -97,11 +132,15 @@ class Prefilled:
 
     @torch.inference_mode()
     def engine(self, owner: object, make: Callable[[], Engine]) -> Engine:
-        """An engine that has begun here: the owner's first, made by `make`, or a copy of what that was then.
+        """An engine that has begun here: the owner's first, made by `make`, or a copy of what that
+        was then.
 
-        Raises:
-            ConfigError: more will be asked, and the method cannot be copied.
-            ValueError: as `lend`.
+        Raises
+        ------
+        ConfigError
+            more will be asked, and the method cannot be copied.
+        ValueError
+            as `lend`.
         """
         engine = self._begun_engines.pop(owner, None)
         if engine is None:
@@ -111,8 +150,9 @@ class Prefilled:
                 self._begun_engines[owner] = copy.deepcopy(engine)
             except TypeError as error:
                 raise ConfigError(
-                    f"{type(engine.method).__name__}: several questions about one context need a copy of what the "
-                    f"method has made of it, and it has none ({error}); expected a method that copy.deepcopy can copy"
+                    f"{type(engine.method).__name__}: several questions about one context need a"
+                    f" copy of what the method has made of it, and it has none ({error}); expected"
+                    " a method that copy.deepcopy can copy"
                 ) from error
         return engine
 
@@ -121,14 +161,24 @@ class Prefilled:
 
         Unless the snapshot is divided, the engine that began before it must not go on.
 
-        Raises:
-            ValueError: the engine was made for other prompts, or needs more than was recorded.
+        Raises
+        ------
+        ValueError
+            the engine was made for other prompts, or needs more than was recorded.
         """
         if engine.shape.lengths != self.lengths:
-            raise ValueError(f"the prefill read prompts of {self.lengths} tokens, the engine expects others")
+            raise ValueError(
+                f"the prefill read prompts of {self.lengths} tokens, the engine expects others"
+            )
         if engine.capacity > self._capacity:
-            raise ValueError("the prefill left less room than this engine needs; raise max_new_tokens in prefill_once")
-        prompts = {layer: self._shown_to(engine.method, layer, prompt) for layer, prompt in self._prompts.items()}
+            raise ValueError(
+                "the prefill left less room than this engine needs; raise max_new_tokens in"
+                " prefill_once"
+            )
+        prompts = {
+            layer: self._shown_to(engine.method, layer, prompt)
+            for layer, prompt in self._prompts.items()
+        }
         similar = engine.method.needs.layer_similarity
         if similar and self._similarity is None:
             raise ValueError(RECORDED_LESS)
@@ -146,15 +196,23 @@ class Prefilled:
             engine.end_prefill(self._similarity)
 
     def divide(self) -> None:
-        """From now on the engines that begin here may all go on, each with tokens of its own after the prompt."""
+        """From now on the engines that begin here may all go on, each with tokens of its own after
+        the prompt.
+        """
         if self._original is not None:
             return
-        self._original = Original([part for sealed in self._sealed.values() for part in (sealed.key, sealed.value)])
+        self._original = Original(
+            [part for sealed in self._sealed.values() for part in (sealed.key, sealed.value)]
+        )
         # What lies in the original needs its own memory no more.
         for layer, prompt in self._prompts.items():
-            self._prompts[layer] = replace(prompt, keys=prompt.keys.to("meta"), values=prompt.values.to("meta"))
+            self._prompts[layer] = replace(
+                prompt, keys=prompt.keys.to("meta"), values=prompt.values.to("meta")
+            )
         for layer, sealed in self._sealed.items():
-            self._sealed[layer] = sealed._replace(key=sealed.key.to("meta"), value=sealed.value.to("meta"))
+            self._sealed[layer] = sealed._replace(
+                key=sealed.key.to("meta"), value=sealed.value.to("meta")
+            )
 
     def _prompt_memory(self) -> dict[int, Sealed]:
         """The prompt of each layer in the memory that an engine shall have."""
@@ -169,7 +227,9 @@ class Prefilled:
 
     def _shown_to(self, method: Method, layer: int, prompt: Prompt) -> Prompt:
         window, replay = min(method.needs.query_window, max(prompt.lengths)), method.needs.replay
-        if window > prompt.queries.shape[2] or (method.needs.attention_sums and prompt.attention_sums is None):
+        if window > prompt.queries.shape[2] or (
+            method.needs.attention_sums and prompt.attention_sums is None
+        ):
             raise ValueError(RECORDED_LESS)
         if replay is not None and replay not in self._replays:
             raise ValueError(RECORDED_LESS)
@@ -194,17 +254,27 @@ def prefill_once(
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Prefilled:
-    """Read prompts once for all methods with these needs, and again where some need that, once for each `Replay`.
+    """Read prompts once for all methods with these needs, and again where some need that, once for
+    each `Replay`.
 
-    Args:
-        model: with "kvbench" attention.
-        prompts: token ids of each row.
-        needs: of the methods that will begin from the snapshot.
-        max_new_tokens: most tokens any of them will generate.
-        chunk: prompt columns in one forward pass; None: all.
-        not_first: tokens that no row may begin with.
-        tokenizer: the model's, for replays.
-        progress: called with the prompt columns read, after each pass.
+    Parameters
+    ----------
+    model
+        with "kvbench" attention.
+    prompts
+        token ids of each row.
+    needs
+        of the methods that will begin from the snapshot.
+    max_new_tokens
+        most tokens any of them will generate.
+    chunk
+        prompt columns in one forward pass; None: all.
+    not_first
+        tokens that no row may begin with.
+    tokenizer
+        the model's, for replays.
+    progress
+        called with the prompt columns read, after each pass.
     """
     start, needs = time.perf_counter(), list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)

@@ -1,4 +1,6 @@
-"""Prompts that the model reads once more, for methods that ask what it looks at then (`Needs.replay`)."""
+"""Prompts that the model reads once more, for methods that ask what it looks at then
+(`Needs.replay`).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,16 @@ TEXTS = ("One.", "Two.")  # of two users: what the template makes of both begins
 def template_of(tokenizer: PreTrainedTokenizerBase | None, name: str) -> Template:
     """What a tokenizer puts around a user's text.
 
-    Raises:
-        ConfigError: there is none; `name` says what needs it.
+    Raises
+    ------
+    ConfigError
+        there is none; `name` says what needs it.
     """
     if tokenizer is None:
-        raise ConfigError(f"tokenizer=None: {name} needs the chat template and the ids of texts; pass the tokenizer")
+        raise ConfigError(
+            f"tokenizer=None: {name} needs the chat template and the ids of texts; pass the"
+            " tokenizer"
+        )
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -48,22 +55,32 @@ def template_of(tokenizer: PreTrainedTokenizerBase | None, name: str) -> Templat
 def read_again(model: PreTrainedModel, engine: Engine) -> None:
     """The replay of an engine whose layers wait for it; they begin after that.
 
-    Raises:
-        ConfigError: the prompts were no token ids.
+    Raises
+    ------
+    ConfigError
+        the prompts were no token ids.
     """
     replay, template, lengths = engine.method.needs.replay, engine.template, engine.shape.lengths
-    assert replay is not None and template is not None, "this engine was made without the tokenizer's template"
+    assert replay is not None and template is not None, (
+        "this engine was made without the tokenizer's template"
+    )
     shown = next(prompt for prompt in engine.waiting.values() if prompt is not None)
     rows = [ids[:length] for ids, length in zip(shown.token_ids.tolist(), lengths, strict=True)]
     if min(map(min, rows)) < 0:
-        raise ConfigError(f"inputs_embeds: {type(engine.method).__name__} reads prompts again; expected input_ids")
+        raise ConfigError(
+            f"inputs_embeds: {type(engine.method).__name__} reads prompts again; expected input_ids"
+        )
     with engine.spans("replay"):
         replays = replayed(model, engine, template.passes(rows, replay))
     engine.begin_layers(replays)
 
 
-def replayed(model: PreTrainedModel, engine: Engine, passes: Iterable[Pass]) -> dict[int, tuple[Replayed, ...]]:
-    """What passes over prompts, all of which are in the engine's stores, show of each layer with full attention."""
+def replayed(
+    model: PreTrainedModel, engine: Engine, passes: Iterable[Pass]
+) -> dict[int, tuple[Replayed, ...]]:
+    """What passes over prompts, all of which are in the engine's stores, show of each layer with
+    full attention.
+    """
     by_layer: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
     for replay_pass in passes:
         cache, norms, length = (
@@ -77,17 +94,21 @@ def replayed(model: PreTrainedModel, engine: Engine, passes: Iterable[Pass]) -> 
         padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None
         arguments = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
         with _norms_noted(model, norms), angles_of([length + len(replay_pass.ids)]):
-            model.base_model(**arguments, past_key_values=cache, use_cache=True)  # its head is not asked
+            # its head is not asked
+            model.base_model(**arguments, past_key_values=cache, use_cache=True)
         for layer, (query, key) in cache.captured.items():
             by_layer[layer].append(Replayed(*replay_pass[:3], query[0], key[0], norms[layer]))
     return {layer: tuple(shown) for layer, shown in by_layer.items()}
 
 
 class ReplayCache(CountingCache):
-    """The cache of a pass that comes after one row of the prompts and leaves nothing in the engine's stores.
+    """The cache of a pass that comes after one row of the prompts and leaves nothing in the
+    engine's stores.
 
-    Attributes:
-        seen: queries and keys [1, H, q, D] of each layer with full attention.
+    Attributes
+    ----------
+    seen
+        queries and keys [1, H, q, D] of each layer with full attention.
     """
 
     def __init__(self, engine: Engine, row: int) -> None:
@@ -107,7 +128,10 @@ class ReplayCache(CountingCache):
         check_finite(call.layer, query, call.key, False)
         self.captured[call.layer] = query, call.key
         device = self._stores[call.layer].device
-        key, value = (block[self._row : self._row + 1, :, : self._length] for block in (device.key, device.value))
+        key, value = (
+            block[self._row : self._row + 1, :, : self._length]
+            for block in (device.key, device.value)
+        )
         return dense.turn(query, call.key, call.value, (key, value, None), call.scaling, call.sinks)
 
 
@@ -122,7 +146,9 @@ def _row_of(windowed: Any, row: int) -> WindowedLayer:
 
 @contextmanager
 def _norms_noted(model: PreTrainedModel, norms: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Meanwhile note, by layer, the norms [q] of what the tokens of a pass of one row give to its attention module."""
+    """Meanwhile note, by layer, the norms [q] of what the tokens of a pass of one row give to its
+    attention module.
+    """
 
     def note(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = args[0] if args else kwargs["hidden_states"]

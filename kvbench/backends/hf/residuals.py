@@ -1,4 +1,6 @@
-"""Watches what each layer's attention makes of the hidden states, for methods that ask (`Needs.layer_similarity`)."""
+"""Watches what each layer's attention makes of the hidden states, for methods that ask
+(`Needs.layer_similarity`).
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,30 @@ from kvbench.method import Needs
 
 @contextmanager
 def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
-    """Meanwhile the cache of a forward pass gets each layer's hidden states before and after attention, if needed.
+    """Meanwhile the cache of a forward pass gets each layer's hidden states before and after
+    attention, if needed.
 
-    Raises:
-        ConfigError: the model's layers do not add attention to the hidden states before they go on with them.
+    Raises
+    ------
+    ConfigError
+        the model's layers do not add attention to the hidden states before they go on with them.
     """
     handles = []
     try:
         for block in model.modules() if needs.layer_similarity else ():
             layer = getattr(getattr(block, "self_attn", None), "layer_idx", None)
             if layer is not None:
-                after = _reads_residual(block).register_forward_pre_hook(partial(_tell_residual, layer))
-                handles += [block.register_forward_pre_hook(_note_residual, with_kwargs=True), after]
+                after = _reads_residual(block).register_forward_pre_hook(
+                    partial(_tell_residual, layer)
+                )
+                handles += [
+                    block.register_forward_pre_hook(_note_residual, with_kwargs=True),
+                    after,
+                ]
         if needs.layer_similarity and not handles:
             raise ConfigError(
-                f"{type(model).__name__}: no decoder layers with self_attn; the method compares hidden states around it"
+                f"{type(model).__name__}: no decoder layers with self_attn; the method compares"
+                " hidden states around it"
             )
         yield
     finally:
@@ -40,14 +51,17 @@ def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
 
 
 def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
-    """The part of a decoder layer that reads the hidden states once its attention is added to them."""
+    """The part of a decoder layer that reads the hidden states once its attention is
+    added to them.
+    """
     names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
     if hasattr(block, "post_feedforward_layernorm"):  # the norms come after attention and MLP
         names[1] = "mlp"
     part = next((getattr(block, name) for name in names if hasattr(block, name)), None)
     if part is None:
         raise ConfigError(
-            f"{type(block).__name__}: adds attention and MLP at once; the method compares what is between"
+            f"{type(block).__name__}: adds attention and MLP at once; the method compares what is"
+            " between"
         )
     return part
 

@@ -1,9 +1,10 @@
 """A model's rotary positions: keys turned to others, and angles that follow the length of a text.
 
-Under dynamic NTK scaling and LongRoPE transformers takes the angles of all that a forward pass reads from its largest
-position, and keeps some of that in the module for the next pass: what a prompt gives would depend on its chunks, on the
-rows beside it, and on what the model read before. Here they follow from the length of a row alone: those that the pass
-which reads it alone, at once, with a fresh model would have.
+Under dynamic NTK scaling and LongRoPE transformers takes the angles of all that a forward pass
+reads from its largest position, and keeps some of that in the module for the next pass: what a
+prompt gives would depend on its chunks, on the rows beside it, and on what the model read before.
+Here they follow from the length of a row alone: those that the pass which reads it alone, at once,
+with a fresh model would have.
 """
 
 from __future__ import annotations
@@ -29,16 +30,23 @@ PLACE = 3  # where a key is turned to, to see whether that is right
 class RotaryOf:
     """The model's own rotary positions, see `kvbench.engine.positions.Rotary`.
 
-    Args:
-        layers: true indices of the layers whose keys will be turned, all of them with full attention.
-        instead: what an error advises.
+    Parameters
+    ----------
+    layers
+        true indices of the layers whose keys will be turned, all of them with full attention.
+    instead
+        what an error advises.
 
-    Raises:
-        ConfigError: keys of these layers have no rotary positions, or others than transformers' common ones, or angles
-            that depend on the length, so that a stored key cannot be turned to another position.
+    Raises
+    ------
+    ConfigError
+        keys of these layers have no rotary positions, or others than transformers' common ones, or
+        angles that depend on the length, so that a stored key cannot be turned to another position.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original") -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original"
+    ) -> None:
         parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
         self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
         if FULL in parameters:
@@ -56,20 +64,25 @@ class RotaryOf:
             reason = self._tried(model, layers)
         if reason:
             raise ConfigError(
-                f"model={type(model).__name__}: {reason}, so stored keys cannot be turned to other positions; use "
-                f"{instead}"
+                f"model={type(model).__name__}: {reason}, so stored keys cannot be turned to other"
+                f" positions; use {instead}"
             )
 
     def angles(self, by: torch.Tensor) -> Angles:
-        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions; R of D dimensions are turned."""
+        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions; R of D dimensions
+        are turned.
+        """
         flat = by.flatten(0, 1)
-        parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)  # read for its dtype and device
+        # read for its dtype and device
+        parts = self._rotary(torch.empty(0, device=by.device), flat, *self._kind)
         cos, sin = (part.to(by.device).unflatten(0, by.shape[:2]) / self._scaling for part in parts)
         return cos, sin
 
     def turn(self, vectors: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Vectors [B, H, n, D] of any dtype, turned in float32."""
-        lists = vectors.float().reshape(-1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:])
+        lists = vectors.float().reshape(
+            -1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:]
+        )
         cos, sin = (part.flatten(0, 1) for part in angles)
         part, rest = lists.split([self._width, lists.shape[-1] - self._width], dim=-1)
         turned: torch.Tensor = self._apply(part, part[:, :0], cos, sin)[0]
@@ -78,7 +91,8 @@ class RotaryOf:
 
     @torch.no_grad()
     def _tried(self, model: PreTrainedModel, layers: Iterable[int]) -> str:
-        """Why a key of the first position, turned, is not that of a later one; "" where it is, in all these layers.
+        """Why a key of the first position, turned, is not that of a later one; "" where it is, in
+        all these layers.
 
         The hidden states of one token do not depend on its position: it attends itself alone.
         """
@@ -86,15 +100,23 @@ class RotaryOf:
         for layer in layers:
             key, expected = first[layer].key.float(), later[layer].key.float()
             near = max(1e-3, 4 * torch.finfo(later[layer].key.dtype).eps)
-            # channel by channel: in some models a few that hardly turn are far larger than all others
+            # channel by channel: in some models a few that hardly turn are far larger than all
+            # others
             if not ((expected - key).abs() > near * expected.abs()).any():
                 return "it has layers without rotary positions"
-            if not any((expected - turned).norm() <= near * expected.norm() for turned in self._turned(key)):
-                return "it does more to a key than to turn it by its position, or does so in a way of its own"
+            if not any(
+                (expected - turned).norm() <= near * expected.norm() for turned in self._turned(key)
+            ):
+                return (
+                    "it does more to a key than to turn it by its position, or does so in a way of"
+                    " its own"
+                )
         return ""
 
     def _turned(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A key [1, H, 1, D] turned as a whole, and as far as the angles reach; models do either, or neither."""
+        """A key [1, H, 1, D] turned as a whole, and as far as the angles reach; models do either,
+        or neither.
+        """
         with suppress(RuntimeError, TypeError, ValueError):
             angles = self.angles(torch.full((1, 1, 1), PLACE, device=key.device))
             for self._width in (key.shape[-1], angles[0].shape[-1]):
@@ -102,16 +124,20 @@ class RotaryOf:
                     yield self.turn(key, angles)
 
 
-# -- angles that follow the length -------------------------------------------------------------------------------------
+# -- angles that follow the length -----------------------------------------------------------------
 
 
 class Stretch(NamedTuple):
     """Rotary positions of a model, or of one kind of its layers, whose angles follow the length.
 
-    Attributes:
-        rope_type: "dynamic" or "longrope".
-        limit: up to so many tokens the angles are those that the model began with.
-        key: of the model's config, what says the limit.
+    Attributes
+    ----------
+    rope_type
+        "dynamic" or "longrope".
+    limit
+        up to so many tokens the angles are those that the model began with.
+    key
+        of the model's config, what says the limit.
     """
 
     rope_type: str
@@ -127,7 +153,9 @@ class Stretch(NamedTuple):
 
 
 class _Noted(threading.local):
-    """Tokens of each row that the angles of this thread's forward pass are for; None: the pass is none of kvbench's."""
+    """Tokens of each row that the angles of this thread's forward pass are for; None: the pass is
+    none of kvbench's.
+    """
 
     lengths: Sequence[int] | None = None
 
@@ -136,7 +164,9 @@ _noted = _Noted()
 
 
 def note(lengths: Sequence[int] | None) -> None:
-    """The next forward passes read rows that come to these lengths, see `Stretch`; None: transformers' own way."""
+    """The next forward passes read rows that come to these lengths, see `Stretch`; None:
+    transformers' own way.
+    """
     _noted.lengths = lengths
 
 
@@ -166,42 +196,57 @@ def watch_length(model: PreTrainedModel) -> None:
 def refuse_mixed(model: PreTrainedModel, lengths: Sequence[int]) -> None:
     """Refuse a batch whose rows transformers would give each other's angles.
 
-    Raises:
-        ConfigError: names the kind of rotary positions, and where it changes.
+    Raises
+    ------
+    ConfigError
+        names the kind of rotary positions, and where it changes.
     """
     for stretch in stretches(model):
         if len({stretch.side(length) for length in lengths}) > 1:
             raise ConfigError(
-                f"{type(model).__name__}: rows of {min(lengths)} and {max(lengths)} tokens have different angles "
-                f"({stretch}); expected rows of one length, or none beyond the limit, or each row with its own KVCache"
+                f"{type(model).__name__}: rows of {min(lengths)} and {max(lengths)} tokens have"
+                f" different angles ({stretch}); expected rows of one length, or none beyond the"
+                " limit, or each row with its own KVCache"
             )
 
 
 def refuse_recomputed(model: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
-    """Refuse prompts that pass, as they go on, where the model's class computes all keys again, with other angles.
+    """Refuse prompts that pass, as they go on, where the model's class computes all keys again,
+    with other angles.
 
-    Raises:
-        ConfigError: names the kind of rotary positions, and where it changes.
+    Raises
+    ------
+    ConfigError
+        names the kind of rotary positions, and where it changes.
     """
     for stretch in stretches(model):
         crossing = [length for length in lengths if length <= stretch.limit < length + new_tokens]
         if crossing and drops_cache(model, stretch.limit):
             raise ConfigError(
-                f"{type(model).__name__}: a prompt of {crossing[0]} tokens and {new_tokens} new ones pass where it "
-                f"computes all keys again with other angles ({stretch}), which a method's cache cannot; expected "
-                f"prompt and new tokens within {stretch.limit}, or a longer prompt"
+                f"{type(model).__name__}: a prompt of {crossing[0]} tokens and {new_tokens} new"
+                f" ones pass where it computes all keys again with other angles ({stretch}), which"
+                f" a method's cache cannot; expected prompt and new tokens within {stretch.limit},"
+                " or a longer prompt"
             )
 
 
 def drops_cache(model: PreTrainedModel, read: int) -> bool:
-    """Whether the model's class, in `generate`, lets go of a cache that has read so many tokens, at the next one."""
+    """Whether the model's class, in `generate`, lets go of a cache that has read so many tokens, at
+    the next one.
+    """
     cache = CountingCache(model.config.get_text_config().num_hidden_layers, {})
     for layer in cache.layers:
         assert isinstance(layer, CountingLayer)
         layer.counted = read
     ids = torch.zeros(1, read + 1, dtype=torch.int64, device=model.device)
-    arguments = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
-    prepared = type(model).prepare_inputs_for_generation(model, ids, next_sequence_length=1, **arguments)
+    arguments = {
+        "past_key_values": cache,
+        "attention_mask": torch.ones_like(ids),
+        "use_cache": True,
+    }
+    prepared = type(model).prepare_inputs_for_generation(
+        model, ids, next_sequence_length=1, **arguments
+    )
     return prepared.get("past_key_values") is not cache
 
 
@@ -214,16 +259,27 @@ def _follows_length(rope_type: str) -> bool:
 
 
 def _stretches(module: Any) -> dict[str, Stretch]:
-    """What of a module follows the length, by the prefix of its buffers: "", or a kind of layer's."""
-    kinds, parameters = getattr(module, "rope_type", "default"), getattr(module.config, "rope_parameters", None) or {}
-    by_kind = {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    """What of a module follows the length, by the prefix of its buffers: "", or a kind of
+    layer's.
+    """
+    kinds, parameters = (
+        getattr(module, "rope_type", "default"),
+        getattr(module.config, "rope_parameters", None) or {},
+    )
+    by_kind = (
+        {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()}
+        if isinstance(kinds, dict)
+        else {}
+    )
     stretches = {}
     for prefix, (kind, kind_parameters) in (by_kind or {"": (kinds, parameters)}).items():
         if kind == "longrope":
             key = "original_max_position_embeddings"
             stretches[prefix] = Stretch(kind, kind_parameters[key], key)
         elif _follows_length(kind):
-            stretches[prefix] = Stretch(kind, module.original_max_seq_len, "max_position_embeddings")
+            stretches[prefix] = Stretch(
+                kind, module.original_max_seq_len, "max_position_embeddings"
+            )
     return stretches
 
 
@@ -234,11 +290,14 @@ def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
         return output
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     positions = arguments.pop("position_ids")
-    if len(positions) != len(lengths) or len(set(lengths)) == 1:  # one list of positions is for all rows
+    # one list of positions is for all rows
+    if len(positions) != len(lengths) or len(set(lengths)) == 1:
         rows = [(positions, max(lengths))]
     else:
         rows = [(positions[row : row + 1], length) for row, length in enumerate(lengths)]
-    angles = [_for_length(module, row_positions, length, arguments) for row_positions, length in rows]
+    angles = [
+        _for_length(module, row_positions, length, arguments) for row_positions, length in rows
+    ]
     return tuple(torch.cat(parts) for parts in zip(*angles, strict=True))
 
 
@@ -257,6 +316,8 @@ def _renew(module: Any) -> None:
     """Forget the longest text that a module was asked about; only dynamic scaling goes by it."""
     for prefix, stretch in _stretches(module).items():
         if stretch.rope_type != "longrope":
-            module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
+            module.register_buffer(
+                f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
+            )
             for name in (f"{prefix}max_seq_len_cached", "max_seq_len_cached"):
                 setattr(module, name, module.original_max_seq_len)

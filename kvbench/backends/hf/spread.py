@@ -1,7 +1,8 @@
-"""A model on several GPUs, its decoder layers one after the other on each: `model.device_map=balanced | auto`.
+"""A model on several GPUs, its decoder layers one after the other on each:
+`model.device_map=balanced | auto`.
 
-A part of the model brings what it is given to where it is; nothing else of transformers knows that the model is spread.
-Keys, values and indexes of a layer lie with the layer (`Shape.device_of`).
+A part of the model brings what it is given to where it is; nothing else of transformers knows that
+the model is spread. Keys, values and indexes of a layer lie with the layer (`Shape.device_of`).
 """
 
 from __future__ import annotations
@@ -21,29 +22,44 @@ from kvbench.config import ConfigError
 def devices_for(device_map: str) -> list[torch.device]:
     """The GPUs that a device map is about.
 
-    Raises:
-        ConfigError: there are not several, or `auto` lacks accelerate.
+    Raises
+    ------
+    ConfigError
+        there are not several, or `auto` lacks accelerate.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         raise ConfigError(
-            f"model.device_map={device_map}: torch sees {count} CUDA devices here; expected two or more, or null"
+            f"model.device_map={device_map}: torch sees {count} CUDA devices here; expected two or"
+            " more, or null"
         )
     if device_map == "auto" and find_spec("accelerate") is None:
-        raise ConfigError("model.device_map=auto: needs accelerate; pip install 'kvbench[models]', or take balanced")
+        raise ConfigError(
+            "model.device_map=auto: needs accelerate; pip install 'kvbench[models]', or take"
+            " balanced"
+        )
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def places_of(model: PreTrainedModel, device_map: str, devices: Sequence[torch.device]) -> list[torch.device]:
+def places_of(
+    model: PreTrainedModel, device_map: str, devices: Sequence[torch.device]
+) -> list[torch.device]:
     """The device of each decoder layer.
 
-    Args:
-        model: on the CPU.
-        device_map: "balanced", as many layers on each, or "auto", as accelerate shares out the bytes of all parts.
-        devices: those to take.
+    Parameters
+    ----------
+    model
+        on the CPU.
+    device_map
+        "balanced", as many layers on each, or "auto", as accelerate shares out the bytes of all
+        parts.
+    devices
+        those to take.
 
-    Raises:
-        ConfigError: accelerate finds no room on the GPUs for all layers.
+    Raises
+    ------
+    ConfigError
+        accelerate finds no room on the GPUs for all layers.
     """
     layers = decoder_layers(model)
     if device_map == "balanced":
@@ -58,23 +74,30 @@ def places_of(model: PreTrainedModel, device_map: str, devices: Sequence[torch.d
     places = [_entry(placement, names[id(layer)]) for layer in layers]
     if away := [place for place in places if not isinstance(place, int)]:
         raise ConfigError(
-            f"model.device_map={device_map}: {len(away)} of {len(layers)} layers have no room on {len(devices)} GPUs; "
-            "expected a smaller model, or more of them"
+            f"model.device_map={device_map}: {len(away)} of {len(layers)} layers have no room on"
+            f" {len(devices)} GPUs; expected a smaller model, or more of them"
         )
     return [torch.device("cuda", place) for place in places]
 
 
 def _entry(device_map: dict[str, Any], name: str) -> Any:
-    """What a map of modules says of one of them: the entry of its name, or of the longest module around it."""
+    """What a map of modules says of one of them: the entry of its name, or of the longest module
+    around it.
+    """
     enclosing = (key for key in device_map if not key or f"{name}.".startswith(f"{key}."))
     return device_map[max(enclosing, key=len)]
 
 
 def spread(model: PreTrainedModel, places: Sequence[torch.device]) -> None:
-    """Put each decoder layer of a model on its device, what comes before them with the first, what comes after with
-    the last; but an output layer whose weight is the embedding's, which stays with that.
+    """Put each decoder layer of a model on its device, what comes before them with the first, what
+    comes after with the last; but an output layer whose weight is the embedding's, which stays with
+    that.
     """
-    layers, embedding, head = decoder_layers(model), model.get_input_embeddings(), model.get_output_embeddings()
+    layers, embedding, head = (
+        decoder_layers(model),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )
     tied = head is not None and head.weight is embedding.weight
     for part, after in _parts(model, layers):
         if part is layers:
@@ -92,11 +115,15 @@ def devices_under(model: PreTrainedModel) -> int:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a model, in their order."""
     count = model.config.get_text_config().num_hidden_layers
-    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    return next(
+        part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    )
 
 
 def _parts(module: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, bool]]:
-    """The layers, and the largest parts of a module without them; whether a part has weights and comes after them."""
+    """The layers, and the largest parts of a module without them; whether a part has weights and
+    comes after them.
+    """
     after = False
     for child in module.children():
         if child is layers:
@@ -124,4 +151,6 @@ def _on(device: torch.device, value: Any) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
         return {key: _on(device, part) for key, part in value.items()}
-    return type(value)(_on(device, part) for part in value) if type(value) in (list, tuple) else value
+    return (
+        type(value)(_on(device, part) for part in value) if type(value) in (list, tuple) else value
+    )

@@ -1,8 +1,9 @@
-"""A model's layers that read their weights once, at the speed of memory, where a few tokens meet them: bfloat16, CPU.
+"""A model's layers that read their weights once, at the speed of memory, where a few tokens meet
+them: bfloat16, CPU.
 
-A decode step is little else than this reading, and the steps of Python from one tensor to the next; so what stands
-between two weights is computed with them. Beside transformers' own layers, results differ by the order of a sum's terms
-and in that numbers are not rounded between.
+A decode step is little else than this reading, and the steps of Python from one tensor to the next;
+so what stands between two weights is computed with them. Beside transformers' own layers, results
+differ by the order of a sum's terms and in that numbers are not rounded between.
 """
 
 from __future__ import annotations
@@ -16,18 +17,25 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    eager_attention_forward,
+)
 
 from kvbench.kernels import layers as kernels
 from kvbench.memory import large
 
 FEW = 8  # rows up to which the kernels are no slower
-BLOCK = 1024  # outputs whose weights are widened at once: they are multiplied while a cache holds them
+# outputs whose weights are widened at once: they are multiplied while a cache holds them
+BLOCK = 1024
 _BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
 
 
 def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels take x [..., inputs] for a weight [..., inputs]: they know addresses alone.
+    """Whether the kernels take x [..., inputs] for a weight [..., inputs]: they know addresses
+    alone.
 
     What they do not take is torch's, to compute or to refuse.
     """
@@ -37,19 +45,25 @@ def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @functools.cache
 def slow_in_bfloat16() -> bool:
-    """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without AVX512.
+    """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without
+    AVX512.
 
-    A prompt then takes four times as long as in float32. Arm, for which torch has other names, is not measured.
+    A prompt then takes four times as long as in float32. Arm, for which torch has other names, is
+    not measured.
     """
     return torch.cpu.get_capabilities().get("avx512_bw") is False
 
 
 def _widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A linear layer of bfloat16 in float32: a copy of all weights would be written to memory, and read from it."""
+    """A linear layer of bfloat16 in float32: a copy of all weights would be written to memory, and
+    read from it.
+    """
     wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight))
     for first in range(0, len(weight), BLOCK):
         part = slice(first, first + BLOCK)
-        out[..., part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+        out[..., part] = F.linear(
+            wide, weight[part].float(), None if bias is None else bias[part].float()
+        )
     return out
 
 
@@ -65,8 +79,15 @@ class StreamedLinear(nn.Linear):
             return super().forward(x)
         outputs, inputs = weight.shape
         x, out = x.contiguous(), x.new_empty(*x.shape[:-1], outputs)
-        addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        kernels.products(torch.get_num_threads(), *addresses, x.numel() // inputs, inputs, outputs, _BFLOAT16)
+        addresses = (
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+        )
+        kernels.products(
+            torch.get_num_threads(), *addresses, x.numel() // inputs, inputs, outputs, _BFLOAT16
+        )
         return out
 
 
@@ -97,7 +118,9 @@ class StreamedMLP(LlamaMLP):
         x = x.contiguous()
         out = torch.empty_like(x)
         addresses = x.data_ptr(), *(weight.data_ptr() for weight in weights), out.data_ptr()
-        kernels.gated(torch.get_num_threads(), *addresses, x.numel() // width, width, hidden, _BFLOAT16)
+        kernels.gated(
+            torch.get_num_threads(), *addresses, x.numel() // width, width, hidden, _BFLOAT16
+        )
         return out
 
 
@@ -114,30 +137,49 @@ class StreamedAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As transformers'."""
         if not _few(hidden_states, self.q_proj.weight):
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(
+                hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            )
         query, key, value = self._projected(hidden_states.contiguous(), position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def _projected(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        """Queries, keys and values, [B, heads, q, D] each, of x [B, q, inputs]; angles [1 or B, q, D]."""
+    def _projected(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Queries, keys and values, [B, heads, q, D] each, of x [B, q, inputs]; angles [1 or B, q,
+        D].
+        """
         (batch, many, inputs), head_dim = x.shape, self.head_dim
         weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         outs = [x.new_empty(batch, many, len(weight) // head_dim, head_dim) for weight in weights]
         turns = [part.expand(batch, -1, -1).contiguous() for part in angles]
         addresses = (tuple(part.data_ptr() for part in parts) for parts in (weights, turns, outs))
         heads = outs[0].shape[2], outs[1].shape[2], head_dim
-        kernels.rotated(torch.get_num_threads(), x.data_ptr(), *addresses, batch * many, inputs, heads, _BFLOAT16)
+        kernels.rotated(
+            torch.get_num_threads(),
+            x.data_ptr(),
+            *addresses,
+            batch * many,
+            inputs,
+            heads,
+            _BFLOAT16,
+        )
         return [out.transpose(1, 2) for out in outs]
 
 
 def stream(model: PreTrainedModel) -> None:
     """Have a model that is to run read its weights so, where that is quicker; nothing elsewhere.
 
-    All linear layers do, and what lies between them in the models of Llama's kind; the weights move into large pages.
+    All linear layers do, and what lies between them in the models of Llama's kind; the weights move
+    into large pages.
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return

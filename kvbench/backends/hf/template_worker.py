@@ -1,8 +1,9 @@
-"""A process that renders chat templates, started by `kvbench.models.prompts`: a request a line, an answer a line.
+"""A process that renders chat templates, started by `kvbench.models.prompts`: a request a line, an
+answer a line.
 
-A template comes with a model's folder and is a program, so it runs here with a bound on time and memory, and sees
-nothing that changes from day to day or from start to start: transformers' clock stands still, and what is random is
-drawn anew each time.
+A template comes with a model's folder and is a program, so it runs here with a bound on time and
+memory, and sees nothing that changes from day to day or from start to start: transformers' clock
+stands still, and what is random is drawn anew each time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class StandingClock(datetime):
 def main(seconds: int, memory: int) -> None:
     """Answer requests until there are no more.
 
-    Args:
-        seconds: of the processor's time that one may take; what takes more ends the process by SIGPROF.
-        memory: bytes that the process may take beside those it begins with.
+    Parameters
+    ----------
+    seconds
+        of the processor's time that one may take; what takes more ends the process by SIGPROF.
+    memory
+        bytes that the process may take beside those it begins with.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -58,8 +62,12 @@ def _in_use() -> int:
         return 0
 
 
-def _answer(template: Any, messages: list[Any], today: str, most: int, settings: dict[str, Any]) -> dict[str, str]:
-    """The "text" that a template makes of messages, of at most so many characters; or the "error" that it ends in."""
+def _answer(
+    template: Any, messages: list[Any], today: str, most: int, settings: dict[str, Any]
+) -> dict[str, str]:
+    """The "text" that a template makes of messages, of at most so many characters; or the "error"
+    that it ends in.
+    """
     StandingClock.stands_at = datetime.fromisoformat(today)
     random.seed(0)
     try:
@@ -71,7 +79,11 @@ def _answer(template: Any, messages: list[Any], today: str, most: int, settings:
         return {"error": "takes too much memory"}
     except Exception as error:
         return {"error": f"fails: {type(error).__name__}: {error}"[:1000]}
-    return {"text": text} if len(text) <= most else {"error": f"makes {len(text)} characters, at most {most} may be"}
+    return (
+        {"text": text}
+        if len(text) <= most
+        else {"error": f"makes {len(text)} characters, at most {most} may be"}
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""One forward pass a step for generations of many arms and samples: each is rows of the batch, and goes on by itself.
+"""One forward pass a step for generations of many arms and samples: each is rows of the batch, and
+goes on by itself.
 
-Linear layers then read the weights once for all rows, not once for each. Attention is every engine's own, as is all
-that a method does; the logits of a row differ by rounding alone from those that it has by itself. A generation joins
-between two passes, and leaves when it is over, or with its error.
+Linear layers then read the weights once for all rows, not once for each. Attention is every
+engine's own, as is all that a method does; the logits of a row differ by rounding alone from those
+that it has by itself. A generation joins between two passes, and leaves when it is over, or with
+its error.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def unfit(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Leave garbage that refers to itself for later: to find it Python looks at every object of every engine."""
+    """Leave garbage that refers to itself for later: to find it Python looks at every object of
+    every engine.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -47,13 +51,16 @@ def collecting_later() -> Iterator[None]:
 class DecodePass:
     """Generations that go on together.
 
-    Args:
-        model: with "kvbench" attention; `unfit` says whether it can.
+    Parameters
+    ----------
+    model
+        with "kvbench" attention; `unfit` says whether it can.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._decodings = model, list[Decoding]()
-        self._cache: EngineCache | None = None  # None: generations have joined or left since the last pass
+        # None: generations have joined or left since the last pass
+        self._cache: EngineCache | None = None
 
     @property
     def rows(self) -> int:
@@ -76,8 +83,11 @@ class DecodePass:
     def step(self) -> list[tuple[Decoding, Exception | None]]:
         """Decode a token of every row.
 
-        Returns:
-            The generations that left: those that are over, and those that failed, each with its error.
+        Returns
+        -------
+        list[tuple[Decoding, Exception | None]]
+            The generations that left: those that are over, and those that failed, each with its
+            error.
         """
         if self._cache is None:
             self._cache = EngineCache(_composed([decoding.engine for decoding in self._decodings]))
@@ -102,28 +112,41 @@ class DecodePass:
 
 
 def concluded(decoding: Decoding) -> Generation:
-    """What a generation has made that is over, without times of its own but for the engine's parts of a step."""
+    """What a generation has made that is over, without times of its own but for the engine's parts
+    of a step.
+    """
     spent, steps = decoding.engine.spans.reset(), max(1, decoding.engine.audit.steps)
     parts = {name: 1e3 * seconds / steps for name, seconds in sorted(spent.items())}
-    generation = Generation(decoding.generated, breakdown_ms=parts, shared_prefill=True, together=True)
+    generation = Generation(
+        decoding.generated, breakdown_ms=parts, shared_prefill=True, together=True
+    )
     generation.conclude(decoding.engine)
     return generation
 
 
-# -- layers with a window ----------------------------------------------------------------------------------------------
+# -- layers with a window --------------------------------------------------------------------------
 
 
 class Share:
     """The rows of one engine in a window that several fill.
 
-    Args:
-        window: of all.
-        rows: which of it.
-        held: tokens of these rows that the window holds now, padding left out.
+    Parameters
+    ----------
+    window
+        of all.
+    rows
+        which of it.
+    held
+        tokens of these rows that the window holds now, padding left out.
     """
 
     def __init__(self, window: WindowedLayer, rows: slice, count: int) -> None:
-        self._window, self._rows, self._count, self._before = window, rows, count, window.cumulative_length
+        self._window, self._rows, self._count, self._before = (
+            window,
+            rows,
+            count,
+            window.cumulative_length,
+        )
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, Hkv, n, D], in place."""
@@ -140,7 +163,9 @@ class Share:
 
 
 def _composed(engines: list[Engine]) -> EngineGroup:
-    """The engines together, their windows joined: of unequal rows the shorter ones have padding before them."""
+    """The engines together, their windows joined: of unequal rows the shorter ones have padding
+    before them.
+    """
     group = EngineGroup(engines, windowed := windowed_layers(engines[0].shape.windows))
     for layer, window in windowed.items():
         parts = [_tokens(engine.windowed[layer]) for engine in engines]

@@ -1,7 +1,8 @@
-"""Watches a model for the passes that a `KVCache` is handed to; every other pass is as if nobody watched.
+"""Watches a model for the passes that a `KVCache` is handed to; every other pass is as if nobody
+watched.
 
-Attention sees neither token ids nor what `generate` was given: hooks show both to the cache as they come to the model,
-which attends through kvbench from the one hook to the other and no longer.
+Attention sees neither token ids nor what `generate` was given: hooks show both to the cache as they
+come to the model, which attends through kvbench from the one hook to the other and no longer.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from kvbench.config import ConfigError
 class WatchedCache(CountingCache):
     """A cache that is told of its model's passes.
 
-    Attributes:
-        model: it was made for.
-        prompt_length: columns of a prompt that several passes read; None: one reads it.
-        expected: tokens of a row once the pass that has begun is over.
+    Attributes
+    ----------
+    model
+        it was made for.
+    prompt_length
+        columns of a prompt that several passes read; None: one reads it.
+    expected
+        tokens of a row once the pass that has begun is over.
     """
 
     model: PreTrainedModel
@@ -42,8 +47,10 @@ class WatchedCache(CountingCache):
     def after(self) -> None:
         """A forward pass of the model has ended.
 
-        Raises:
-            ConfigError: it went without this cache.
+        Raises
+        ------
+        ConfigError
+            it went without this cache.
         """
         if self.get_seq_length() != self.expected:
             _refuse_dropped(self.model, self.get_seq_length())
@@ -55,7 +62,9 @@ class WatchedCache(CountingCache):
         raise NotImplementedError
 
     def continue_with(self, input_ids: torch.Tensor) -> None:
-        """Look at the whole conversation [B, n], as `generate` begins; it leaves out what was read."""
+        """Look at the whole conversation [B, n], as `generate` begins; it leaves out what
+        was read.
+        """
         raise NotImplementedError
 
 
@@ -67,7 +76,9 @@ class _Pass(NamedTuple):
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Have a model tell the caches that it is handed of its passes, and of those of its part without the head."""
+    """Have a model tell the caches that it is handed of its passes, and of those of its part
+    without the head.
+    """
     for part in {model, model.base_model}:
         if not getattr(part, "_kvbench_watches", False):
             part.register_forward_pre_hook(_before, with_kwargs=True)
@@ -77,14 +88,21 @@ def watch(model: PreTrainedModel) -> None:
         model.prepare_inputs_for_generation = _Prepare(model)
 
 
-def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
+def _before(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
     if not any(isinstance(value, WatchedCache) for value in (*args, *kwargs.values())):
         return None
     arguments = kwargs
     if args:
-        arguments = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        arguments = {
+            **dict(zip(inspect.signature(module.forward).parameters, args, strict=False)),
+            **kwargs,
+        }
     cache = arguments.get("past_key_values")
-    if not isinstance(cache, WatchedCache) or (mailbox.passing is not None and mailbox.passing.cache is cache):
+    if not isinstance(cache, WatchedCache) or (
+        mailbox.passing is not None and mailbox.passing.cache is cache
+    ):
         return None  # the pass of a model, in which its part without the head is called
     _end_pass()  # one that was broken off
     _refuse(module, cache, arguments)
@@ -118,26 +136,30 @@ def _end_pass() -> None:
 def _refuse(model: Any, cache: WatchedCache, arguments: dict[str, Any]) -> None:
     """Refuse what no KVCache can do.
 
-    Raises:
-        ConfigError: names it.
+    Raises
+    ------
+    ConfigError
+        names it.
     """
     refuse_compiled(model)
     if not cache.get_seq_length():
         refuse_compiled_layers(model)
     refuse_training(model)
     if arguments.get("use_cache") is False:
-        raise ConfigError("use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True")
+        raise ConfigError(
+            "use_cache=False: a KVCache is kept from one step to the next; expected use_cache=True"
+        )
     requested = arguments.get("output_attentions")
     if model.config.output_attentions if requested is None else requested:
         raise ConfigError(
-            "output_attentions=True: a method attends some of the keys, in kernels that give no weights; expected "
-            "output_attentions=False, or a pass without a KVCache"
+            "output_attentions=True: a method attends some of the keys, in kernels that give no"
+            " weights; expected output_attentions=False, or a pass without a KVCache"
         )
 
 
 class _Prepare:
-    """A model's `prepare_inputs_for_generation`; but that `generate`, as it begins, gives a KVCache only what goes on
-    from what was read.
+    """A model's `prepare_inputs_for_generation`; but that `generate`, as it begins, gives a KVCache
+    only what goes on from what was read.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -146,7 +168,9 @@ class _Prepare:
     @property
     def _original(self) -> Callable[..., dict[str, Any]]:
         """What would be called without this one: the class's, unless this model had another."""
-        return self._replaced or MethodType(type(self._model).prepare_inputs_for_generation, self._model)
+        return self._replaced or MethodType(
+            type(self._model).prepare_inputs_for_generation, self._model
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -160,12 +184,14 @@ class _Prepare:
             if "next_sequence_length" not in kwargs:
                 cache.take_chunk()
             elif kwargs["next_sequence_length"] is not None and kwargs.get("inputs_embeds") is None:
-                cache.continue_with(input_ids)  # the whole conversation, of which what was read is left out
+                # the whole conversation, of which what was read is left out
+                cache.continue_with(input_ids)
         elif cache.engine is not None and not cache.engine.prefilled:
             check_length(cache.prompt_length, cache.get_seq_length(), ended=True)
         prepared = self._original(input_ids, *args, **kwargs)
         if prepared.get("past_key_values") is None and not cache.get_seq_length():
-            prepared["past_key_values"] = cache  # it holds nothing that could be wrong, and all is read now
+            # it holds nothing that could be wrong, and all is read now
+            prepared["past_key_values"] = cache
         if prepared.get("past_key_values") is not cache:
             _refuse_dropped(self._model, cache.get_seq_length())
         return prepared
@@ -174,8 +200,10 @@ class _Prepare:
 def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
     """The model's class goes on without the KVCache that it was given.
 
-    Raises:
-        ConfigError: always.
+    Raises
+    ------
+    ConfigError
+        always.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     key = "original_max_position_embeddings"
@@ -187,5 +215,10 @@ def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
         if stretched:
             why += f" with other angles (rope_type={stretched[0].rope_type})"
         else:
-            right += f"; as its angles do not follow the length, a larger model.config.{key} serves as well"
-    raise ConfigError(f"{name}: its class drops the KVCache after {read} tokens{why}; expected {right}")
+            right += (
+                f"; as its angles do not follow the length, a larger model.config.{key} serves as"
+                " well"
+            )
+    raise ConfigError(
+        f"{name}: its class drops the KVCache after {read} tokens{why}; expected {right}"
+    )

@@ -1,4 +1,7 @@
-"""vLLM's CPU attention, but for what a method selects. With `worker.py` all that knows how its engine runs a model."""
+"""vLLM's CPU attention, but for what a method selects.
+
+With `worker.py` all that knows how its engine runs a model.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,17 @@ from kvbench.config import ConfigError
 class WorkerPass:
     """A forward pass of the worker's model runner: what it computes of which request.
 
-    Args:
-        runner: vLLM's, which has decided by the time of the first attention.
-        requests: that kvbench knows.
+    Parameters
+    ----------
+    runner
+        vLLM's, which has decided by the time of the first attention.
+    requests
+        that kvbench knows.
 
-    Attributes:
-        current: the pass that is going on; None: one that no method is in, such as vLLM's own trials.
+    Attributes
+    ----------
+    current
+        the pass that is going on; None: one that no method is in, such as vLLM's own trials.
     """
 
     current: WorkerPass | None = None
@@ -64,18 +72,31 @@ class WorkerPass:
             computed = int(batch.num_computed_tokens_cpu[row])
             end = computed + self.starts[row + 1] - self.starts[row]
             ids = torch.from_numpy(batch.token_ids_cpu[row, :end]).long()
-            rows.append(Scheduled(name, states[name].num_prompt_tokens, ids, computed, tables[:, row]))
+            rows.append(
+                Scheduled(name, states[name].num_prompt_tokens, ids, computed, tables[:, row])
+            )
         self.requests.start_pass(rows)
 
     def part(
-        self, rows: Sequence[int], metadata: CPUAttentionMetadata, impl: Attention, isa: str, dtype: torch.dtype
+        self,
+        rows: Sequence[int],
+        metadata: CPUAttentionMetadata,
+        impl: Attention,
+        isa: str,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, CPUAttentionMetadata]:
-        """The tokens of some requests, by index in the pass, and what vLLM's attention is given for them."""
+        """The tokens of some requests, by index in the pass, and what vLLM's attention is given for
+        them.
+        """
         key = id(metadata), *rows
         if key not in self._parts:
-            tokens = torch.cat([torch.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+            tokens = torch.cat(
+                [torch.arange(self.starts[row], self.starts[row + 1]) for row in rows]
+            )
             counts = torch.tensor([self.starts[row + 1] - self.starts[row] for row in rows])
-            starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(metadata.query_start_loc.dtype)
+            starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(
+                metadata.query_start_loc.dtype
+            )
             lengths = metadata.seq_lens[list(rows)].contiguous()
             schedule = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=len(rows),
@@ -110,7 +131,9 @@ class WorkerPass:
 
 
 def _tables() -> tuple[torch.Tensor, list[int]]:
-    """Which blocks the requests of a pass have, [groups, B, blocks], and the group of each layer."""
+    """Which blocks the requests of a pass have, [groups, B, blocks], and the group of
+    each layer.
+    """
     table_index, groups, tables = dict[int, int](), dict[int, int](), list[torch.Tensor]()
     for name, metadata in get_forward_context().attn_metadata.items():
         if id(metadata) not in table_index:
@@ -139,12 +162,23 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         current = WorkerPass.current
         if current is None or attn_metadata is None:
             return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
             )
         self._refuse_strange()
         current.begin(attn_metadata)
         requests, index, isa = current.requests, extract_layer_index(layer.layer_name), layer.isa
-        if index not in requests.memory or requests.memory[index].whole.data_ptr() != kv_cache.data_ptr():
+        if (
+            index not in requests.memory
+            or requests.memory[index].whole.data_ptr() != kv_cache.data_ptr()
+        ):
             requests.memory[index] = Memory(kv_cache, isa)
         others = requests.attend(index, query, key, value, current.starts)
         if len(others) == len(current.starts) - 1:
@@ -159,8 +193,10 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
     def _refuse_strange(self) -> None:
         """Refuse attention that kvbench would compute wrong.
 
-        Raises:
-            ConfigError: names what it has.
+        Raises
+        ------
+        ConfigError
+            names what it has.
         """
         strange = {
             "attn_type": self.attn_type != AttentionType.DECODER and self.attn_type,
@@ -174,7 +210,8 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         for name, value in strange.items():
             if value:
                 raise ConfigError(
-                    f"the model's attention has {name}={value}: kvbench runs plain causal attention in vLLM"
+                    f"the model's attention has {name}={value}: kvbench runs plain causal attention"
+                    " in vLLM"
                 )
 
 

@@ -1,6 +1,7 @@
 """Layers whose blocks of the prompt vLLM frees once it is read, by its registry of kinds of memory.
 
-Importing this registers them, in whichever process: that of the scheduler reads their names in the worker's answer.
+Importing this registers them, in whichever process: that of the scheduler reads their names in the
+worker's answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
-KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # vLLM registers its own kinds, unless there are some already
+# vLLM registers its own kinds, unless there are some already
+KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 
 
 class FreedPromptManager(FullAttentionManager):  # type: ignore[misc]
@@ -22,7 +24,8 @@ class FreedPromptManager(FullAttentionManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks that hold nothing but the prompt, once a forward pass that is over has read its last token.
+        """Free the blocks that hold nothing but the prompt, once a forward pass that is over has
+        read its last token.
 
         In that pass the worker has copied what the method keeps.
         """
@@ -33,14 +36,20 @@ class FreedPromptManager(FullAttentionManager):  # type: ignore[misc]
 @register_kv_cache_spec(manager_class=FreedPromptManager)
 @dataclass(frozen=True, kw_only=True)
 class FreedPromptSpec(AttentionSpec):  # type: ignore[misc]
-    """A layer's memory, of which the prompt's blocks are freed; while it is read it takes as much as any other."""
+    """A layer's memory, of which the prompt's blocks are freed; while it is read it takes as much
+    as any other.
+    """
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Of one request."""
-        pages: int = cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+        pages: int = (
+            cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
+        )
         return pages
 
 
 def freed(spec: FullAttentionSpec) -> FreedPromptSpec:
     """The same memory, but that prompts are freed."""
-    return FreedPromptSpec(**{field.name: getattr(spec, field.name) for field in fields(AttentionSpec)})
+    return FreedPromptSpec(
+        **{field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    )

@@ -1,4 +1,5 @@
-"""Requests whose body is too large, or does not come: a server answers and closes, where vLLM's would wait for good.
+"""Requests whose body is too large, or does not come: a server answers and closes, where vLLM's
+would wait for good.
 
 vLLM's server takes it as a middleware.
 """
@@ -17,8 +18,10 @@ BODY_SECONDS = 60.0  # for all of a body to come
 class Refused(Exception):
     """A request that is not answered otherwise.
 
-    Attributes:
-        status: of HTTP.
+    Attributes
+    ----------
+    status
+        of HTTP.
     """
 
     def __init__(self, status: int, why: str) -> None:
@@ -29,8 +32,10 @@ class Refused(Exception):
 class Bodies:
     """Middleware of the server: what answers gets a request when its body is there.
 
-    Args:
-        app: what answers.
+    Parameters
+    ----------
+    app
+        what answers.
     """
 
     def __init__(self, app: Any) -> None:
@@ -56,8 +61,10 @@ class Bodies:
 async def _messages(scope: Any, receive: Any) -> list[Any]:
     """What comes of a request until its body is whole, or its client is gone.
 
-    Raises:
-        Refused: it is too large, or takes too long.
+    Raises
+    ------
+    Refused
+        it is too large, or takes too long.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
     size = int(declared) if declared.isdigit() else 0
@@ -79,6 +86,10 @@ async def _refuse(refused: Refused, send: Any) -> None:
     body = json.dumps({"error": {"message": str(refused), "code": refused.status}}).encode()
     length = str(len(body)).encode()
     # What is still to come of the body is not read: the next request cannot stand behind it.
-    headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", length),
+        (b"connection", b"close"),
+    ]
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

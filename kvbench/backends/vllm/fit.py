@@ -13,12 +13,17 @@ from kvbench.models import hub
 def refuse_unfit(run: Mapping[str, Any], source: hub.ModelSource) -> None:
     """Refuse a config that `backend=vllm` cannot run.
 
-    Args:
-        run: composed, its values checked one by one.
-        source: where its model comes from.
+    Parameters
+    ----------
+    run
+        composed, its values checked one by one.
+    source
+        where its model comes from.
 
-    Raises:
-        ConfigError: names the key, the value and what would be right.
+    Raises
+    ------
+    ConfigError
+        names the key, the value and what would be right.
     """
     if reason := next(_unfit(run, source), None):
         raise ConfigError(f"{reason} (backend=vllm)")
@@ -27,7 +32,10 @@ def refuse_unfit(run: Mapping[str, Any], source: hub.ModelSource) -> None:
 def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
     protocol, task = run["protocol"], run["task"]
     if task.get("one_by_one"):
-        yield f"task={task['name']}: its steps are given or timed one by one; expected a task whose outputs are scored"
+        yield (
+            f"task={task['name']}: its steps are given or timed one by one; expected a task whose"
+            " outputs are scored"
+        )
     expected = {
         "attention": (run["attention"], ("auto",)),
         "kv": (str(kv_in(run)), ("native",)),
@@ -39,7 +47,14 @@ def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
     }
     for key, (value, right) in expected.items():
         if value not in right:
-            words = " | ".join("null" if option is None else str(option).lower() for option in right)
-            yield f"{key}={str(value).lower()}: vLLM does that by itself, or not at all; expected {words}"
+            words = " | ".join(
+                "null" if option is None else str(option).lower() for option in right
+            )
+            yield (
+                f"{key}={str(value).lower()}: vLLM does that by itself, or not at all; expected"
+                f" {words}"
+            )
     if source.path is None or source.gguf is not None:
-        yield f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"
+        yield (
+            f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"
+        )

@@ -1,4 +1,6 @@
-"""Attention over the blocks of a serving engine, and copies out of them: the compiled half of `paged.py`."""
+"""Attention over the blocks of a serving engine, and copies out of them: the compiled half of
+`paged.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ import numpy as np
 from kvbench.kernels.attend import LIST_PIECE, join, queries, scratch, shares, space, write_piece
 from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, vectors, weigh
 from kvbench.kernels.threads import claim, in_threads
-from kvbench.kernels.vectors import LANES, LOWEST, NOTHING, inner, kernel, load, plus, splat, store, times
+from kvbench.kernels.vectors import (
+    LANES,
+    LOWEST,
+    NOTHING,
+    inner,
+    kernel,
+    load,
+    plus,
+    splat,
+    store,
+    times,
+)
 
 
 @kernel
@@ -16,15 +29,22 @@ def attend_blocks(  # type: ignore[no-untyped-def]
 ):
     """Attention over lists of tokens that lie in a serving engine's blocks, in several threads.
 
-    Of blocks with float32 in no tiles keys of neighbours are met dimension by dimension, and values where they lie; of
-    others a few rows at a time are copied, and attended while they are in the cache.
+    Of blocks with float32 in no tiles keys of neighbours are met dimension by dimension, and values
+    where they lie; of others a few rows at a time are copied, and attended while they are in the
+    cache.
 
-    Args:
-        threads, before, request, index, bias, rebuilt, logits, results, out: as of `attend_lists`, without extras.
-        blocks: see `gather`, of all rows of the batch.
-        stored: the type of a number.
+    Parameters
+    ----------
+    threads, before, request, index, bias, rebuilt, logits, results, out
+        as of `attend_lists`, without extras.
+    blocks
+        see `gather`, of all rows of the batch.
+    stored
+        the type of a number.
 
-    Returns:
+    Returns
+    -------
+    value
         0: no token was lost.
     """
     query, pieces = queries(request), -(-index.shape[2] // LIST_PIECE)
@@ -50,7 +70,11 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         np.empty((BLOCK, head_dim), number.dtype),
     )
     keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
-    size, rank, ids = head_dim * number.itemsize, np.empty(BLOCK, np.intp), np.empty(BLOCK, np.int64)
+    size, rank, ids = (
+        head_dim * number.itemsize,
+        np.empty(BLOCK, np.intp),
+        np.empty(BLOCK, np.int64),
+    )
     plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
         keys[i] = block_keys.ctypes.data + i * size
@@ -120,7 +144,8 @@ def _find_values(ids, rows, table, cache, head, row, values):  # type: ignore[no
 
 @inner
 def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignore[no-untyped-def]
-    """As `score`, of float32 keys ids[:rows] in blocks without tiles: neighbours in a block by vectors, a query each.
+    """As `score`, of float32 keys ids[:rows] in blocks without tiles: neighbours in a block by
+    vectors, a query each.
 
     A vector's last lanes may be of what follows in the block, and are passed over.
     """
@@ -132,7 +157,9 @@ def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignor
         at, run = ids[i] % size, 1
         while run < LANES and i + run < rows and at + run < size and ids[i + run] == ids[i] + run:
             run += 1
-        first = cache.ctypes.data + (table[ids[i] // size] * cache.shape[1] + head) * 2 * half + 4 * at
+        first = (
+            cache.ctypes.data + (table[ids[i] // size] * cache.shape[1] + head) * 2 * half + 4 * at
+        )
         for r in range(many):
             a = b = splat(NOTHING)
             for j in range(0, head_dim, 2):
@@ -151,15 +178,22 @@ def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignor
 def gather(threads, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
     """Copy keys and values out of a serving engine's blocks, in so many threads.
 
-    Args:
-        claims: [1] int64, the next piece, 0.
-        ids: [H, M] int64 token ids of one row; -1 is read as 0.
-        blocks: which blocks each row has, [B, n] int64; them all, [blocks, H, 2, W], a block's keys and its values, in
-            words of one number, or of two where they are packed: keys by words of neighbouring dimensions, in tiles of
-            16 tokens, and values by words of neighbouring tokens, in tiles of 16 dimensions; numbers of a word, 1 or 2;
-            and an array [0] of the type that a number has there.
-        keys: [H, M, words], to be written.
-        values: [H, M, D], numbers, likewise.
+    Parameters
+    ----------
+    claims
+        [1] int64, the next piece, 0.
+    ids
+        [H, M] int64 token ids of one row; -1 is read as 0.
+    blocks
+        which blocks each row has, [B, n] int64; them all, [blocks, H, 2, W], a block's keys and its
+        values, in words of one number, or of two where they are packed: keys by words of
+        neighbouring dimensions, in tiles of 16 tokens, and values by words of neighbouring tokens,
+        in tiles of 16 dimensions; numbers of a word, 1 or 2; and an array [0] of the type that a
+        number has there.
+    keys
+        [H, M, words], to be written.
+    values
+        [H, M, D], numbers, likewise.
     """
     in_threads(threads, _gather, (claims, ids, blocks, keys, values))
 
@@ -173,7 +207,17 @@ def _gather(_, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-de
     item = claim(claims)
     while item < heads * pieces:
         head, first = item // pieces, item % pieces * BLOCK
-        _copy_rows(ids[head], first, min(first + BLOCK, count), tables[0], cache, head, pair, keys[head], values[head])
+        _copy_rows(
+            ids[head],
+            first,
+            min(first + BLOCK, count),
+            tables[0],
+            cache,
+            head,
+            pair,
+            keys[head],
+            values[head],
+        )
         item = claim(claims)
 
 
@@ -182,7 +226,8 @@ def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type
     """Copy the rows of ids[first:end] to the same places of keys and values."""
     words, head_dim = keys.shape[1], values.shape[1]
     size = cache.shape[3] // words
-    halves = np.zeros(2, cache.dtype)  # bits of a word before the number of an even token, and of an odd one
+    # bits of a word before the number of an even token, and of an odd one
+    halves = np.zeros(2, cache.dtype)
     halves[1] = 8 * values.itemsize
     block, at, following = 0, size, -1
     for i in range(first, end):
@@ -200,5 +245,8 @@ def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type
                     values[i, group + lane] = cache[block, head, 1, start + lane] >> half
         else:
             for j in range(words):
-                keys[i, j], values[i, j] = cache[block, head, 0, j * size + at], cache[block, head, 1, at * words + j]
+                keys[i, j], values[i, j] = (
+                    cache[block, head, 0, j * size + at],
+                    cache[block, head, 1, at * words + j],
+                )
         at, following = at + 1, token + 1

@@ -1,4 +1,5 @@
-"""What a method asks of a vLLM engine: refused before a model is read, by `kvbench serve` and by the engine's worker.
+"""What a method asks of a vLLM engine: refused before a model is read, by `kvbench serve` and by
+the engine's worker.
 
 Settings are read of vLLM's config, of which nothing is imported.
 """
@@ -21,10 +22,14 @@ from kvbench.spans import Spans
 class Freed(NamedTuple):
     """What an engine frees.
 
-    Attributes:
-        method: for which it was started.
-        rows: that stay of a prompt, see `Side`.
-        layers: true indices of those whose prompts are freed.
+    Attributes
+    ----------
+    method
+        for which it was started.
+    rows
+        that stay of a prompt, see `Side`.
+    layers
+        true indices of those whose prompts are freed.
     """
 
     method: str
@@ -32,14 +37,21 @@ class Freed(NamedTuple):
     layers: tuple[int, ...]
 
 
-def shape_of(vllm_config: Any, plan: Plan, scaling: float = 1.0, length: int | None = None) -> Shape:
+def shape_of(
+    vllm_config: Any, plan: Plan, scaling: float = 1.0, length: int | None = None
+) -> Shape:
     """The shape of an engine's model.
 
-    Args:
-        vllm_config: of the engine.
-        plan: which layers are dense.
-        scaling: of the logits, which only a model that was loaded shows.
-        length: of a prompt; None: there is none.
+    Parameters
+    ----------
+    vllm_config
+        of the engine.
+    plan
+        which layers are dense.
+    scaling
+        of the logits, which only a model that was loaded shows.
+    length
+        of a prompt; None: there is none.
     """
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = config.get_num_layers(parallel)
@@ -59,12 +71,17 @@ def shape_of(vllm_config: Any, plan: Plan, scaling: float = 1.0, length: int | N
 def freed_by(vllm_config: Any, plan: Plan) -> Freed | None:
     """What of prompts an engine may free that is started with this plan; None: nothing.
 
-    Raises:
-        ConfigError: the method cannot run on a model of this shape.
+    Raises
+    ------
+    ConfigError
+        the method cannot run on a model of this shape.
     """
     if not plan.frees:
         return None
-    longest, method = shape_of(vllm_config, plan, length=vllm_config.model_config.max_model_len), plan.build()
+    longest, method = (
+        shape_of(vllm_config, plan, length=vllm_config.model_config.max_model_len),
+        plan.build(),
+    )
     context = Settings(seed=plan.seed).context(longest, Spans(longest.device))
     try:
         method.begin(longest, plan.sizes(), StoreView({}, lambda size: None), context)
@@ -75,10 +92,13 @@ def freed_by(vllm_config: Any, plan: Plan) -> Freed | None:
 
 
 def room_for_blocks(vllm_config: Any, freed: Freed | None, available: int) -> int:
-    """Bytes for vLLM's blocks, of all that there are for keys and values: without what is kept of freed prompts.
+    """Bytes for vLLM's blocks, of all that there are for keys and values: without what is kept of
+    freed prompts.
 
-    Raises:
-        ConfigError: that takes all of it.
+    Raises
+    ------
+    ConfigError
+        that takes all of it.
     """
     if freed is None:
         return available
@@ -86,8 +106,9 @@ def room_for_blocks(vllm_config: Any, freed: Freed | None, available: int) -> in
     taken = Side.nbytes(seats, freed.rows, config.get_head_size(), config.dtype)
     if taken >= available:
         raise ConfigError(
-            f"max_num_seqs={seats}: what is kept of so many prompts takes {taken / 2**20:.0f} MiB, and keys and "
-            f"values have {available / 2**20:.0f}; expected fewer requests, more memory or a smaller budget"
+            f"max_num_seqs={seats}: what is kept of so many prompts takes {taken / 2**20:.0f} MiB,"
+            f" and keys and values have {available / 2**20:.0f}; expected fewer requests, more"
+            " memory or a smaller budget"
         )
     return available - taken
 
@@ -95,37 +116,53 @@ def room_for_blocks(vllm_config: Any, freed: Freed | None, available: int) -> in
 def refuse(vllm_config: Any, plan: Plan) -> None:
     """Refuse settings of an engine that the method cannot run under.
 
-    Raises:
-        ConfigError: names the setting.
+    Raises
+    ------
+    ConfigError
+        names the setting.
     """
-    model, parallel, where = vllm_config.model_config, vllm_config.parallel_config, f"additional_config.{KEY}"
+    model, parallel, where = (
+        vllm_config.model_config,
+        vllm_config.parallel_config,
+        f"additional_config.{KEY}",
+    )
     layers = model.get_num_layers(parallel)
     if any(layer >= layers for layer in plan.dense_layers):
-        raise ConfigError(f"{where}.dense_layers={list(plan.dense_layers)}: the model's layers are 0 to {layers - 1}")
+        raise ConfigError(
+            f"{where}.dense_layers={list(plan.dense_layers)}: the model's layers are 0 to"
+            f" {layers - 1}"
+        )
     if vllm_config.use_v2_model_runner:
         raise ConfigError(
-            f"{RUNNER}=1, or unset: kvbench reads the batches of vLLM's first runner; expected {RUNNER}=0"
+            f"{RUNNER}=1, or unset: kvbench reads the batches of vLLM's first runner; expected"
+            f" {RUNNER}=0"
         )
     if str(stored := vllm_config.cache_config.cache_dtype).startswith("fp8"):
-        raise ConfigError(f"kv_cache_dtype={stored}: kvbench reads them as the model makes them; expected auto")
+        raise ConfigError(
+            f"kv_cache_dtype={stored}: kvbench reads them as the model makes them; expected auto"
+        )
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative_config: kvbench decodes token by token; leave it out")
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a method sees all layers; expected 1"
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a method sees all layers;"
+            " expected 1"
         )
     if vllm_config.cache_config.enable_prefix_caching and plan.build().needs.query_window:
         raise ConfigError(
-            f"enable_prefix_caching=True: {plan.method} reads the prompt's last queries, which a prompt found in the "
-            "cache does not have; expected False"
+            f"enable_prefix_caching=True: {plan.method} reads the prompt's last queries, which a"
+            " prompt found in the cache does not have; expected False"
         )
 
 
 def refuse_to_start(vllm_config: Any, plan: Plan) -> None:
-    """As `refuse`, of an engine that starts with this plan: what the method drops of prompts is freed.
+    """As `refuse`, of an engine that starts with this plan: what the method drops of prompts is
+    freed.
 
-    Raises:
-        ConfigError: names the setting.
+    Raises
+    ------
+    ConfigError
+        names the setting.
     """
     refuse(vllm_config, plan)
     if plan.frees:
@@ -135,13 +172,18 @@ def refuse_to_start(vllm_config: Any, plan: Plan) -> None:
 def _refuse_to_free(vllm_config: Any, method: str) -> None:
     """Refuse settings of an engine under which prompts cannot be freed.
 
-    Raises:
-        ConfigError: names the setting.
+    Raises
+    ------
+    ConfigError
+        names the setting.
     """
     workers = vllm_config.parallel_config.tensor_parallel_size
     if vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            f"enable_prefix_caching=True: {method} drops tokens of the prompt, whose blocks are freed; expected False"
+            f"enable_prefix_caching=True: {method} drops tokens of the prompt, whose blocks are"
+            " freed; expected False"
         )
     if workers > 1:
-        raise ConfigError(f"tensor_parallel_size={workers}: {method} frees blocks of prompts; expected 1")
+        raise ConfigError(
+            f"tensor_parallel_size={workers}: {method} frees blocks of prompts; expected 1"
+        )

@@ -1,7 +1,8 @@
-"""What `/metrics` of a server says of the method, beside vLLM's own numbers. vLLM's server takes it as a middleware.
+"""What `/metrics` of a server says of the method, beside vLLM's own numbers. vLLM's server takes it
+as a middleware.
 
-A scrape asks the worker, which answers between two steps. It does not wait long for that: while a long prompt is read
-the numbers are older ones.
+A scrape asks the worker, which answers between two steps. It does not wait long for that: while a
+long prompt is read the numbers are older ones.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ USAGE = "vllm:kv_cache_usage_perc"  # vLLM's own: the share of its blocks that r
 # See `kvbench.backends.vllm.requests.Requests.counts`
 COUNTERS = {
     "attended_entries": "Keys that KV heads attended in decode steps, in sparse layers.",
-    "full_attention_entries": "Keys that full attention would have attended in the same steps and layers.",
+    "full_attention_entries": (
+        "Keys that full attention would have attended in the same steps and layers."
+    ),
 }
 GAUGES = {
     "blocks_used": "Blocks of keys and values that requests have, of vLLM's.",
     "blocks": "Blocks of keys and values that vLLM has.",
     "side_used_bytes": "Bytes that requests have of the memory for what is kept of freed prompts.",
     "side_bytes": "Bytes of the memory for what is kept of freed prompts.",
-    "attended_share": "Attended entries over those of full attention, of all decode steps since the start.",
+    "attended_share": (
+        "Attended entries over those of full attention, of all decode steps since the start."
+    ),
 }
 
 
 class Numbers(Collector):
     """Numbers of the worker, as Prometheus' client collects them.
 
-    Attributes:
-        found: by the names of `COUNTERS` and `GAUGES`; what is not known is absent.
+    Attributes
+    ----------
+    found
+        by the names of `COUNTERS` and `GAUGES`; what is not known is absent.
     """
 
     def __init__(self) -> None:
@@ -56,11 +63,15 @@ class Numbers(Collector):
 class Metrics:
     """Middleware of the server.
 
-    Args:
-        app: what answers.
+    Parameters
+    ----------
+    app
+        what answers.
 
-    Attributes:
-        numbers: of the last answer.
+    Attributes
+    ----------
+    numbers
+        of the last answer.
     """
 
     def __init__(self, app: Any) -> None:
@@ -87,5 +98,9 @@ class Metrics:
 
 def _blocks(count: int) -> dict[str, float]:
     """Blocks in use and in all, of so many that vLLM has; one of them is never a request's."""
-    usage = [sample.value for metric in REGISTRY.restricted_registry([USAGE]).collect() for sample in metric.samples]
+    usage = [
+        sample.value
+        for metric in REGISTRY.restricted_registry([USAGE]).collect()
+        for sample in metric.samples
+    ]
     return {"blocks": count - 1, "blocks_used": round(usage[0] * (count - 1))} if usage else {}

@@ -1,7 +1,8 @@
-"""Keys and values where vLLM's CPU attention keeps them: blocks of tokens, of all requests, in a packed order.
+"""Keys and values where vLLM's CPU attention keeps them: blocks of tokens, of all requests, in a
+packed order.
 
-Nothing is copied but what is read, and in an engine that frees prompts what a method keeps of them: see `side.py`.
-In another a token that is dropped is no longer attended, and keeps its place.
+Nothing is copied but what is read, and in an engine that frees prompts what a method keeps of them:
+see `side.py`. In another a token that is dropped is no longer attended, and keeps its place.
 """
 
 from __future__ import annotations
@@ -24,33 +25,45 @@ from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
 PLAIN = ("vec", "vec16")  # a block's keys dimension after dimension, its values token after token
-PACKED = ("amx",)  # in tiles: keys by pairs of dimensions of 16 tokens, values by 16 dimensions of pairs of tokens
+# in tiles: keys by pairs of dimensions of 16 tokens, values by 16 dimensions of pairs of tokens
+PACKED = ("amx",)
 WORDS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # of so many bytes
 
 
 class Memory:
     """One layer's blocks, as rows of keys and values.
 
-    Args:
-        cache: [blocks, Hkv, block size, 2 D], as vLLM allocates it.
-        isa: the order within a block, by the name vLLM's CPU attention gives it.
+    Parameters
+    ----------
+    cache
+        [blocks, Hkv, block size, 2 D], as vLLM allocates it.
+    isa
+        the order within a block, by the name vLLM's CPU attention gives it.
 
-    Attributes:
-        whole: the cache itself.
-        size: tokens of a block.
+    Attributes
+    ----------
+    whole
+        the cache itself.
+    size
+        tokens of a block.
 
-    Raises:
-        ConfigError: an order that kvbench does not know.
+    Raises
+    ------
+    ConfigError
+        an order that kvbench does not know.
     """
 
     def __init__(self, cache: torch.Tensor, isa: str) -> None:
         if isa not in PLAIN + PACKED:
             raise ConfigError(
-                f"vLLM's attention here is {isa}: kvbench reads the memory of {', '.join(PLAIN + PACKED)}"
+                f"vLLM's attention here is {isa}: kvbench reads the memory of"
+                f" {', '.join(PLAIN + PACKED)}"
             )
         self.whole, (blocks, self.kv_heads, self.size, width) = cache, cache.shape
         self.head_dim, self._pair = width // 2, 2 if isa in PACKED else 1
-        words = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).view(WORDS[cache.itemsize * self._pair])
+        words = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).view(
+            WORDS[cache.itemsize * self._pair]
+        )
         self._words, self._word = words.numpy(), words.dtype
         self._number = torch.empty(0, dtype=WORDS[cache.itemsize]).numpy()
 
@@ -64,14 +77,23 @@ class Memory:
         return tables.numpy(), self._words, self._pair, self._number
 
     def rows(self, table: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv, M, D] each.
+        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv,
+        M, D] each.
 
         In place of a token that is none, -1, stands another.
         """
-        key, value = (torch.empty(*ids.shape, self.head_dim, dtype=self.whole.dtype) for _ in range(2))
+        key, value = (
+            torch.empty(*ids.shape, self.head_dim, dtype=self.whole.dtype) for _ in range(2)
+        )
         threads = max(1, min(torch.get_num_threads(), key.nbytes // WORTH_A_THREAD))
         out = key[0].view(self._word).numpy(), value[0].view(WORDS[key.itemsize]).numpy()
-        kernels.gather(threads, np.zeros(1, np.int64), ids[0].contiguous().numpy(), self.blocks(table[None]), *out)
+        kernels.gather(
+            threads,
+            np.zeros(1, np.int64),
+            ids[0].contiguous().numpy(),
+            self.blocks(table[None]),
+            *out,
+        )
         return key, value
 
     def first(self, table: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +104,15 @@ class Memory:
 class BlockTable:
     """Which blocks a request has, in their order; vLLM names them anew at every step.
 
-    Args:
-        groups: of each layer, the row of `blocks` that is its own; none: all layers have the first.
+    Parameters
+    ----------
+    groups
+        of each layer, the row of `blocks` that is its own; none: all layers have the first.
 
-    Attributes:
-        blocks: [groups, blocks] int64.
+    Attributes
+    ----------
+    blocks
+        [groups, blocks] int64.
     """
 
     def __init__(self, groups: Sequence[int] = ()) -> None:
@@ -114,14 +140,19 @@ class InBlocks(Located):
 
 
 class PagedTier(DeviceTier):
-    """The blocks of one request in one layer: vLLM writes them, and which token is where follows from its id.
+    """The blocks of one request in one layer: vLLM writes them, and which token is where follows
+    from its id.
 
     What the tier keeps itself is which tokens a method still attends.
 
-    Args:
-        memory: of the layer.
-        table: of the request.
-        layer: its true index.
+    Parameters
+    ----------
+    memory
+        of the layer.
+    table
+        of the request.
+    layer
+        its true index.
     """
 
     writable = False
@@ -156,7 +187,9 @@ class PagedTier(DeviceTier):
         """Keys and values of token ids [1, Hkv, M], copied; see `Memory.rows`."""
         return self.memory.rows(self.table, ids)
 
-    def write_prompt(self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]) -> None:
+    def write_prompt(
+        self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]
+    ) -> None:
         """vLLM has written it."""
 
     def append(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
@@ -165,26 +198,39 @@ class PagedTier(DeviceTier):
             if self.longest >= self.ids.shape[2]:
                 self.ids = with_free_slots(self.ids, self.longest + GROWTH)
             self.ids.scatter_(2, self.used[..., None], lengths[0])
-        self.numbers, self.longest, self.total = self.numbers + 1, self.longest + 1, self.total + self.numbers.size
+        self.numbers, self.longest, self.total = (
+            self.numbers + 1,
+            self.longest + 1,
+            self.total + self.numbers.size,
+        )
 
     def reserve(self, slots: int) -> None:
         """Blocks are vLLM's to reserve."""
 
     def keep(
-        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+        self,
+        ids: torch.Tensor,
+        used: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        room: int | None = None,
     ) -> None:
         """Attend these tokens and no others; see `DeviceTier.keep`. Nothing is freed."""
         self.ids, self.used = ids, used
 
     def end_prompt(self, length: int) -> None:
-        """The prompt, of so many tokens, is over, and what the method does with it; blocks are vLLM's, and stay."""
+        """The prompt, of so many tokens, is over, and what the method does with it; blocks are
+        vLLM's, and stay.
+        """
 
     def bytes_for(self, length: int) -> int:
         """Bytes of the blocks of so many tokens."""
         return -(-length // self.memory.size) * self.memory.block_bytes
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see `DeviceTier.resident`."""
+        """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see
+        `DeviceTier.resident`.
+        """
         ids = self.token_ids()
         return *self.rows(ids), None if self.uniform else ids >= 0
 
@@ -195,36 +241,55 @@ class PagedTier(DeviceTier):
         return InBlocks(self.pool, index, present, self.codecs, self, index)
 
     def refuse_absent(self, index: torch.Tensor) -> None:
-        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never seen.
+        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never
+        seen.
 
-        Raises:
-            LookupError: one is not here.
+        Raises
+        ------
+        LookupError
+            one is not here.
         """
         if self.ids is None and (index.numpy() < self.longest).all():
             return
         heads = self.used.shape[1]
-        by_head = index.reshape(1, heads, -1) if index.shape[1] > heads else index.expand(1, heads, -1)
+        by_head = (
+            index.reshape(1, heads, -1) if index.shape[1] > heads else index.expand(1, heads, -1)
+        )
         self.refuse_lost(by_head, self.find(by_head)[1])
 
 
 class PagedStore(LayerStore):
     """Keys and values of one request in one layer, in vLLM's memory.
 
-    Args:
-        tier: of the layer.
-        settings: as of `LayerStore`.
+    Parameters
+    ----------
+    tier
+        of the layer.
+    settings
+        as of `LayerStore`.
     """
 
     def __init__(self, tier: PagedTier, **settings: Any) -> None:
         memory, whole = tier.memory, tier.memory.whole
-        super().__init__(1, memory.kv_heads, memory.head_dim, 0, whole.dtype, whole.device, grows=True, **settings)
+        super().__init__(
+            1,
+            memory.kv_heads,
+            memory.head_dim,
+            0,
+            whole.dtype,
+            whole.device,
+            grows=True,
+            **settings,
+        )
         self.device: PagedTier = tier
 
     def blocks_with(self, selection: Selection | None) -> tuple[tuple[Any, ...], Selection]:
         """The request's blocks, as `kernels.gather` takes them, and what is attended of them.
 
-        Raises:
-            LookupError: a token that is selected is not attended any more, or was never seen.
+        Raises
+        ------
+        LookupError
+            a token that is selected is not attended any more, or was never seen.
         """
         tier = self.device
         if selection is None:
@@ -238,21 +303,33 @@ class PagedStore(LayerStore):
         self.device.end_prompt(max(self.lengths))
 
     def allocated_bytes(self) -> int:
-        """Bytes of the request's blocks that are not freed, those of dropped tokens among them, and of its copies."""
+        """Bytes of the request's blocks that are not freed, those of dropped tokens among them, and
+        of its copies.
+        """
         return self.device.bytes_for(max(self.lengths))
 
 
-def attend_blocks(query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float) -> torch.Tensor:
+def attend_blocks(
+    query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float
+) -> torch.Tensor:
     """As `attend`, of tokens that lie in a serving engine's blocks; all of them are there.
 
-    Args:
-        blocks: see `kernels.gather`, of all rows of the batch.
+    Parameters
+    ----------
+    blocks
+        see `kernels.gather`, of all rows of the batch.
     """
     batch, index, heads = len(query), selection.index.contiguous(), blocks[1].shape[1]
     lists, count = max(index.shape[1], heads), index.shape[2]
     rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
     bias = bias_of(selection, batch, lists)
-    arguments = index.numpy(), bias, blocks, 0 if rebuilt is None else rebuilt.data_ptr(), STORED[query.dtype]
+    arguments = (
+        index.numpy(),
+        bias,
+        blocks,
+        0 if rebuilt is None else rebuilt.data_ptr(),
+        STORED[query.dtype],
+    )
     parts = [Part(kernels.attend_blocks, pieces_of(count, LIST_PIECE), arguments)]
     if (extra := selection.extra) is not None:
         key, value = extra.key.contiguous(), extra.value.contiguous()

@@ -1,4 +1,7 @@
-"""Which method a vLLM engine runs, and what is refused before the engine starts. Imports nothing of vLLM."""
+"""Which method a vLLM engine runs, and what is refused before the engine starts.
+
+Imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from kvbench.budget import Accounting, Budget, has_budget
-from kvbench.config import HARNESS_KEYS, ConfigError, build, how_to_have_vllm, method_config, nearest, shipped, show
+from kvbench.config import (
+    HARNESS_KEYS,
+    ConfigError,
+    build,
+    how_to_have_vllm,
+    method_config,
+    nearest,
+    shipped,
+    show,
+)
 from kvbench.method import Method, Needs
 
 KEY = "kvbench"  # in vLLM's additional_config
@@ -22,15 +34,23 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 class Plan:
     """A method and its budget, for every request of an engine.
 
-    Attributes:
-        method: a file of `conf/method`.
-        budget, accounting, dense_layers, seed: as of `kvbench.KVCache`.
-        options: of the method, where they differ from its file's.
-        generated: as `protocol.generated` of a run.
-        audit_every: steps between two counts of per-query-head selections: serving shall not pay for each.
+    Attributes
+    ----------
+    method
+        a file of `conf/method`.
+    budget, accounting, dense_layers, seed
+        as of `kvbench.KVCache`.
+    options
+        of the method, where they differ from its file's.
+    generated
+        as `protocol.generated` of a run.
+    audit_every
+        steps between two counts of per-query-head selections: serving shall not pay for each.
 
-    Raises:
-        ConfigError: no such method or option, a bad budget, or a method that cannot run over vLLM's memory.
+    Raises
+    ------
+    ConfigError
+        no such method or option, a bad budget, or a method that cannot run over vLLM's memory.
     """
 
     method: str = "quest"
@@ -45,14 +65,18 @@ class Plan:
     def __post_init__(self) -> None:
         layers = self.dense_layers
         if isinstance(layers, str) or any(type(layer) is not int or layer < 0 for layer in layers):
-            raise ConfigError(f"dense_layers={show(layers)}: expected indices of the model's layers, such as [0, 1]")
+            raise ConfigError(
+                f"dense_layers={show(layers)}: expected indices of the model's layers, such as"
+                " [0, 1]"
+            )
         self.sizes()
         if reason := next(_unsupported(self.build().needs), None):
             raise ConfigError(f"method={self.method}: {reason}; take another method, or backend=hf")
         if self.writes and not self.frees:
             raise ConfigError(
-                f"budget={show(self.budget)}: {self.method} writes keys or values anew, into copies that are made "
-                "for a budget in tokens alone; expected one, such as 256, or backend=hf"
+                f"budget={show(self.budget)}: {self.method} writes keys or values anew, into copies"
+                " that are made for a budget in tokens alone; expected one, such as 256, or"
+                " backend=hf"
             )
 
     def build(self) -> Method:
@@ -67,7 +91,9 @@ class Plan:
 
     @property
     def writes(self) -> bool:
-        """Whether the method gives tokens other keys or values: where prompts are freed, in copies of its own."""
+        """Whether the method gives tokens other keys or values: where prompts are freed, in copies
+        of its own.
+        """
         return self.build().needs.writes
 
     def sizes(self) -> Budget:
@@ -89,14 +115,19 @@ def vllm_options(
 
         llm = LLM(folder, **vllm_options("quest", 256, page_size=16))
 
-    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench reads. A method that
-    drops tokens to a number known before frees prompts, for which `enable_prefix_caching=False` is asked of `LLM`.
+    Also has vLLM take its first model runner (VLLM_USE_V2_MODEL_RUNNER=0), whose batches kvbench
+    reads. A method that drops tokens to a number known before frees prompts, for which
+    `enable_prefix_caching=False` is asked of `LLM`.
 
-    Args:
-        method, budget, accounting, dense_layers, seed, options: as of `kvbench.KVCache`.
+    Parameters
+    ----------
+    method, budget, accounting, dense_layers, seed, options
+        as of `kvbench.KVCache`.
 
-    Raises:
-        ConfigError: there is no vLLM, or another version than kvbench knows; or as `Plan`.
+    Raises
+    ------
+    ConfigError
+        there is no vLLM, or another version than kvbench knows; or as `Plan`.
     """
     return engine_options(Plan(method, budget, accounting, list(dense_layers), seed, options))
 
@@ -104,13 +135,16 @@ def vllm_options(
 def engine_options(plan: Plan) -> dict[str, Any]:
     """Arguments of a vLLM engine that runs a plan; see `vllm_options`.
 
-    Raises:
-        ConfigError: there is no vLLM, or another version or runner than kvbench knows.
+    Raises
+    ------
+    ConfigError
+        there is no vLLM, or another version or runner than kvbench knows.
     """
     check_installed()
     if os.environ.setdefault(RUNNER, "0") != "0":
         raise ConfigError(
-            f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner; expected 0"
+            f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner;"
+            " expected 0"
         )
     return {"worker_cls": WORKER, "additional_config": {KEY: asdict(plan)}}
 
@@ -118,17 +152,24 @@ def engine_options(plan: Plan) -> dict[str, Any]:
 def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> Plan:
     """The plan of a run, whose audit counts every step.
 
-    Args:
-        run: composed.
-        dense_layers: what `protocol.dense_layers` came to.
+    Parameters
+    ----------
+    run
+        composed.
+    dense_layers
+        what `protocol.dense_layers` came to.
 
-    Raises:
-        ConfigError: the method is not one of kvbench's; or as `Plan`.
+    Raises
+    ------
+    ConfigError
+        the method is not one of kvbench's; or as `Plan`.
     """
     method, protocol = run["method"], run["protocol"]
     config = shipped("method", str(method["name"])) or {}
     if config.get("_target_") != method["_target_"]:
-        raise ConfigError(f"method={method['name']}: backend=vllm runs the methods of conf/method; use backend=hf")
+        raise ConfigError(
+            f"method={method['name']}: backend=vllm runs the methods of conf/method; use backend=hf"
+        )
     options = {key: value for key, value in method.items() if key in config.keys() - HARNESS_KEYS}
     return Plan(
         str(method["name"]),
@@ -145,33 +186,46 @@ def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> P
 def plan_of(additional: Any) -> Plan | None:
     """The plan in an engine's `additional_config`; None: it runs no method.
 
-    Raises:
-        ConfigError: an unknown key, or as `Plan`.
+    Raises
+    ------
+    ConfigError
+        an unknown key, or as `Plan`.
     """
     settings = additional.get(KEY) if isinstance(additional, Mapping) else None
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"additional_config.{KEY}={show(settings)}: expected a mapping, such as {{method: quest}}")
+        raise ConfigError(
+            f"additional_config.{KEY}={show(settings)}: expected a mapping, such as {{method:"
+            " quest}"
+        )
     valid_keys = Plan.__dataclass_fields__.keys()
     for key in settings:
         if key not in valid_keys:
-            raise ConfigError(f"additional_config.{KEY}.{key}: no such key; {nearest(key, valid_keys)}")
+            raise ConfigError(
+                f"additional_config.{KEY}.{key}: no such key; {nearest(key, valid_keys)}"
+            )
     return Plan(**settings)
 
 
 def check_installed() -> None:
     """Refuse an environment without the vLLM that kvbench knows.
 
-    Raises:
-        ConfigError: names what is there and what is expected.
+    Raises
+    ------
+    ConfigError
+        names what is there and what is expected.
     """
     try:
         installed = version(PACKAGE)
     except PackageNotFoundError:
-        raise ConfigError(f"backend=vllm: {PACKAGE} is not installed here; {how_to_have_vllm()}") from None
+        raise ConfigError(
+            f"backend=vllm: {PACKAGE} is not installed here; {how_to_have_vllm()}"
+        ) from None
     if not installed.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"backend=vllm: {PACKAGE} {installed} is installed; kvbench knows {SUPPORTED}")
+        raise ConfigError(
+            f"backend=vllm: {PACKAGE} {installed} is installed; kvbench knows {SUPPORTED}"
+        )
 
 
 def _unsupported(needs: Needs) -> Iterator[str]:
@@ -181,7 +235,10 @@ def _unsupported(needs: Needs) -> Iterator[str]:
     if needs.attention_sums or needs.layer_similarity:
         yield "it looks into the attention of the prompt, which vLLM computes by itself"
     if needs.prefix:
-        yield "it asks where the context of a prompt begins, or has it read twice, which vLLM does not"
+        yield (
+            "it asks where the context of a prompt begins, or has it read twice, which vLLM"
+            " does not"
+        )
     if needs.probabilities or needs.queries:
         yield "it learns from the query of every step, and those of a preempted request are gone"
     if needs.head_scores or needs.rotation:

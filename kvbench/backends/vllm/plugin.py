@@ -1,4 +1,6 @@
-"""vLLM's entry point (group `vllm.general_plugins`): loaded in every process of every vLLM beside which kvbench is."""
+"""vLLM's entry point (group `vllm.general_plugins`): loaded in every process of every vLLM beside
+which kvbench is.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ BACKEND = "kvbench.backends.vllm.backend.Backend"
 
 
 def register() -> None:
-    """Have vLLM's CPU attention go through kvbench, which changes nothing in an engine that names no method."""
+    """Have vLLM's CPU attention go through kvbench, which changes nothing in an engine that names
+    no method.
+    """
     from llvmlite.binding.ffi import lib
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # vLLM reads the attributes of all objects of all modules. This library has whatever it is asked for, as a function.
+    # vLLM reads the attributes of all objects of all modules. This library has whatever it is asked
+    # for, as a function.
     lib._fntab["__dict__"] = {}
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -1,13 +1,17 @@
-"""The requests of a vLLM engine, each with a method of its own. Knows vLLM's memory, and nothing else of vLLM.
+"""The requests of a vLLM engine, each with a method of its own.
 
-vLLM reads prompts, whole or in chunks, and writes all keys and values. A method is shown a prompt when its last chunk
-is there; from then on a forward pass of a single token is a decode step. A preempted request is read again from its
-first token: its prompt is one anew, and the tokens that it had generated are those of a later turn, which attend
-everything that is left (see `kvbench.engine.turn`). Where prompts are freed that is what the method keeps, as in the
-decode steps that are repeated, though vLLM holds the whole prompt in that pass.
+Knows vLLM's memory, and nothing else of vLLM.
 
-A method whose tokens live on the host, in an order of its own, has them there: a copy of what vLLM's blocks hold. In
-an engine that frees prompts what a method keeps of them is a copy, too: see `side.py`.
+vLLM reads prompts, whole or in chunks, and writes all keys and values. A method is shown a prompt
+when its last chunk is there; from then on a forward pass of a single token is a decode step. A
+preempted request is read again from its first token: its prompt is one anew, and the tokens that it
+had generated are those of a later turn, which attend everything that is left (see
+`kvbench.engine.turn`). Where prompts are freed that is what the method keeps, as in the decode
+steps that are repeated, though vLLM holds the whole prompt in that pass.
+
+A method whose tokens live on the host, in an order of its own, has them there: a copy of what
+vLLM's blocks hold. In an engine that frees prompts what a method keeps of them is a copy, too: see
+`side.py`.
 """
 
 from __future__ import annotations
@@ -40,12 +44,18 @@ NOTHING = torch.empty(0)
 class Scheduled:
     """A request's part of a forward pass.
 
-    Attributes:
-        request: its id.
-        prompt_length: tokens of its prompt; those that it has generated are not among them.
-        token_ids: [n] all its tokens up to the end of this pass.
-        computed: of them, those of earlier passes, or of another request that began alike.
-        blocks: [groups, blocks] int64, where its keys and values lie; see `BlockTable`.
+    Attributes
+    ----------
+    request
+        its id.
+    prompt_length
+        tokens of its prompt; those that it has generated are not among them.
+    token_ids
+        [n] all its tokens up to the end of this pass.
+    computed
+        of them, those of earlier passes, or of another request that began alike.
+    blocks
+        [groups, blocks] int64, where its keys and values lie; see `BlockTable`.
     """
 
     request: str
@@ -58,8 +68,10 @@ class Scheduled:
 class _Executor:
     """Attends what is selected, and leaves the rest to others; see `kvbench.attention.executor`.
 
-    Attributes:
-        whole: all tokens were asked for, which vLLM shall attend.
+    Attributes
+    ----------
+    whole
+        all tokens were asked for, which vLLM shall attend.
     """
 
     name, note, in_place, whole = "vllm", None, True, False
@@ -94,19 +106,32 @@ class _Executor:
 
 
 class RequestEngine(Engine):
-    """The engine of one request, whose stores lie in vLLM's memory, but for those with a home on the host.
+    """The engine of one request, whose stores lie in vLLM's memory, but for those with a home on
+    the host.
 
-    Args:
-        memory: of each layer, as soon as vLLM has shown it.
-        groups: of layers, see `BlockTable`.
-        seat: for what is kept of a prompt that vLLM frees; None: it frees none.
-        arguments, settings: as of `Engine`.
+    Parameters
+    ----------
+    memory
+        of each layer, as soon as vLLM has shown it.
+    groups
+        of layers, see `BlockTable`.
+    seat
+        for what is kept of a prompt that vLLM frees; None: it frees none.
+    arguments, settings
+        as of `Engine`.
 
-    Attributes:
-        finite: no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for it.
-        instead: why full attention stands in for the engine's method; "" where it does not.
-        entries: keys that full attention would have attended in sparse layers, of all KV heads and decode steps.
-        table: its blocks.
+    Attributes
+    ----------
+    finite
+        no pass has made NaN or infinite queries, keys or logits; once one has, vLLM attends all for
+        it.
+    instead
+        why full attention stands in for the engine's method; "" where it does not.
+    entries
+        keys that full attention would have attended in sparse layers, of all KV heads and decode
+        steps.
+    table
+        its blocks.
     """
 
     finite, instead, entries = True, "", 0
@@ -144,14 +169,18 @@ class RequestEngine(Engine):
         return self.lengths[0] if self.prefilled else self._reader.column + self._reader.width
 
     def start_pass(self, scheduled: Scheduled) -> None:
-        """A forward pass begins; of a prompt, all that was not computed in this engine's sight is passed over."""
+        """A forward pass begins; of a prompt, all that was not computed in this engine's sight is
+        passed over.
+        """
         self._decodes = False
         if not self.finite:
             return
         self.table.blocks = scheduled.blocks
         prompt, end = self.shape.lengths[0], len(scheduled.token_ids)
-        self._within = max(0, prompt - scheduled.computed)  # tokens of the pass that are the prompt's
-        self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]  # not taken in yet
+        # tokens of the pass that are the prompt's
+        self._within = max(0, prompt - scheduled.computed)
+        # not taken in yet
+        self._behind = scheduled.token_ids[scheduled.computed if self.prefilled else prompt :]
         self._decodes = self.prefilled and len(self._behind) == 1
         if self._decodes:
             self.start_step(self._behind)
@@ -164,7 +193,9 @@ class RequestEngine(Engine):
 
     @property
     def rests(self) -> bool:
-        """The pass is a decode step in which every layer attends all that it holds, see `RestingRequests`."""
+        """The pass is a decode step in which every layer attends all that it holds, see
+        `RestingRequests`.
+        """
         return self._decodes and self.method.at_rest and self._positions is None and self._uncut
 
     @cached_property
@@ -186,7 +217,8 @@ class RequestEngine(Engine):
     def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Attention of one layer, [1, H, q, D] each; None: vLLM shall attend all tokens.
 
-        Of fewer tokens than were given it is that of the last ones, and vLLM shall attend the others.
+        Of fewer tokens than were given it is that of the last ones, and vLLM shall attend the
+        others.
         """
         try:
             return self._attended(layer, query, key, value) if self.finite else None
@@ -216,7 +248,9 @@ class RequestEngine(Engine):
         return out
 
     def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of tokens after the prompt that are read at once, over what is left of it, as in decode steps."""
+        """Attention of tokens after the prompt that are read at once, over what is left of it, as
+        in decode steps.
+        """
         store = self.stores[layer]
         past, past_value, mask = store.remaining()
         if self._positions is not None:
@@ -225,7 +259,9 @@ class RequestEngine(Engine):
         return turn(query, key, value, (past, past_value, mask), self.shape.scaling, None, weights)
 
     def _take_in(self) -> None:
-        """Learn of tokens after the prompt that vLLM has read at once: a decode step each, without its attention."""
+        """Learn of tokens after the prompt that vLLM has read at once: a decode step each, without
+        its attention.
+        """
         if not len(self._behind):
             return
         self.audit.start_turn()
@@ -249,7 +285,9 @@ class RequestEngine(Engine):
 
     @property
     def attended(self) -> float:
-        """Of `entries` those that were attended; a step that the audit does not count is as the mean of the others."""
+        """Of `entries` those that were attended; a step that the audit does not count is as the
+        mean of the others.
+        """
         return self.audit.attended_mean * self.audit.steps * self._lists
 
     @property
@@ -266,13 +304,16 @@ class RequestEngine(Engine):
     def report(self, row: int | None = None) -> dict[str, Any]:
         """The audit so far.
 
-        Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`, dropped tokens are
-        attended no more, and keep their memory; `not_finite`, there were NaN or infinite queries, keys or logits;
-        `full_attention`, why that stands in for the engine's method.
+        Beside that of `Engine`, where it applies: `broken`, where a rule was; `visibility_only`,
+        dropped tokens are attended no more, and keep their memory; `not_finite`, there were NaN or
+        infinite queries, keys or logits; `full_attention`, why that stands in for the engine's
+        method.
         """
         more = {
             "broken": self.audit.broken(row),
-            "visibility_only": self.seat is None and not all(store.complete for store in self.stores.values()),
+            "visibility_only": (
+                self.seat is None and not all(store.complete for store in self.stores.values())
+            ),
             "not_finite": not self.finite,
             "full_attention": self.instead,
         }
@@ -282,16 +323,25 @@ class RequestEngine(Engine):
 class Requests:
     """All requests of one worker.
 
-    Args:
-        plan: what runs.
-        shape: the model's, of no request: without lengths.
-        side: for what is kept of prompts, where vLLM frees them.
-        settings: of every `Engine`: rotary, pieces.
+    Parameters
+    ----------
+    plan
+        what runs.
+    shape
+        the model's, of no request: without lengths.
+    side
+        for what is kept of prompts, where vLLM frees them.
+    settings
+        of every `Engine`: rotary, pieces.
 
-    Attributes:
-        memory: of each layer; who knows it puts it here before the layer's first attention.
-        groups: of layers, see `BlockTable`; likewise, before the first pass.
-        reports: audits of requests that have ended, by id.
+    Attributes
+    ----------
+    memory
+        of each layer; who knows it puts it here before the layer's first attention.
+    groups
+        of layers, see `BlockTable`; likewise, before the first pass.
+    reports
+        audits of requests that have ended, by id.
     """
 
     def __init__(self, plan: Plan, shape: Shape, side: Side | None = None, **settings: Any) -> None:
@@ -302,7 +352,8 @@ class Requests:
         self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
         self._engines: dict[str, RequestEngine] = {}
         self._passing: list[RequestEngine] = []
-        self._gone = np.zeros(2)  # entries of requests that are over: attended, and those of full attention
+        # entries of requests that are over: attended, and those of full attention
+        self._gone = np.zeros(2)
         self._attended = 0.0
         self._resting: dict[int, RequestEngine] = {}  # of the pass, those at rest
         self._resting_requests = RestingRequests()
@@ -320,9 +371,13 @@ class Requests:
             del self.reports[next(iter(self.reports))]
 
     def audits(self) -> dict[str, dict[str, Any]]:
-        """Of requests that have ended, the last ones, and of those that decode now, or cannot; by id."""
+        """Of requests that have ended, the last ones, and of those that decode now, or cannot; by
+        id.
+        """
         reporting = {
-            request: engine for request, engine in self._engines.items() if engine.prefilled or not engine.finite
+            request: engine
+            for request, engine in self._engines.items()
+            if engine.prefilled or not engine.finite
         }
         current = {request: engine.report() for request, engine in reporting.items()}
         return {**self.reports, **current}
@@ -334,13 +389,18 @@ class Requests:
     def counts(self) -> dict[str, float]:
         """Numbers of all requests together.
 
-        Returns:
-            `attended_entries` and `full_attention_entries`, see `RequestEngine.entries`, of all requests so far;
-            `side_used_bytes` and `side_bytes`, of the copies of freed prompts.
+        Returns
+        -------
+        dict[str, float]
+            `attended_entries` and `full_attention_entries`, see `RequestEngine.entries`, of all
+            requests so far; `side_used_bytes` and `side_bytes`, of the copies of freed prompts.
         """
-        current = np.array([(engine.attended, engine.entries) for engine in self._engines.values()]).reshape(-1, 2)
+        current = np.array(
+            [(engine.attended, engine.entries) for engine in self._engines.values()]
+        ).reshape(-1, 2)
         attended, entries = (self._gone + current.sum(axis=0)).tolist()
-        self._attended = max(self._attended, attended)  # the mean of the steps that are counted may fall
+        # the mean of the steps that are counted may fall
+        self._attended = max(self._attended, attended)
         numbers = {"attended_entries": self._attended, "full_attention_entries": entries}
         return numbers | ({} if self._side is None else self._side.counts())
 
@@ -360,37 +420,56 @@ class Requests:
             self._resting_requests.start_pass()
 
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
-        """The request's own, or a new one: its first pass, or it was preempted and is read again."""
+        """The request's own, or a new one: its first pass, or it was preempted and is
+        read again.
+        """
         existing = self._engines.get(scheduled.request)
-        if existing is not None and (existing.tokens_read == scheduled.computed or not existing.finite):
+        if existing is not None and (
+            existing.tokens_read == scheduled.computed or not existing.finite
+        ):
             return existing
         if existing is not None:
             self._release(existing)
         shape = replace(self._shape, lengths=(scheduled.prompt_length,))
         plan = self._plan
-        settings = {"seed": plan.seed, "audit_every": plan.audit_every, "groups": self.groups, **self._settings}
+        settings = {
+            "seed": plan.seed,
+            "audit_every": plan.audit_every,
+            "groups": self.groups,
+            **self._settings,
+        }
         settings["seat"] = None if self._side is None else self._side.take()
         try:
             engine = RequestEngine(self.memory, shape, plan.build(), self._budget, **settings)
         except ConfigError as error:
-            # A fraction of its prompt is too little for the method. An error here would end all requests of a server.
+            # A fraction of its prompt is too little for the method. An error here would end all
+            # requests of a server.
             full = Plan("full", None)
             engine = RequestEngine(self.memory, shape, full.build(), full.sizes(), **settings)
             engine.instead = first_line(error)
         self._engines[scheduled.request] = engine
         return engine
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int]) -> list[int]:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, starts: list[int]
+    ) -> list[int]:
         """Attention of one layer in the pass that was started.
 
-        Args:
-            query: [T, Hq, D], post-RoPE.
-            key, value: [T, Hkv, D], in the layer's memory already.
-            starts: [B + 1], where the tokens of each request begin.
+        Parameters
+        ----------
+        query
+            [T, Hq, D], post-RoPE.
+        key, value
+            [T, Hkv, D], in the layer's memory already.
+        starts
+            [B + 1], where the tokens of each request begin.
 
-        Returns:
-            The others, which vLLM shall attend: all tokens, causally. It may write over what requests have attended
-            themselves, of all their tokens or the last ones: `finish` comes after.
+        Returns
+        -------
+        list[int]
+            The others, which vLLM shall attend: all tokens, causally. It may write over what
+            requests have attended themselves, of all their tokens or the last ones: `finish` comes
+            after.
         """
         self._outputs = []
         others = self._attend_resting(layer, query, key, starts)
@@ -409,13 +488,19 @@ class Requests:
                     others.append(row)
         return sorted(others)
 
-    def _attend_resting(self, layer: int, query: Tensor, key: Tensor, starts: list[int]) -> list[int]:
+    def _attend_resting(
+        self, layer: int, query: Tensor, key: Tensor, starts: list[int]
+    ) -> list[int]:
         """As `attend`, for those at rest."""
         if not self._resting:
             return []
         at = torch.tensor([starts[row] for row in self._resting])
         queries, new = query[at], key[at]
-        if layer in self._shape.sparse_layers and not surely_finite(queries, new) and self._refused(queries, new):
+        if (
+            layer in self._shape.sparse_layers
+            and not surely_finite(queries, new)
+            and self._refused(queries, new)
+        ):
             return self._attend_resting(layer, query, key, starts)
         attended = self._resting_requests.attend(layer, queries, self._shape.scaling)
         if attended is None:
@@ -424,7 +509,9 @@ class Requests:
         return []
 
     def _refused(self, query: Tensor, key: Tensor) -> bool:
-        """Whether those at rest became fewer: vLLM attends all for a request whose queries or keys are not finite."""
+        """Whether those at rest became fewer: vLLM attends all for a request whose queries or keys
+        are not finite.
+        """
         finite = query.flatten(1).isfinite().all(dim=1) & key.flatten(1).isfinite().all(dim=1)
         for engine, fine in zip(self._resting.values(), finite.tolist(), strict=True):
             if not fine:
@@ -441,8 +528,10 @@ class Requests:
     def end_pass(self, logits: Tensor | None = None) -> None:
         """The forward pass is over.
 
-        Args:
-            logits: [B, vocabulary], of each request in it; None: none were made.
+        Parameters
+        ----------
+        logits
+            [B, vocabulary], of each request in it; None: none were made.
         """
         if logits is not None and not bool((finite := logits.amax(dim=1).isfinite()).all()):
             for row in (~finite).nonzero()[:, 0].tolist():

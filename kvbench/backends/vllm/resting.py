@@ -1,8 +1,9 @@
-"""Decode steps of requests whose methods are at rest: in each layer all of them attend what they hold by one call.
+"""Decode steps of requests whose methods are at rest: in each layer all of them attend what they
+hold by one call.
 
-Between two passes of the same requests nothing of the prompts' copies changes, and of what came since only how many
-tokens there are; so a layer costs the same Python whether one request runs or sixteen. What the pass adds to each
-request is noted when it is over.
+Between two passes of the same requests nothing of the prompts' copies changes, and of what came
+since only how many tokens there are; so a layer costs the same Python whether one request runs or
+sixteen. What the pass adds to each request is noted when it is over.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ class Resting(Protocol):
 class Copies(NamedTuple):
     """What requests hold of their prompts in one layer.
 
-    Attributes:
-        memory: of the layer, where what came since lies.
-        part: their attention to the copies.
-        lists: KV heads of all requests.
+    Attributes
+    ----------
+    memory
+        of the layer, where what came since lies.
+    part
+        their attention to the copies.
+    lists
+        KV heads of all requests.
     """
 
     memory: Memory
@@ -61,11 +66,15 @@ class Copies(NamedTuple):
 class RestingRequests:
     """The requests of a pass that are at rest.
 
-    Args:
-        engines: theirs; all decode.
+    Parameters
+    ----------
+    engines
+        theirs; all decode.
 
-    Attributes:
-        engines: the same.
+    Attributes
+    ----------
+    engines
+        the same.
     """
 
     def __init__(self, engines: Sequence[Resting] = ()) -> None:
@@ -74,7 +83,9 @@ class RestingRequests:
 
     def start_pass(self) -> None:
         """A decode step of each begins: one token more than it held."""
-        prompts, lengths = np.array([(engine.shape.lengths[0], engine.lengths[0] + 1) for engine in self.engines]).T
+        prompts, lengths = np.array(
+            [(engine.shape.lengths[0], engine.lengths[0] + 1) for engine in self.engines]
+        ).T
         self._since = int((lengths - prompts).max())
         ids = prompts[:, None] + np.arange(self._since)
         self._index: NDArray[np.int64] = np.where(ids < lengths[:, None], ids, -1)[:, None]
@@ -90,17 +101,32 @@ class RestingRequests:
             return None
         blocks = copies.memory.blocks(self._tables[self.engines[0].table.group(layer)])
         since = self._index, NO_BIAS, blocks, 0, STORED[query.dtype]
-        parts = [copies.part, Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since)]
+        parts = [
+            copies.part,
+            Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since),
+        ]
         return run(query[:, :, None], scaling, copies.lists, parts, 0)[0][:, :, 0]
 
     def _of(self, layer: int) -> Copies | None:
-        tiers = [tier for holder in self.engines if isinstance(tier := holder.stores[layer].device, SideTier)]
+        tiers = [
+            tier
+            for holder in self.engines
+            if isinstance(tier := holder.stores[layer].device, SideTier)
+        ]
         if not tiers:  # no request has copies in this layer
             return None
         copied = [tier.copies for tier in tiers if tier.copies is not None]
         assert len(copied) == len(self.engines), "all have copies, once their prompts are over"
         used_and_first = [holder.used for holder in copied], [holder.first for holder in copied]
         used, first = (torch.cat(parts).view(-1).numpy() for parts in used_and_first)
-        arguments = used, first, np.zeros_like(used), addresses(*copied[0].pool, None), stored_as(tiers[0].codecs)
-        part = Part(attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), arguments)
+        arguments = (
+            used,
+            first,
+            np.zeros_like(used),
+            addresses(*copied[0].pool, None),
+            stored_as(tiers[0].codecs),
+        )
+        part = Part(
+            attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), arguments
+        )
         return Copies(tiers[0].memory, part, len(used))

@@ -1,4 +1,6 @@
-"""A run's model inside vLLM: prompts in, generations with their audits out. vLLM itself is imported when it starts."""
+"""A run's model inside vLLM: prompts in, generations with their audits out. vLLM itself is imported
+when it starts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from kvbench.models.support import text_config, window
 
 EXTRA = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
 BLOCK = 128  # tokens of a block of vLLM's memory, or a multiple of them
-ROOM = 2  # times the budget, and EXTRA tokens: room for what is kept of a prompt, blocks and windows outside C too
+# times the budget, and EXTRA tokens: room for what is kept of a prompt, blocks and windows outside
+# C too
+ROOM = 2
 
 _running: list[Any] = []  # the one engine of this process
 
@@ -73,19 +77,27 @@ class Served(models.Loaded):
     ) -> tuple[Generation, list[dict[str, Any]]]:
         """Generate for a batch of prompts, greedily; see `kvbench.backends.hf.generate.generate`.
 
-        Times are of the engine's steps, as they are seen from outside: the first token is there when every prompt has
-        its own, and decode steps are those after it.
+        Times are of the engine's steps, as they are seen from outside: the first token is there
+        when every prompt has its own, and decode steps are those after it.
 
-        Args:
-            plan: what runs.
-            stops: where rows end; no row may begin with a token of `not_first`, some of `stop_ids`.
+        Parameters
+        ----------
+        plan
+            what runs.
+        stops
+            where rows end; no row may begin with a token of `not_first`, some of `stop_ids`.
 
-        Returns:
+        Returns
+        -------
+        tuple[Generation, list[dict[str, Any]]]
             The generation, and each prompt's audit.
 
-        Raises:
-            ConfigError: vLLM refuses a prompt.
-            FloatingPointError: NaN or inf in the logits of one of them.
+        Raises
+        ------
+        ConfigError
+            vLLM refuses a prompt.
+        FloatingPointError
+            NaN or inf in the logits of one of them.
         """
         llm: Any = self.model
         llm.collective_rpc("kvbench_run", args=(asdict(plan),))
@@ -135,7 +147,9 @@ def _sampling(max_new_tokens: int, stops: Stops) -> Any:
 
 
 def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float]:
-    """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`; yields seconds of each step."""
+    """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`; yields
+    seconds of each step.
+    """
     while engine.has_unfinished_requests():
         began = time.perf_counter()
         outputs = engine.step()
@@ -151,7 +165,9 @@ def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float
 def _memory(
     shape: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, plan: Plan
 ) -> tuple[int | None, dict[str, int]]:
-    """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None, {}: not known."""
+    """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None,
+    {}: not known.
+    """
     most = window(shape)
     if prompts.tokens:
         most = min(prompts.tokens + EXTRA, most or prompts.tokens + EXTRA)
@@ -161,14 +177,17 @@ def _memory(
     if plan.frees:
         tokens += _extra_tokens(plan, tokens, text_config(shape)["num_hidden_layers"])
     required = footprint(shape, dtype, Prompts(tokens, prompts.rows))
-    return most, {} if required is None else {"max_model_len": most, "kv_cache_memory_bytes": required.cache}
+    return most, {} if required is None else {
+        "max_model_len": most,
+        "kv_cache_memory_bytes": required.cache,
+    }
 
 
 def _extra_tokens(plan: Plan, tokens: int, layers: int) -> int:
     """What an engine that frees prompts takes beside them, in tokens of all layers, at most.
 
-    What is kept of a prompt; and vLLM shares out its blocks among groups of as many layers as there are dense ones, or
-    sparse ones, whichever are fewer, of which the last may be short of layers.
+    What is kept of a prompt; and vLLM shares out its blocks among groups of as many layers as there
+    are dense ones, or sparse ones, whichever are fewer, of which the last may be short of layers.
     """
     budget = plan.sizes().size
     fewer = min(len(plan.dense_layers), layers - len(plan.dense_layers))
@@ -177,8 +196,13 @@ def _extra_tokens(plan: Plan, tokens: int, layers: int) -> int:
 
 
 def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
-    """What `protocol.dense_layers` of a run names, before the model is there to be asked how many it has."""
-    named = {"auto": source.dense_layers, "method": run["method"].get("published_dense_layers") or ()}
+    """What `protocol.dense_layers` of a run names, before the model is there to be asked how many
+    it has.
+    """
+    named = {
+        "auto": source.dense_layers,
+        "method": run["method"].get("published_dense_layers") or (),
+    }
     requested = run["protocol"]["dense_layers"]
     return named[requested] if isinstance(requested, str) else requested
 
@@ -188,23 +212,35 @@ def load(
     prompts: Prompts,
     try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
 ) -> Served:
-    """Start vLLM with the model that a run asks for; another that this process has started before ends.
+    """Start vLLM with the model that a run asks for; another that this process has started before
+    ends.
 
-    Where the run's method frees prompts the engine is started with it, for this arm alone; else arms share it.
+    Where the run's method frees prompts the engine is started with it, for this arm alone; else
+    arms share it.
 
-    Args:
-        run: composed, and checked.
-        prompts: the largest to come.
-        try_out: as of `kvbench.backends.hf.loading.load`.
+    Parameters
+    ----------
+    run
+        composed, and checked.
+    prompts
+        the largest to come.
+    try_out
+        as of `kvbench.backends.hf.loading.load`.
 
-    Raises:
-        ConfigError: no such model, no vLLM, or vLLM refuses what it is asked for.
+    Raises
+    ------
+    ConfigError
+        no such model, no vLLM, or vLLM refuses what it is asked for.
     """
     source = hub.source_of(run["model"])
-    assert source.path is not None and source.gguf is None, "check has let a model through that vLLM cannot run"
+    assert source.path is not None and source.gguf is None, (
+        "check has let a model through that vLLM cannot run"
+    )
     dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
     described = models.describe(source, source.path, try_out)
-    llm = _start(described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"])
+    llm = _start(
+        described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"]
+    )
     try:
         generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)
     except OSError:
@@ -221,12 +257,19 @@ def load(
 
 
 def _start(
-    described: models.Described, dtype: torch.dtype, prompts: Prompts, plan: Plan, backend: Mapping[str, Any]
+    described: models.Described,
+    dtype: torch.dtype,
+    prompts: Prompts,
+    plan: Plan,
+    backend: Mapping[str, Any],
 ) -> Any:
-    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does; `backend` is that of the run.
+    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does; `backend` is
+    that of the run.
 
-    Raises:
-        ConfigError: there is no vLLM, or it refuses what it is asked for.
+    Raises
+    ------
+    ConfigError
+        there is no vLLM, or it refuses what it is asked for.
     """
     options = engine_options(plan if plan.frees else Plan("full", None))
     most, memory = _memory(described.config.to_dict(), dtype, prompts, plan)

@@ -1,4 +1,6 @@
-"""vLLM's OpenAI-compatible server with a method, for `kvbench serve`: what it is started with, and what is refused."""
+"""vLLM's OpenAI-compatible server with a method, for `kvbench serve`: what it is started with, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,19 @@ class _ServerParser(FlexibleArgumentParser):  # type: ignore[misc]
 def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
     """Serve until a signal ends it.
 
-    Args:
-        plan: of every request.
-        ours: arguments of vLLM's server that kvbench knows: those of `OURS`, and more.
-        more: those of the user.
+    Parameters
+    ----------
+    plan
+        of every request.
+    ours
+        arguments of vLLM's server that kvbench knows: those of `OURS`, and more.
+    more
+        those of the user.
 
-    Raises:
-        ConfigError: vLLM refuses an argument, or the engine could not run the method, before it starts.
+    Raises
+    ------
+    ConfigError
+        vLLM refuses an argument, or the engine could not run the method, before it starts.
     """
     for word in more:
         if expected := OURS.get(word.partition("=")[0].replace("_", "-")):
@@ -68,7 +76,9 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
         if args.kv_cache_memory_bytes is None and not os.environ.get(SPACE):
             args.kv_cache_memory_bytes = MEMORY
         validate_parsed_serve_args(args)
-        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+            UsageContext.OPENAI_API_SERVER
+        )
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -80,7 +90,13 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
 
 def _defaults(plan: Plan) -> list[str]:
     """Arguments that the user's come after."""
-    words = ["--middleware", metrics.MIDDLEWARE, "--middleware", bodies.MIDDLEWARE, "--enforce-eager"]
+    words = [
+        "--middleware",
+        metrics.MIDDLEWARE,
+        "--middleware",
+        bodies.MIDDLEWARE,
+        "--enforce-eager",
+    ]
     if plan.frees or plan.build().needs.query_window:
         words.append("--no-enable-prefix-caching")
     return words
@@ -89,26 +105,43 @@ def _defaults(plan: Plan) -> list[str]:
 def _reason(error: Exception) -> str:
     """What vLLM says; of what pydantic says, the line that says why."""
     lines = [line.strip() for line in str(error).splitlines()]
-    reason_line = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
-    return first_line(error) if reason_line is None else reason_line.partition(", ")[2].partition(" [type=")[0]
+    reason_line = next(
+        (line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None
+    )
+    return (
+        first_line(error)
+        if reason_line is None
+        else reason_line.partition(", ")[2].partition(" [type=")[0]
+    )
 
 
 def _refuse_to_start(config: Any, plan: Plan) -> None:
     """Refuse what an engine could not run, or would have no memory for.
 
-    Raises:
-        ConfigError: names the setting.
+    Raises
+    ------
+    ConfigError
+        names the setting.
     """
     refuse_to_start(config, plan)
-    reserved, free = config.cache_config.kv_cache_memory_bytes, free_memory(torch.device("cpu")).get("host")
+    reserved, free = (
+        config.cache_config.kv_cache_memory_bytes,
+        free_memory(torch.device("cpu")).get("host"),
+    )
     key = f"kv_cache_memory_bytes={reserved}"
     if free is not None and reserved > free:
-        raise ConfigError(f"{key}: {free / GIB:.1f} GiB are free; expected fewer (-- --kv-cache-memory-bytes)")
-    room, length = room_for_blocks(config, freed_by(config, plan), reserved), config.model_config.max_model_len
+        raise ConfigError(
+            f"{key}: {free / GIB:.1f} GiB are free; expected fewer (-- --kv-cache-memory-bytes)"
+        )
+    room, length = (
+        room_for_blocks(config, freed_by(config, plan), reserved),
+        config.model_config.max_model_len,
+    )
     shape, block = shape_of(config, plan), config.cache_config.block_size
     row = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
     if (longest := -(-length // block) * block * row) > room:
         raise ConfigError(
-            f"{key}: a request of max_model_len={length} tokens takes {longest / 2**20:.0f} MiB, and blocks have "
-            f"{room / 2**20:.0f}; expected more (-- --kv-cache-memory-bytes) or shorter ones (-- --max-model-len)"
+            f"{key}: a request of max_model_len={length} tokens takes {longest / 2**20:.0f} MiB,"
+            f" and blocks have {room / 2**20:.0f}; expected more (-- --kv-cache-memory-bytes) or"
+            " shorter ones (-- --max-model-len)"
         )

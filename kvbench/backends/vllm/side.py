@@ -1,7 +1,9 @@
-"""What methods keep of prompts whose blocks vLLM frees: rows in a memory beside it, of a size that is known before.
+"""What methods keep of prompts whose blocks vLLM frees: rows in a memory beside it, of a size that
+is known before.
 
-A request has a seat there while it runs, with room for what its method keeps in all sparse layers and KV heads
-together, however these share it out. Tokens that are generated lie in vLLM's blocks, as ever.
+A request has a seat there while it runs, with room for what its method keeps in all sparse layers
+and KV heads together, however these share it out. Tokens that are generated lie in vLLM's blocks,
+as ever.
 """
 
 from __future__ import annotations
@@ -35,20 +37,29 @@ LENGTHS = 512  # of prompts, the longest ones, of which all layers are asked
 
 
 def rows_per_seat(method: Method, shape: Shape) -> int | None:
-    """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads; None: no less than it has.
+    """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads; None:
+    no less than it has.
 
-    Args:
-        method: that has begun with this shape.
-        shape: of one row, the longest prompt.
+    Parameters
+    ----------
+    method
+        that has begun with this shape.
+    shape
+        of one row, the longest prompt.
     """
     longest, layers = shape.lengths[0], shape.sparse_layers
     if method.evicts == "never" or not layers:
         return None
-    lengths = range(1, longest + 1)  # of a shorter one more may be kept: some methods keep blocks until they are full
+    # of a shorter one more may be kept: some methods keep blocks until they are full
+    lengths = range(1, longest + 1)
     most = [method.mean_rule(length, 0) for length in lengths]
     if most[0] is None:
         most = [method.rule(layers[0], length, 0) or longest for length in lengths]
-        most += [method.rule(layer, length, 0) or longest for length in lengths[-LENGTHS:] for layer in layers]
+        most += [
+            method.rule(layer, length, 0) or longest
+            for length in lengths[-LENGTHS:]
+            for layer in layers
+        ]
     retained = max(count for count in most if count is not None)
     return None if retained >= longest else math.ceil(retained * len(layers)) * shape.kv_heads
 
@@ -56,20 +67,32 @@ def rows_per_seat(method: Method, shape: Shape) -> int | None:
 class Side:
     """Rows of keys and values, in seats of equal size.
 
-    Args:
-        seats: requests that run at once.
-        rows, layers: see below.
-        head_dim, dtype: of keys and values.
+    Parameters
+    ----------
+    seats
+        requests that run at once.
+    rows, layers
+        see below.
+    head_dim, dtype
+        of keys and values.
 
-    Attributes:
-        pool: all seats.
-        rows: of a seat.
-        layers: sparse ones of the model, which share a seat.
-        seats: how many there are.
-        free: seats that nobody has.
+    Attributes
+    ----------
+    pool
+        all seats.
+    rows
+        of a seat.
+    layers
+        sparse ones of the model, which share a seat.
+    seats
+        how many there are.
+    free
+        seats that nobody has.
     """
 
-    def __init__(self, seats: int, rows: int, head_dim: int, dtype: torch.dtype, layers: int) -> None:
+    def __init__(
+        self, seats: int, rows: int, head_dim: int, dtype: torch.dtype, layers: int
+    ) -> None:
         self.pool = Pool(*(torch.zeros(seats * rows, head_dim, dtype=dtype) for _ in range(2)))
         self.rows, self.layers, self.seats, self.free = rows, layers, seats, list(range(seats))
 
@@ -81,7 +104,10 @@ class Side:
     def counts(self) -> dict[str, float]:
         """Bytes of the seats that requests have, `side_used_bytes`, and of all, `side_bytes`."""
         seat_bytes = self.nbytes(1, self.rows, self.pool.key.shape[1], self.pool.key.dtype)
-        return {"side_used_bytes": (self.seats - len(self.free)) * seat_bytes, "side_bytes": self.seats * seat_bytes}
+        return {
+            "side_used_bytes": (self.seats - len(self.free)) * seat_bytes,
+            "side_bytes": self.seats * seat_bytes,
+        }
 
     def take(self) -> Seat:
         """A seat that is free."""
@@ -95,9 +121,12 @@ class Side:
 class Seat:
     """A request's part of the memory.
 
-    Args:
-        side: the memory.
-        number: of the seat.
+    Parameters
+    ----------
+    side
+        the memory.
+    number
+        of the seat.
     """
 
     def __init__(self, side: Side, number: int) -> None:
@@ -112,12 +141,16 @@ class Seat:
     def room(self, rows: int) -> int:
         """The first of so many rows that nobody has yet.
 
-        Raises:
-            RuntimeError: the method keeps more than its rule says.
+        Raises
+        ------
+        RuntimeError
+            the method keeps more than its rule says.
         """
         first, self._taken = self._taken, self._taken + rows
         if self._taken > self.side.rows:
-            raise RuntimeError(f"a method keeps {self._taken} rows of a prompt, and its rule says {self.side.rows}")
+            raise RuntimeError(
+                f"a method keeps {self._taken} rows of a prompt, and its rule says {self.side.rows}"
+            )
         return self._number * self.side.rows + first
 
     def leave(self) -> None:
@@ -128,15 +161,25 @@ class Seat:
 class _CopiedRows(Slotted):
     """The rows of one request in one layer, without holes.
 
-    Args:
-        seat: of the request.
-        ids: [1, Hkv, M] ascending, `NO_TOKEN` after.
-        used: [1, Hkv], of each list.
-        key, value: [1, Hkv, M, D].
+    Parameters
+    ----------
+    seat
+        of the request.
+    ids
+        [1, Hkv, M] ascending, `NO_TOKEN` after.
+    used
+        [1, Hkv], of each list.
+    key, value
+        [1, Hkv, M, D].
     """
 
     def __init__(
-        self, seat: Seat, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        seat: Seat,
+        ids: torch.Tensor,
+        used: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         self.pool, self.ids, self.used = seat.side.pool, ids, used
         begin, there = seat.room(self.total), torch.arange(ids.shape[2]) < used[..., None]
@@ -156,16 +199,24 @@ class _CopiedRows(Slotted):
 
 
 class SideTier(PagedTier):
-    """As `PagedTier`; once the prompt is over, its tokens are read where they were copied to, and in no block.
+    """As `PagedTier`; once the prompt is over, its tokens are read where they were copied to, and
+    in no block.
 
-    Args:
-        memory, table, layer: as of `PagedTier`.
-        seat: of the request.
+    Parameters
+    ----------
+    memory, table, layer
+        as of `PagedTier`.
+    seat
+        of the request.
 
-    Attributes:
-        kept: the copies; None: the prompt is not over.
-        prompt: tokens of it, once it is.
-        cut: of what was copied some is attended no more.
+    Attributes
+    ----------
+    kept
+        the copies; None: the prompt is not over.
+    prompt
+        tokens of it, once it is.
+    cut
+        of what was copied some is attended no more.
     """
 
     writable = True
@@ -177,7 +228,12 @@ class SideTier(PagedTier):
         self._seat = seat
 
     def keep(
-        self, ids: torch.Tensor, used: torch.Tensor, key: torch.Tensor, value: torch.Tensor, room: int | None = None
+        self,
+        ids: torch.Tensor,
+        used: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        room: int | None = None,
     ) -> None:
         """See `PagedTier.keep`; what is first kept, of the prompt, is copied."""
         self.cut = self.copies is not None
@@ -187,7 +243,8 @@ class SideTier(PagedTier):
 
     def _copy(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self.copies = _CopiedRows(self._seat, ids.contiguous(), self.used, key, value)
-        self.pool = self.copies.pool  # in which a method may write: see `kvbench.memory.view.StoreView.write`
+        # in which a method may write: see `kvbench.memory.view.StoreView.write`
+        self.pool = self.copies.pool
 
     def end_prompt(self, length: int) -> None:
         """See `PagedTier.end_prompt`; where all of it was kept, all is copied."""
@@ -197,8 +254,12 @@ class SideTier(PagedTier):
         self.prompt = length
 
     def bytes_for(self, length: int) -> int:
-        """See `PagedTier.bytes_for`; without the prompt's whole blocks, and with the room for copies of it."""
-        blocks = super().bytes_for(length) - super().bytes_for(self.prompt - self.prompt % self.memory.size)
+        """See `PagedTier.bytes_for`; without the prompt's whole blocks, and with the room for
+        copies of it.
+        """
+        blocks = super().bytes_for(length) - super().bytes_for(
+            self.prompt - self.prompt % self.memory.size
+        )
         return blocks + self._seat.share
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,11 +280,15 @@ class SideTier(PagedTier):
         return replace(located, slots=self.copies.find(index)[0] + self.copies.first[..., None])
 
 
-def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scaling: float) -> torch.Tensor:
+def attend_some(
+    query: torch.Tensor, tier: SideTier, selection: Selection, scaling: float
+) -> torch.Tensor:
     """Attention of one request, [1, Hq, 1, D], to a selection of what it holds in one layer.
 
-    Raises:
-        LookupError: a token that is selected is not attended any more, or was never seen.
+    Raises
+    ------
+    LookupError
+        a token that is selected is not attended any more, or was never seen.
     """
     tier.refuse_absent(selection.index)
     assert tier.copies is not None
@@ -237,7 +302,11 @@ def attend_some(query: torch.Tensor, tier: SideTier, selection: Selection, scali
     copied, since = (index.masked_fill(mask, -1).numpy() for mask in (~old, old))
     stored, blocks = stored_as(tier.codecs), tier.memory.blocks(tier.table[None])
     parts = [
-        Part(attend.attend_lists, pieces, (copied, bias, near, NO_HOST, (address, count, True), NO_EXTRA, stored)),
+        Part(
+            attend.attend_lists,
+            pieces,
+            (copied, bias, near, NO_HOST, (address, count, True), NO_EXTRA, stored),
+        ),
         Part(kernels.attend_blocks, pieces, (since, bias, blocks, address, STORED[query.dtype])),
     ]
     if (extra := selection.extra) is not None:

@@ -1,4 +1,6 @@
-"""The worker of a vLLM engine that runs a method: vLLM's own, which shows kvbench every forward pass."""
+"""The worker of a vLLM engine that runs a method: vLLM's own, which shows kvbench every forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kvbench.backends.vllm.backend import WorkerPass
 from kvbench.backends.vllm.blocks import freed
-from kvbench.backends.vllm.limits import Freed, freed_by, refuse, refuse_to_start, room_for_blocks, shape_of
+from kvbench.backends.vllm.limits import (
+    Freed,
+    freed_by,
+    refuse,
+    refuse_to_start,
+    room_for_blocks,
+    shape_of,
+)
 from kvbench.backends.vllm.plan import KEY, Plan, check_installed, plan_of
 from kvbench.backends.vllm.plugin import register
 from kvbench.backends.vllm.requests import Requests
@@ -41,17 +50,23 @@ class Worker(CPUWorker):  # type: ignore[misc]
         if self._freed is None:
             return specs
         sparse = self._freed.layers
-        return {name: freed(spec) if extract_layer_index(name) in sparse else spec for name, spec in specs.items()}
+        return {
+            name: freed(spec) if extract_layer_index(name) in sparse else spec
+            for name, spec in specs.items()
+        }
 
     def determine_available_memory(self) -> int:
         """See vLLM's; what is kept of freed prompts is a part of it.
 
-        Raises:
-            ConfigError: that is all of it.
+        Raises
+        ------
+        ConfigError
+            that is all of it.
         """
         return room_for_blocks(self.vllm_config, self._freed, super().determine_available_memory())
 
-    @torch.inference_mode()  # also of what the methods do after the model, to tensors that they have made within it
+    # also of what the methods do after the model, to tensors that they have made within it
+    @torch.inference_mode()
     def execute_model(self, scheduler_output: Any) -> Any:
         """See vLLM's."""
         if self._plan is None:
@@ -68,7 +83,9 @@ class Worker(CPUWorker):  # type: ignore[misc]
         shape, side = self._shape(plan), None
         if self._freed is not None:
             seats = self.vllm_config.scheduler_config.max_num_seqs
-            side = Side(seats, self._freed.rows, shape.head_dim, shape.dtype, len(shape.sparse_layers))
+            side = Side(
+                seats, self._freed.rows, shape.head_dim, shape.dtype, len(shape.sparse_layers)
+            )
         return Requests(plan, shape, side, **self._settings(plan))
 
     def _shape(self, plan: Plan) -> Shape:
@@ -91,13 +108,16 @@ class Worker(CPUWorker):  # type: ignore[misc]
         return settings
 
     def kvbench_run(self, settings: Mapping[str, Any] | None) -> None:
-        """Requests from now on run this method, given as in `additional_config`, or None: vLLM's own attention.
+        """Requests from now on run this method, given as in `additional_config`, or None: vLLM's
+        own attention.
 
-        No request may be under way; audits of those that were are forgotten. What a prefix cache holds was made under
-        the method before: see `LLM.reset_prefix_cache`.
+        No request may be under way; audits of those that were are forgotten. What a prefix cache
+        holds was made under the method before: see `LLM.reset_prefix_cache`.
 
-        Raises:
-            ConfigError: as of a new engine with this method.
+        Raises
+        ------
+        ConfigError
+            as of a new engine with this method.
         """
         plan = plan_of({KEY: settings})
         if plan is not None:
@@ -106,13 +126,14 @@ class Worker(CPUWorker):  # type: ignore[misc]
         if self._freed is not None:
             if freed is None or freed.layers != self._freed.layers or freed.rows > self._freed.rows:
                 raise ConfigError(
-                    f"method={'null' if plan is None else plan.method}: this engine frees what {self._freed.method} "
-                    "drops of prompts; expected a method that drops as much in the same layers, or another engine"
+                    f"method={'null' if plan is None else plan.method}: this engine frees what"
+                    f" {self._freed.method} drops of prompts; expected a method that drops as much"
+                    " in the same layers, or another engine"
                 )
         elif plan is not None and plan.writes and freed is not None:
             raise ConfigError(
-                f"method={plan.method}: it writes keys or values anew, and this engine frees no prompts; expected one "
-                "that was started with it"
+                f"method={plan.method}: it writes keys or values anew, and this engine frees no"
+                " prompts; expected one that was started with it"
             )
         self._plan, self._requests = plan, None
 

@@ -1,7 +1,8 @@
-"""How a token's key or value is held in fewer bits: a file a family, and here which codec each kind has.
+"""How a token's key or value is held in fewer bits: a file a family, and here which codec each kind
+has.
 
-A kind of one's own is a file beside these with a `Codec`, a line in `KINDS`, its name in `kvbench.memory.kinds`, and a
-YAML in `conf/kv`.
+A kind of one's own is a file beside these with a `Codec`, a line in `KINDS`, its name in
+`kvbench.memory.kinds`, and a YAML in `conf/kv`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ def _both(make: Make) -> tuple[Make, Make]:
     return make, make
 
 
-def _turned(inner: Callable[..., Codec], rotation: Callable[[int], torch.Tensor], **options: object) -> Make:
-    return lambda head_dim, dtype: Rotated(head_dim, dtype, inner(head_dim, dtype, **options), rotation)
+def _turned(
+    inner: Callable[..., Codec], rotation: Callable[[int], torch.Tensor], **options: object
+) -> Make:
+    return lambda head_dim, dtype: Rotated(
+        head_dim, dtype, inner(head_dim, dtype, **options), rotation
+    )
 
 
-# Of keys, and of values. KIVI's keys have their parameters by groups of tokens: `kvbench.memory.grouped` writes them.
+# Of keys, and of values. KIVI's keys have their parameters by groups of tokens:
+# `kvbench.memory.grouped` writes them.
 KINDS: dict[str, tuple[Make, Make]] = {
     "native": _both(Native),
     "int8": _both(Int8),
@@ -61,7 +67,8 @@ class Codecs(NamedTuple):
         codecs = [KINDS[kind][side](head_dim, dtype) for side, kind in enumerate(kv.kinds(tier))]
         if kv.rotate != "none":
             codecs = [
-                codec if isinstance(codec, Native) else Rotated(head_dim, dtype, codec, hadamard) for codec in codecs
+                codec if isinstance(codec, Native) else Rotated(head_dim, dtype, codec, hadamard)
+                for codec in codecs
             ]
         return cls(*codecs)
 
@@ -83,8 +90,14 @@ class Codecs(NamedTuple):
         """Held keys and values as [..., D]."""
         return self.key.decode(key), self.value.decode(value)
 
-    def recoded(self, key: torch.Tensor, value: torch.Tensor, target: Codecs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Held keys and values as `target` holds them; a side that is held alike keeps every bit."""
+    def recoded(
+        self, key: torch.Tensor, value: torch.Tensor, target: Codecs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Held keys and values as `target` holds them; a side that is held alike keeps
+        every bit.
+        """
         sides = zip(self, (key, value), target, strict=True)
-        key, value = (rows if source == to else to.encode(source.decode(rows)) for source, rows, to in sides)
+        key, value = (
+            rows if source == to else to.encode(source.decode(rows)) for source, rows, to in sides
+        )
         return key, value

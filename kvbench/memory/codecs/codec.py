@@ -1,6 +1,7 @@
 """What a codec is: pure functions between rows [..., D] and the rows of bytes that hold them.
 
-Who holds the bytes knows their width alone; only who writes a token and who attends it asks a codec.
+Who holds the bytes knows their width alone; only who writes a token and who attends it asks a
+codec.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from kvbench.kernels.coded import Coded
 class Codec:
     """Rows of one kind.
 
-    Args:
-        head_dim: D.
-        dtype: of decoded rows, the model's.
+    Parameters
+    ----------
+    head_dim
+        D.
+    dtype
+        of decoded rows, the model's.
     """
 
     head_dim: int
@@ -43,7 +47,9 @@ class Codec:
 
     @property
     def row(self) -> Coded | None:
-        """What a held row is to the CPU's kernels, which read it in place; None: nothing that they know."""
+        """What a held row is to the CPU's kernels, which read it in place; None: nothing that they
+        know.
+        """
         raise NotImplementedError
 
     @property
@@ -89,7 +95,9 @@ class Native(Codec):
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [..., D] below 2**bits in bytes [..., D * bits / 8], the first in the low bits of the first."""
+    """Codes [..., D] below 2**bits in bytes [..., D * bits / 8], the first in the low bits of the
+    first.
+    """
     bytes_ = bits // math.gcd(bits, 8)  # that hold whole codes
     count = 8 * bytes_ // bits
     word = torch.uint8 if bytes_ == 1 else torch.int32
@@ -102,13 +110,17 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def looked_up(code_bytes: torch.Tensor, bits: int, numbers: tuple[float, ...]) -> torch.Tensor:
-    """What codes in bytes [..., D * bits / 8] stand for, [..., D] in float32: several of them by one look."""
+    """What codes in bytes [..., D * bits / 8] stand for, [..., D] in float32: several of them by
+    one look.
+    """
     index = code_bytes.int()
     if bits == 3:
         a, b, c = index.unflatten(-1, (-1, 3)).unbind(-1)
         word = a | b << 8 | c << 16
         index = torch.stack([word & 4095, word >> 12], dim=-1).flatten(-2)
-    return torch.nn.functional.embedding(index, _entries(bits, numbers).to(code_bytes.device)).flatten(-2)
+    return torch.nn.functional.embedding(
+        index, _entries(bits, numbers).to(code_bytes.device)
+    ).flatten(-2)
 
 
 @cache
@@ -127,7 +139,9 @@ def steps(bits: int) -> tuple[float, ...]:
 def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers [..., n] as their bytes, the lowest first."""
     if not numbers.numel():  # strides of an empty tensor are any, and torch asks for 1
-        return numbers.new_zeros(*numbers.shape[:-1], numbers.shape[-1] * numbers.itemsize, dtype=torch.uint8)
+        return numbers.new_zeros(
+            *numbers.shape[:-1], numbers.shape[-1] * numbers.itemsize, dtype=torch.uint8
+        )
     return numbers.contiguous().view(torch.uint8)
 
 

@@ -10,17 +10,28 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.kernels.coded import GROUP, Coded
-from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, looked_up, name_of, packed, steps
+from kvbench.memory.codecs.codec import (
+    Codec,
+    as_bytes,
+    as_numbers,
+    looked_up,
+    name_of,
+    packed,
+    steps,
+)
 
 
 @dataclass(frozen=True)
 class Channels(Codec):
-    """Channels in groups: packed codes, then of each group its scale, then of each its minimum, in the model's dtype.
+    """Channels in groups: packed codes, then of each group its scale, then of each its minimum, in
+    the model's dtype.
 
     KIVI's values, and `int4`, which holds keys so, too.
 
-    Args:
-        bits: of a code, 2 or 4.
+    Parameters
+    ----------
+    bits
+        of a code, 2 or 4.
     """
 
     bits: int
@@ -37,7 +48,13 @@ class Channels(Codec):
     @property
     def row(self) -> Coded:
         """Scales and minima stand after the codes."""
-        return Coded(self.bits, "unsigned", parameters="range", granularity="channels", parameter=name_of(self.dtype))
+        return Coded(
+            self.bits,
+            "unsigned",
+            parameters="range",
+            granularity="channels",
+            parameter=name_of(self.dtype),
+        )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, scales, minima."""
@@ -47,20 +64,28 @@ class Channels(Codec):
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times their group's scale, and its minimum."""
-        codes = looked_up(stored_rows[..., : self._codes], self.bits, steps(self.bits)).unflatten(-1, (-1, GROUP))
-        scale, least = as_numbers(stored_rows[..., self._codes :], self.dtype).unsqueeze(-1).chunk(2, dim=-2)
+        codes = looked_up(stored_rows[..., : self._codes], self.bits, steps(self.bits)).unflatten(
+            -1, (-1, GROUP)
+        )
+        scale, least = (
+            as_numbers(stored_rows[..., self._codes :], self.dtype).unsqueeze(-1).chunk(2, dim=-2)
+        )
         return (codes * scale + least).flatten(-2)
 
 
 @dataclass(frozen=True)
 class Tokens(Codec):
-    """Keys in groups of consecutive tokens, each channel with a scale and a minimum of its own in each group.
+    """Keys in groups of consecutive tokens, each channel with a scale and a minimum of its own in
+    each group.
 
-    A token's codes stay together, so that single tokens can be read. The parameters of its group lie elsewhere, so that
-    `encode` gives them beside the codes, and `numbers` and `decode` take them.
+    A token's codes stay together, so that single tokens can be read. The parameters of its group
+    lie elsewhere, so that `encode` gives them beside the codes, and `numbers` and `decode` take
+    them.
 
-    Args:
-        bits: of a code, 2 or 4.
+    Parameters
+    ----------
+    bits
+        of a code, 2 or 4.
     """
 
     bits: int
@@ -78,15 +103,25 @@ class Tokens(Codec):
     @property
     def row(self) -> Coded:
         """Scales and minima are by groups of tokens."""
-        return Coded(self.bits, "unsigned", parameters="range", granularity="tokens", parameter=name_of(self.dtype))
+        return Coded(
+            self.bits,
+            "unsigned",
+            parameters="range",
+            granularity="tokens",
+            parameter=name_of(self.dtype),
+        )
 
     def encode(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Keys [..., g, D] of whole groups of g tokens: codes [..., g, width], and scale and minimum [..., 2, D]."""
+        """Keys [..., g, D] of whole groups of g tokens: codes [..., g, width], and scale and
+        minimum [..., 2, D].
+        """
         codes, scale, least = quantised(keys, -2, self.bits, self.dtype)
         return packed(codes, self.bits), torch.cat([scale, least], dim=-2)
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        """Tokens [..., width], each with the parameters [..., 2, D] of its group, as [..., D] in float32."""
+        """Tokens [..., width], each with the parameters [..., 2, D] of its group, as [..., D] in
+        float32.
+        """
         scale, least = parameters[0].float().unbind(-2)
         return looked_up(stored_rows, self.bits, steps(self.bits)) * scale + least
 
@@ -94,10 +129,11 @@ class Tokens(Codec):
 def quantised(
     numbers: torch.Tensor, dim: int, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KIVI's codes of groups that lie along `dim`, as uint8, and scale and minimum of each, in a dtype.
+    """KIVI's codes of groups that lie along `dim`, as uint8, and scale and minimum of each, in a
+    dtype.
 
-    Codes are the nearest to what is decoded, so they are of scale and minimum as these are held. A group of equal
-    numbers has the scale 0.
+    Codes are the nearest to what is decoded, so they are of scale and minimum as these are held. A
+    group of equal numbers has the scale 0.
     """
     least = numbers.amin(dim=dim, keepdim=True).to(dtype)
     most = numbers.amax(dim=dim, keepdim=True)

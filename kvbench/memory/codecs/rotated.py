@@ -19,9 +19,12 @@ FEW = 2**14  # numbers that one thread turns before two have met
 class Rotated(Codec):
     """What another codec holds, of rows that are turned.
 
-    Args:
-        inner: that codec.
-        turn: gives the rotation [D, D] float32, orthonormal, of D.
+    Parameters
+    ----------
+    inner
+        that codec.
+    turn
+        gives the rotation [D, D] float32, orthonormal, of D.
     """
 
     inner: Codec
@@ -69,13 +72,17 @@ def hadamard(size: int) -> torch.Tensor:
     """Sylvester's Hadamard matrix over sqrt(size), a power of two; it is its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+        matrix = torch.cat(
+            [torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)]
+        )
     return matrix / size**0.5
 
 
 @cache
 def haar(size: int) -> torch.Tensor:
     """A rotation drawn once, uniformly (QR of Gaussian numbers, its signs made unique)."""
-    drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    drawn = torch.randn(
+        size, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64
+    )
     q, r = torch.linalg.qr(drawn)
     return (q * r.diagonal().sign()).float()

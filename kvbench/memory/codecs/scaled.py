@@ -54,7 +54,9 @@ class Int8(_Scaled):
 
 
 class Fp8(_Scaled):
-    """8-bit floating point, 4 bits of exponent and 3 of mantissa without infinities (e4m3fn), a scale a token."""
+    """8-bit floating point, 4 bits of exponent and 3 of mantissa without infinities (e4m3fn), a
+    scale a token.
+    """
 
     largest = 448.0
     row = Coded(8, "e4m3", parameters="scale")
@@ -67,7 +69,9 @@ class Fp8(_Scaled):
 
 
 class E4m3(Codec):
-    """e4m3fn without a scale, as TurboQuant's keys of 8 bits in vLLM are; what is larger than 448 becomes 448."""
+    """e4m3fn without a scale, as TurboQuant's keys of 8 bits in vLLM are; what is larger than 448
+    becomes 448.
+    """
 
     row = Coded(8, "e4m3")
 

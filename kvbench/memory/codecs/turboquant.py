@@ -1,8 +1,9 @@
 """TurboQuant: a rotation makes channels alike, so one table of numbers fits them all.
 
-Zandieh et al. 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", sections 3.1 (`Lloyd`)
-and 3.2 (`Residual`). And as vLLM 0.32 has it (`quantization/turboquant`): keys turned by a Hadamard matrix, the decoded
-direction made a unit vector again, values coded in even steps between their least and largest number.
+Zandieh et al. 2025, "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
+sections 3.1 (`Lloyd`) and 3.2 (`Residual`). And as vLLM 0.32 has it (`quantization/turboquant`):
+keys turned by a Hadamard matrix, the decoded direction made a unit vector again, values coded in
+even steps between their least and largest number.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, looked_up, packed, steps
 
-# The positive half of the numbers that are nearest to a Gaussian's in the mean square, by bits of a code.
+# The positive half of the numbers that are nearest to a Gaussian's in the mean square, by bits of a
+# code.
 CENTROIDS = {
     2: (0.45257, 1.50956),
     3: (0.24498, 0.75565, 1.34318, 2.15035),
@@ -26,18 +28,24 @@ CENTROIDS = {
 
 @cache
 def table(bits: int, head_dim: int) -> tuple[float, ...]:
-    """What codes stand for in a unit vector of D channels, ascending; a channel of it has a variance of 1 / D."""
+    """What codes stand for in a unit vector of D channels, ascending; a channel of it has a
+    variance of 1 / D.
+    """
     half = [number / math.sqrt(head_dim) for number in CENTROIDS[bits]]
     return (*(-number for number in reversed(half)), *half)
 
 
 @dataclass(frozen=True)
 class Lloyd(Codec):
-    """The direction of a row by the nearest of a table's numbers (Algorithm 1), then its norm in float16.
+    """The direction of a row by the nearest of a table's numbers (Algorithm 1), then its norm in
+    float16.
 
-    Args:
-        bits: of a code, 2 to 4.
-        unit: the decoded direction is made a unit vector.
+    Parameters
+    ----------
+    bits
+        of a code, 2 to 4.
+    unit
+        the decoded direction is made a unit vector.
     """
 
     bits: int
@@ -51,7 +59,9 @@ class Lloyd(Codec):
     @property
     def row(self) -> Coded:
         """The norm is the scale."""
-        return Coded(self.bits, table(self.bits, self.head_dim), self.unit, "scale", parameter="float16")
+        return Coded(
+            self.bits, table(self.bits, self.head_dim), self.unit, "scale", parameter="float16"
+        )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, then the norm; a number between two of the table goes up."""
@@ -73,11 +83,14 @@ class Lloyd(Codec):
 
 @dataclass(frozen=True)
 class Residual(Codec):
-    """`Lloyd` with a bit less, and of what it leaves the signs of random projections (Algorithm 2): products with
-    queries have no bias. Then the norm, and that of the residual in parts of it, in float16.
+    """`Lloyd` with a bit less, and of what it leaves the signs of random projections (Algorithm 2):
+    products with queries have no bias. Then the norm, and that of the residual in parts of it, in
+    float16.
 
-    Args:
-        bits: of a code and its sign, 3 or 4.
+    Parameters
+    ----------
+    bits
+        of a code and its sign, 3 or 4.
     """
 
     bits: int
@@ -109,16 +122,21 @@ class Residual(Codec):
         codes, signs, norms = stored_rows.split([eighth * (self.bits - 1), eighth, 4], dim=-1)
         norm, residual_norm = as_numbers(norms, torch.float16).split(1, dim=-1)
         numbers = looked_up(codes, self.bits - 1, table(self.bits - 1, self.head_dim))
-        directed = looked_up(signs, 1, (-1.0, 1.0)) @ _projection(self.head_dim).to(stored_rows.device)
+        directed = looked_up(signs, 1, (-1.0, 1.0)) @ _projection(self.head_dim).to(
+            stored_rows.device
+        )
         return (numbers + residual_norm * math.sqrt(math.pi / 2) / self.head_dim * directed) * norm
 
 
 @dataclass(frozen=True)
 class Uniform(Codec):
-    """vLLM's values: codes in even steps from a row's least number to its largest, then step and least in float16.
+    """vLLM's values: codes in even steps from a row's least number to its largest, then step and
+    least in float16.
 
-    Args:
-        bits: of a code, 3 or 4.
+    Parameters
+    ----------
+    bits
+        of a code, 3 or 4.
     """
 
     bits: int
@@ -139,7 +157,9 @@ class Uniform(Codec):
         least = rows.amin(dim=-1, keepdim=True)
         step = ((rows.amax(dim=-1, keepdim=True) - least) / (2**self.bits - 1)).clamp(min=1e-8)
         codes = ((rows - least) / step + 0.5).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
-        return torch.cat([packed(codes, self.bits), as_bytes(torch.cat([step, least], dim=-1).half())], dim=-1)
+        return torch.cat(
+            [packed(codes, self.bits), as_bytes(torch.cat([step, least], dim=-1).half())], dim=-1
+        )
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times the step, and the least number."""

@@ -1,1 +1,3 @@
-"""What the papers claim, as criteria over runs, files of measurements and printed numbers; and the verdict on each."""
+"""What the papers claim, as criteria over runs, files of measurements and printed numbers; and the
+verdict on each.
+"""

@@ -17,9 +17,12 @@ KINDS = ("runs", "printed", "file")  # where a criterion's number is from
 class Bed(NamedTuple):
     """Runs of one kind, in which claims are measured.
 
-    Attributes:
-        words: that its runs share, as on the command line.
-        command: that makes them.
+    Attributes
+    ----------
+    words
+        that its runs share, as on the command line.
+    command
+        that makes them.
     """
 
     words: tuple[str, ...]
@@ -30,12 +33,18 @@ class Bed(NamedTuple):
 class Criterion:
     """A number, and the bounds between which its whole interval must lie.
 
-    Attributes:
-        description: the number, in words.
-        kind: of `KINDS`.
-        spec: how the number is made.
-        at_least, at_most: the bounds; None: none.
-        n: samples, at least.
+    Attributes
+    ----------
+    description
+        the number, in words.
+    kind
+        of `KINDS`.
+    spec
+        how the number is made.
+    at_least, at_most
+        the bounds; None: none.
+    n
+        samples, at least.
     """
 
     description: str
@@ -55,9 +64,12 @@ class Criterion:
 class Superseded(NamedTuple):
     """Criteria that once decided a claim.
 
-    Attributes:
-        criteria: as they were.
-        why: they no longer decide, in words.
+    Attributes
+    ----------
+    criteria
+        as they were.
+    why
+        they no longer decide, in words.
     """
 
     criteria: tuple[Criterion, ...] = ()
@@ -68,17 +80,27 @@ class Superseded(NamedTuple):
 class Claim:
     """What a paper says, and what decides it here.
 
-    Attributes:
-        id: "ice-1".
-        claim: in our words.
-        source: paper, sections and tables.
-        kind: "accuracy", "latency", ...
-        original: why the paper's own setting is not testable here, so that the verdict is its stand-in's; "" where it
-            is the claim's own.
-        criteria: all must hold.
-        weaker: what the evidence lacks.
-        favours, against: methods, beside its own paper's, that look better or worse if it holds.
-        superseded: criteria that decided it before these.
+    Attributes
+    ----------
+    id
+        "ice-1".
+    claim
+        in our words.
+    source
+        paper, sections and tables.
+    kind
+        "accuracy", "latency", ...
+    original
+        why the paper's own setting is not testable here, so that the verdict is its stand-in's; ""
+        where it is the claim's own.
+    criteria
+        all must hold.
+    weaker
+        what the evidence lacks.
+    favours, against
+        methods, beside its own paper's, that look better or worse if it holds.
+    superseded
+        criteria that decided it before these.
     """
 
     id: str
@@ -96,7 +118,10 @@ class Claim:
 @functools.cache
 def beds() -> dict[str, Bed]:
     """The beds by name."""
-    return {name: Bed(tuple(bed["runs"].split()), bed["command"]) for name, bed in _read()["beds"].items()}
+    return {
+        name: Bed(tuple(bed["runs"].split()), bed["command"])
+        for name, bed in _read()["beds"].items()
+    }
 
 
 @functools.cache
@@ -113,10 +138,16 @@ def _read() -> dict[str, Any]:
 
 def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
     criteria, before = (
-        tuple(criterion for criterion_entry in part.get("criteria", ()) for criterion in _criteria(criterion_entry))
+        tuple(
+            criterion
+            for criterion_entry in part.get("criteria", ())
+            for criterion in _criteria(criterion_entry)
+        )
         for part in (entry, entry.get("superseded", {}))
     )
-    words: dict[str, Any] = {key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")}
+    words: dict[str, Any] = {
+        key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")
+    }
     words |= {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
     superseded = Superseded(before, entry["superseded"]["why"]) if before else Superseded()
     return Claim(id, criteria=criteria, superseded=superseded, **words)
@@ -129,4 +160,7 @@ def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:
     bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
     if "each" not in entry:
         return [Criterion(description, kind, spec, **bounds)]
-    return [Criterion(description.format(arm=arm), kind, {**spec, "of": arm}, **bounds) for arm in entry["each"]]
+    return [
+        Criterion(description.format(arm=arm), kind, {**spec, "of": arm}, **bounds)
+        for arm in entry["each"]
+    ]

@@ -1,4 +1,6 @@
-"""Numbers of claims that need no run: of what the papers print, and of the files that the scripts in scripts/ write."""
+"""Numbers of claims that need no run: of what the papers print, and of the files that the scripts
+in scripts/ write.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from kvbench.report.data.stats import estimate, repeated
 from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import DAMAGED, ResultsError, contents
 
-# -- printed -----------------------------------------------------------------------------------------------------------
+# -- printed ---------------------------------------------------------------------------------------
 
 
 def printed(spec: Mapping[str, Any]) -> Finding:
@@ -45,7 +47,9 @@ def _below(table: str, column: str, rows: Sequence[str], floor: float) -> Findin
 
 
 def _losses(table: str, columns: Sequence[str], of: str, less: str, above: float) -> Finding:
-    """Cells of one row that lie more than a share below those of another, in the rows of each model."""
+    """Cells of one row that lie more than a share below those of another, in the rows of each
+    model.
+    """
     cells = _cells(table)
     lost = {
         f"{model} {column}": 1 - cells[f"{model}, {of}", column] / cells[f"{model}, {less}", column]
@@ -72,7 +76,10 @@ def _behind(table: str, columns: Sequence[str], of: str, rivals: Sequence[str]) 
 def _gain(table: str, column: str, of: str, less: str) -> Finding:
     """A cell less another of its column."""
     cells = _cells(table)
-    return exactly(cells[of, column] - cells[less, column], f"{cells[of, column]:g} and {cells[less, column]:g}")
+    return exactly(
+        cells[of, column] - cells[less, column],
+        f"{cells[of, column]:g} and {cells[less, column]:g}",
+    )
 
 
 RULES: dict[str, Callable[..., Finding]] = {
@@ -90,7 +97,10 @@ def _frame(table: str) -> pd.DataFrame:
 
 def _cells(table: str) -> dict[tuple[str, str], float]:
     frame = _frame(table)
-    return {(row, column): value for row, column, value in frame[["row", "column", "value"]].itertuples(index=False)}
+    return {
+        (row, column): value
+        for row, column, value in frame[["row", "column", "value"]].itertuples(index=False)
+    }
 
 
 def _models(table: str) -> list[str]:
@@ -98,21 +108,27 @@ def _models(table: str) -> list[str]:
     return list(dict.fromkeys(row.partition(", ")[0] for row in _frame(table)["row"]))
 
 
-# -- files of measurements ---------------------------------------------------------------------------------------------
+# -- files of measurements -------------------------------------------------------------------------
 
 
 def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing:
     """A number of a script's JSON.
 
-    Args:
-        folders: where the file may lie; the first counts.
-        spec: `file`, its name; `value`, the path in it, in which * is every element, some* every one that begins so,
-            and @last a list's last quarter; `less`, another path, taken from it; `slope`, another path: the log-log
-            slope over it, one number, or one for each value at the path `each`; `where`, keys of the value's own
-            record with the values wanted; `interval`, "bootstrap" of the elements, "mean" of repeats, by Student,
-            else their range; `command`, which writes the file.
+    Parameters
+    ----------
+    folders
+        where the file may lie; the first counts.
+    spec
+        `file`, its name; `value`, the path in it, in which * is every element, some* every one that
+        begins so, and @last a list's last quarter; `less`, another path, taken from it; `slope`,
+        another path: the log-log slope over it, one number, or one for each value at the path
+        `each`; `where`, keys of the value's own record with the values wanted; `interval`,
+        "bootstrap" of the elements, "mean" of repeats, by Student, else their range; `command`,
+        which writes the file.
     """
-    path = next((folder / spec["file"] for folder in folders if (folder / spec["file"]).is_file()), None)
+    path = next(
+        (folder / spec["file"] for folder in folders if (folder / spec["file"]).is_file()), None
+    )
     if path is None:
         return Missing(f"no {spec['file']}; {spec['command']} | tail -1 > results/{spec['file']}")
     anew = f"{spec['command']} | tail -1 > results/{spec['file']}"
@@ -120,14 +136,19 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
         whole = json.loads(contents(path))
         paths = [spec[key] for key in ("value", "less", "slope", "each") if key in spec]
         by_path = [
-            dict(_at(whole, value_path, spec.get("where", {}), value_path == spec.get("each"))) for value_path in paths
+            dict(_at(whole, value_path, spec.get("where", {}), value_path == spec.get("each")))
+            for value_path in paths
         ]
     except (OSError, ResultsError, *DAMAGED) as error:
         return Missing(f"{path} is not what the script writes ({type(error).__name__}); {anew}")
-    places = [place for place in by_path[0] if all(place in other for other in by_path)]  # records that all paths have
+    # records that all paths have
+    places = [place for place in by_path[0] if all(place in other for other in by_path)]
     if not places:
         return Missing(f"{path} has no {' with '.join(paths)}; {anew}")
-    columns = {key: np.array([numbers[place] for place in places]) for key, numbers in zip(paths, by_path, strict=True)}
+    columns = {
+        key: np.array([numbers[place] for place in places])
+        for key, numbers in zip(paths, by_path, strict=True)
+    }
     note = path.name
     values = columns[spec["value"]] - (columns[spec["less"]] if "less" in spec else 0.0)
     if "slope" in spec:
@@ -135,7 +156,9 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
         groups = columns[spec["each"]] if "each" in spec else 0 * sizes
         masks = [groups == group for group in np.unique(groups)]
         slopes = [
-            float(np.polyfit(np.log(sizes[mask]), np.log(values[mask]), 1)[0]) for mask in masks if mask.sum() > 1
+            float(np.polyfit(np.log(sizes[mask]), np.log(values[mask]), 1)[0])
+            for mask in masks
+            if mask.sum() > 1
         ]
         if not slopes:
             return Missing(f"{path} has no two {spec['slope']}; {anew}")
@@ -148,18 +171,26 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
 
 
 def _at(
-    value: Any, path: str, where: Mapping[str, Sequence[Any]], words: bool = False, place: tuple[int, ...] = ()
+    value: Any,
+    path: str,
+    where: Mapping[str, Sequence[Any]],
+    words: bool = False,
+    place: tuple[int, ...] = (),
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The numbers at a path, and words where they are asked for, each with the indices of the elements on the way; only
-    of records whose keys have one of the values that `where` wants.
+    """The numbers at a path, and words where they are asked for, each with the indices of the
+    elements on the way; only of records whose keys have one of the values that `where` wants.
     """
-    if isinstance(value, Mapping) and any(key in value and value[key] not in some for key, some in where.items()):
+    if isinstance(value, Mapping) and any(
+        key in value and value[key] not in some for key, some in where.items()
+    ):
         return
     key, _, rest = path.partition(".")
     name, _, quarter = key.partition("@")
     elements: list[Any] = []
     if isinstance(value, Mapping) and (several := key.endswith("*")):
-        elements = [element for element_key, element in value.items() if element_key.startswith(key[:-1])]
+        elements = [
+            element for element_key, element in value.items() if element_key.startswith(key[:-1])
+        ]
     elif several := key == "*":
         elements = list(value)
     elif isinstance(value, Mapping) and name in value:

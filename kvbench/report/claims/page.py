@@ -1,4 +1,6 @@
-"""The claims with what was measured and the verdict on each, as text for the console, Markdown, CSV and HTML."""
+"""The claims with what was measured and the verdict on each, as text for the console, Markdown, CSV
+and HTML.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ Part = tuple[Criterion, Finding | Missing, Verdict]
 class Judged(NamedTuple):
     """A claim with its verdict.
 
-    Attributes:
-        criteria: each with what was found, and its own verdict.
-        superseded: the same of criteria that no longer decide.
-        runs: that it was judged by.
+    Attributes
+    ----------
+    criteria
+        each with what was found, and its own verdict.
+    superseded
+        the same of criteria that no longer decide.
+    runs
+        that it was judged by.
     """
 
     claim: Claim
@@ -46,26 +52,38 @@ class Judged(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The verdict as a reader sees it; a stand-in's is said to be one, unless printed numbers alone decide."""
-        deciding = {criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict}
+        """The verdict as a reader sees it; a stand-in's is said to be one, unless printed numbers
+        alone decide.
+        """
+        deciding = {
+            criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict
+        }
         if self.claim.original and deciding != {"printed"}:
             return f"not testable here; stand-in: {self.verdict.value}"
         return self.verdict.value
 
     @property
     def sentences(self) -> list[str]:
-        """Of each criterion what was measured, or what is missing; superseded ones say so, with their verdict."""
+        """Of each criterion what was measured, or what is missing; superseded ones say so, with
+        their verdict.
+        """
         before = [
-            f"superseded ({verdict.value}): {sentence(part, finding)}" for part, finding, verdict in self.superseded
+            f"superseded ({verdict.value}): {sentence(part, finding)}"
+            for part, finding, verdict in self.superseded
         ]
-        now = [(sentence(part, finding), lacks(part, finding, self.runs)) for part, finding, _ in self.criteria]
+        now = [
+            (sentence(part, finding), lacks(part, finding, self.runs))
+            for part, finding, _ in self.criteria
+        ]
         return ["; ".join(filter(None, words)) for words in now] + before
 
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
-    """Every claim with its verdict, by these runs and the measurements' files in these folders or the shipped ones.
+    """Every claim with its verdict, by these runs and the measurements' files in these folders or
+    the shipped ones.
 
-    If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they decide it.
+    If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they
+    decide it.
     """
     judgements = []
     for claim in claims():
@@ -96,9 +114,17 @@ def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note
 
 
 def _lacking(judgement: Judged) -> tuple[int, int]:
-    """How many criteria ask for runs that are not there, and how many for more samples than these have."""
-    run_criteria = [(criterion, number) for criterion, number, _ in judgement.criteria if criterion.kind == "runs"]
-    too_few = [number.n < criterion.n for criterion, number in run_criteria if isinstance(number, Finding)]
+    """How many criteria ask for runs that are not there, and how many for more samples than these
+    have.
+    """
+    run_criteria = [
+        (criterion, number)
+        for criterion, number, _ in judgement.criteria
+        if criterion.kind == "runs"
+    ]
+    too_few = [
+        number.n < criterion.n for criterion, number in run_criteria if isinstance(number, Finding)
+    ]
     return len(run_criteria) - len(too_few), sum(too_few)
 
 
@@ -109,7 +135,9 @@ def shipped_runs(*archives: Path) -> Runs | None:
     return collect(there) if there else None
 
 
-def _measured(criterion: Criterion, runs: Runs | None, folders: Sequence[Path]) -> Finding | Missing:
+def _measured(
+    criterion: Criterion, runs: Runs | None, folders: Sequence[Path]
+) -> Finding | Missing:
     if criterion.kind == "runs":
         return sampled(runs, criterion.spec)
     if criterion.kind == "printed":
@@ -121,29 +149,39 @@ def sentence(criterion: Criterion, finding: Finding | Missing) -> str:
     """What was measured for a criterion, with its interval and what it should be."""
     if isinstance(finding, Missing):
         return f"{criterion.description}: {finding.why}"
-    interval = "" if finding.low is None or finding.low == finding.high else f" [{finding.low:.3g}, {finding.high:.3g}]"
+    interval = (
+        ""
+        if finding.low is None or finding.low == finding.high
+        else f" [{finding.low:.3g}, {finding.high:.3g}]"
+    )
     few = f", {finding.n} of {criterion.n} samples" if finding.n < criterion.n else ""
     note = f" ({finding.note})" if finding.note else ""
-    return f"{criterion.description}: {finding.value:.3g}{interval}{few}; wanted {criterion.bounds_text}{note}"
+    return (
+        f"{criterion.description}: {finding.value:.3g}{interval}{few}; wanted"
+        f" {criterion.bounds_text}{note}"
+    )
 
 
 def _summary(judgements: Sequence[Judged]) -> str:
-    counts = {verdict: sum(judgement.verdict is verdict for judgement in judgements) for verdict in Verdict}
+    counts = {
+        verdict: sum(judgement.verdict is verdict for judgement in judgements)
+        for verdict in Verdict
+    }
     words = ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items())
     return " ".join(filter(None, [f"{len(judgements)} claims: {words}.", unmeasured(judgements)]))
 
 
 def unmeasured(judgements: Sequence[Judged]) -> str:
-    """Why claims are not measured where kvbench was installed without the runs that it ships, and the remedy, in words;
-    "" where all are or these are there.
+    """Why claims are not measured where kvbench was installed without the runs that it ships, and
+    the remedy, in words; "" where all are or these are there.
     """
     absent = [name for name in DECIDING if not (SHIPPED / name).is_file()]
     if not absent or not any(judgement.verdict is Verdict.NOT_MEASURED for judgement in judgements):
         return ""
     return (
-        f"A claim has no verdict while one of its criteria is not measured: this kvbench was installed without "
-        f"{', '.join(absent)}, which a checkout of its repository has in results/. Name them beside your own runs, or "
-        "run kvbench in a checkout."
+        "A claim has no verdict while one of its criteria is not measured: this kvbench was"
+        f" installed without {', '.join(absent)}, which a checkout of its repository has in"
+        " results/. Name them beside your own runs, or run kvbench in a checkout."
     )
 
 
@@ -155,7 +193,9 @@ def console(judgements: Sequence[Judged]) -> str:
 
 def _paragraph(judgement: Judged) -> Iterator[str]:
     yield from textwrap.wrap(
-        f"{judgement.claim.id}  {judgement.shown.upper()}  {judgement.claim.claim} [{judgement.claim.source}]", WIDTH
+        f"{judgement.claim.id}  {judgement.shown.upper()}  {judgement.claim.claim}"
+        f" [{judgement.claim.source}]",
+        WIDTH,
     )
     for line in judgement.sentences:
         yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
@@ -166,7 +206,9 @@ def _paragraph(judgement: Judged) -> Iterator[str]:
     }
     for name, text in whys.items():
         if text:
-            yield from textwrap.wrap(f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      ")
+            yield from textwrap.wrap(
+                f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      "
+            )
 
 
 HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker", "superseded")
@@ -176,7 +218,14 @@ def _rows(judgements: Sequence[Judged]) -> Iterator[list[list[str]]]:
     """The cells of each claim's row, each the lines in it."""
     for judgement in judgements:
         claim = judgement.claim
-        cells = [[claim.id], [claim.claim], [claim.source], [claim.kind], judgement.sentences, [judgement.shown]]
+        cells = [
+            [claim.id],
+            [claim.claim],
+            [claim.source],
+            [claim.kind],
+            judgement.sentences,
+            [judgement.shown],
+        ]
         yield [*cells, [claim.original], [claim.weaker], [claim.superseded.why]]
 
 
@@ -184,15 +233,32 @@ def markdown(judgements: Sequence[Judged]) -> str:
     """A table with a row for each claim."""
     rows = (["<br>".join(map(plain_markdown, cell)) for cell in row] for row in _rows(judgements))
     lines = [HEADS, ["---"] * len(HEADS), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_summary(judgements)}\n"
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        + f"\n\n{_summary(judgements)}\n"
+    )
 
 
 def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
-    heads = ["id", "claim", "verdict", "part", "part_verdict", "value", "low", "high", "n", "wanted_n", "note"]
+    heads = [
+        "id",
+        "claim",
+        "verdict",
+        "part",
+        "part_verdict",
+        "value",
+        "low",
+        "high",
+        "n",
+        "wanted_n",
+        "note",
+    ]
     rows: list[list[Any]] = [heads]
     for judgement in judgements:
-        parts = [(part, "") for part in judgement.criteria] + [(part, "superseded") for part in judgement.superseded]
+        parts = [(part, "") for part in judgement.criteria] + [
+            (part, "superseded") for part in judgement.superseded
+        ]
         for (criterion, number, verdict), decides in parts:
             start = [
                 judgement.claim.id,
@@ -215,11 +281,14 @@ def html(judgements: Sequence[Judged]) -> str:
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
     rows = []
     for row in _rows(judgements):
-        rows.append("<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>")
+        rows.append(
+            "<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>"
+        )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
         f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"
-        f"<p>{escape(_summary(judgements))}</p><table class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
+        f"<p>{escape(_summary(judgements))}</p><table"
+        f" class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
         + "\n".join(rows)
         + "</tbody></table></body></html>\n"
     )

@@ -1,4 +1,6 @@
-"""How many samples an undecided criterion asks for, by the spread of those that it has, and how long these take."""
+"""How many samples an undecided criterion asks for, by the spread of those that it has, and how
+long these take.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,27 @@ def lacks(criterion: Criterion, finding: Finding | Missing, runs: Runs | None) -
     required = required_samples(criterion, finding)
     if required is None:
         return "more samples would not decide it"
-    more, choosing = math.ceil(max(1, required - finding.n) * finding.taken), math.ceil(required * (finding.taken - 1))
+    more, choosing = (
+        math.ceil(max(1, required - finding.n) * finding.taken),
+        math.ceil(required * (finding.taken - 1)),
+    )
     choose = f", {_rounded(choosing)} of them to choose the rival," if choosing else ""
     total = f"{_rounded(required + choosing)} samples{choose}"
     words = f"{total} would decide it, if mean and spread stay, {_rounded(more)} more"
-    if required > HOPELESS * finding.n >= HOPELESS * criterion.n:  # of fewer than it asks for the spread is not known
+    # of fewer than it asks for the spread is not known
+    if required > HOPELESS * finding.n >= HOPELESS * criterion.n:
         return f"{words}: it will stay undecided"
     minutes = minutes_a_sample(criterion, runs)
-    return words if minutes is None else f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
+    return (
+        words
+        if minutes is None
+        else f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
+    )
 
 
 def required_samples(criterion: Criterion, finding: Finding) -> int | None:
-    """The samples with which the interval would just leave the bounds that lie in it; at least the criterion's n.
+    """The samples with which the interval would just leave the bounds that lie in it; at least the
+    criterion's n.
 
     None where an interval does not narrow with samples, or its middle lies on a bound.
     """
@@ -42,7 +53,9 @@ def required_samples(criterion: Criterion, finding: Finding) -> int | None:
         return criterion.n
     bounds = [bound for bound in (criterion.at_least, criterion.at_most) if bound is not None]
     crossed = [bound for bound in bounds if finding.low <= bound <= finding.high]
-    if any(bound == finding.value for bound in crossed) or (crossed and finding.interval is Interval.RANGE):
+    if any(bound == finding.value for bound in crossed) or (
+        crossed and finding.interval is Interval.RANGE
+    ):
         return None
     return max([criterion.n, *(_until(finding, bound) for bound in crossed)])
 
@@ -56,14 +69,19 @@ def _until(finding: Finding, bound: float) -> int:
     required = math.ceil(finding.n * (half / distance) ** 2)
     if finding.interval is Interval.STUDENT:
         spread = half * math.sqrt(finding.n) / student(finding.n - 1)
-        required = next((n for n in range(2, required) if student(n - 1) * spread <= distance * math.sqrt(n)), required)
+        required = next(
+            (n for n in range(2, required) if student(n - 1) * spread <= distance * math.sqrt(n)),
+            required,
+        )
     return required
 
 
 def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
-    """What a sample of all arms took in the runs that there are: arms of scores ran side by side, times in turns.
+    """What a sample of all arms took in the runs that there are: arms of scores ran side by side,
+    times in turns.
 
-    None where no run says it: of files, and of runs without the times at which they began and ended.
+    None where no run says it: of files, and of runs without the times at which they began and
+    ended.
     """
     if criterion.kind != "runs":
         return None
@@ -77,11 +95,15 @@ def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[f
     for words in (arm for arms in arms_of(criterion.spec).values() for arm in arms):
         chosen = runs_of(runs, criterion.spec["bed"], words, times=timed)
         spans = [] if isinstance(chosen, Missing) else [_span(run) for run in chosen]
-        yield sum(span for span, _ in spans) / max(1, len(spans) if timed else sum(count for _, count in spans))
+        yield sum(span for span, _ in spans) / max(
+            1, len(spans) if timed else sum(count for _, count in spans)
+        )
 
 
 def _span(run: Run) -> tuple[float, int]:
-    """The minutes in which a run took its last samples, and how many these were; 0 of what does not say it."""
+    """The minutes in which a run took its last samples, and how many these were; 0 of what does not
+    say it.
+    """
     status = json_in(run.arm["path"] / "status.json")
     try:
         began, ended = (datetime.fromisoformat(str(status[key])) for key in ("began", "updated"))

@@ -1,4 +1,5 @@
-"""Numbers of claims that are taken from runs: from one arm's samples, or from two arms' on the same samples.
+"""Numbers of claims that are taken from runs: from one arm's samples, or from two arms' on the same
+samples.
 
 A criterion asks for
   bed         of `claims.beds`, whose words all runs share
@@ -25,7 +26,15 @@ from kvbench.report.claims.claim import beds
 from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import same_decode_mode
-from kvbench.report.data.stats import SCORES, difference, estimate, is_0_1, proportion, ratio, repeated
+from kvbench.report.data.stats import (
+    SCORES,
+    difference,
+    estimate,
+    is_0_1,
+    proportion,
+    ratio,
+    repeated,
+)
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import by_machine, is_disturbed
 
@@ -50,10 +59,14 @@ Key = tuple[str, str]  # the seed of a sample or the word for its content, and i
 class Reading(NamedTuple):
     """What one sample says.
 
-    Attributes:
-        group: of the sample.
-        value: of it.
-        below: the number that divides it; NaN where none does.
+    Attributes
+    ----------
+    group
+        of the sample.
+    value
+        of it.
+    below
+        the number that divides it; NaN where none does.
     """
 
     group: str
@@ -64,10 +77,14 @@ class Reading(NamedTuple):
 class Compared(NamedTuple):
     """Samples that count.
 
-    Attributes:
-        values: [n] of each group of samples, less those of another arm where a criterion asks for it.
-        below: likewise what divides them; [] where nothing does.
-        used_share, taken: as of `Finding`.
+    Attributes
+    ----------
+    values
+        [n] of each group of samples, less those of another arm where a criterion asks for it.
+    below
+        likewise what divides them; [] where nothing does.
+    used_share, taken
+        as of `Finding`.
     """
 
     values: list[np.ndarray]
@@ -88,17 +105,26 @@ def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
             if isinstance(those, Missing):
                 return those
             if all(run.is_unbounded for run in those):
-                return Missing(f"the budget of {words} never applied: every step attended all tokens")
+                return Missing(
+                    f"the budget of {words} never applied: every step attended all tokens"
+                )
             chosen[words] = those
-            readings.setdefault(name, []).append(_readings(those, value, spec.get("lengths", []), name == "of"))
+            readings.setdefault(name, []).append(
+                _readings(those, value, spec.get("lengths", []), name == "of")
+            )
     if mismatch := _differing(spec, chosen):
         return mismatch
     command = beds()[spec["bed"]].command
     compared = _compared(spec, readings)
     if not compared.values:
         return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {command}")
-    if compared.below and not (np.all if "interval" in spec else np.any)(np.concatenate(compared.below)):
-        return Missing(f"{' or '.join(arms.get('over', arms['of']))} has 0 there, which divides nothing; {command}")
+    if compared.below and not (np.all if "interval" in spec else np.any)(
+        np.concatenate(compared.below)
+    ):
+        return Missing(
+            f"{' or '.join(arms.get('over', arms['of']))} has 0 there, which divides nothing;"
+            f" {command}"
+        )
     finding = _finding(spec, compared, chosen[arms["of"][0]][0])
     decoded = {run.shares_decode for several in chosen.values() for run in several}
     n = round(finding.n / compared.used_share)
@@ -108,18 +134,27 @@ def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
         *(_unbounded(words, arm_runs) for words, arm_runs in chosen.items()),
     ]
     return finding._replace(
-        n=n, note="; ".join(filter(None, notes)), used_share=compared.used_share, taken=compared.taken
+        n=n,
+        note="; ".join(filter(None, notes)),
+        used_share=compared.used_share,
+        taken=compared.taken,
     )
 
 
 def _unbounded(words: str, arm_runs: Sequence[Run]) -> str:
     """In how many samples of an arm the budget never applied, in words; "" for none."""
-    count = sum(int(run.arm["unbounded_samples"]) for run in arm_runs if not missing(run.arm["unbounded_samples"]))
+    count = sum(
+        int(run.arm["unbounded_samples"])
+        for run in arm_runs
+        if not missing(run.arm["unbounded_samples"])
+    )
     total = sum(run.arm["n"] for run in arm_runs)
     return f"the budget of {words} never applied in {count} of {total} samples" if count else ""
 
 
-def _compared(spec: Mapping[str, Any], readings: Mapping[str, Sequence[Mapping[Key, Reading]]]) -> Compared:
+def _compared(
+    spec: Mapping[str, Any], readings: Mapping[str, Sequence[Mapping[Key, Reading]]]
+) -> Compared:
     """The samples that all arms have, by group."""
     ours, used_share, taken = readings["of"][0], 1.0, 1.0
     if "among" in readings:
@@ -136,18 +171,28 @@ def _compared(spec: Mapping[str, Any], readings: Mapping[str, Sequence[Mapping[K
         taken, keys = len(keys) / max(1, len(keys[1::2])), keys[1::2]
     groups = dict.fromkeys(ours[key].group for key in keys)
     strata = [[key for key in keys if ours[key].group == group] for group in groups]
-    values, other = ([np.array([of[key].value for key in stratum]) for stratum in strata] for of in (ours, theirs))
-    below = other if "over" in readings else [np.array([ours[key].below for key in stratum]) for stratum in strata]
+    values, other = (
+        [np.array([of[key].value for key in stratum]) for stratum in strata]
+        for of in (ours, theirs)
+    )
+    below = (
+        other
+        if "over" in readings
+        else [np.array([ours[key].below for key in stratum]) for stratum in strata]
+    )
     if "less" in readings:
         values = [value - another for value, another in zip(values, other, strict=True)]
-    return Compared(values, below if "over" in readings or "/" in spec["value"] else [], used_share, taken)
+    return Compared(
+        values, below if "over" in readings or "/" in spec["value"] else [], used_share, taken
+    )
 
 
 def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
     """The number with its interval; `run` is of the arm whose number it is."""
     values, below = compared.values, compared.below
     if "interval" in spec:
-        every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)  # of a ratio the samples' own
+        # of a ratio the samples' own
+        every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)
         if spec["interval"] == "range":
             return ranged(every)
         return Finding(*repeated(every)[:4], interval=Interval.STUDENT)
@@ -155,14 +200,21 @@ def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
         return Finding(*ratio(values, below)[:4], interval=Interval.BOOTSTRAP)
     if spec["value"] == "score" and "less" in spec:
         return Finding(*difference(values)[:4], interval=Interval.TANGO)
-    if spec["value"] == "score" and all(map(is_0_1, values)) and run.scored_as not in run.all_runs.graded:
-        return Finding(*proportion(values)[:4], interval=Interval.WILSON)  # scores that are all 100 have one, too
+    if (
+        spec["value"] == "score"
+        and all(map(is_0_1, values))
+        and run.scored_as not in run.all_runs.graded
+    ):
+        # scores that are all 100 have one, too
+        return Finding(*proportion(values)[:4], interval=Interval.WILSON)
     bounds = SCORES if spec["value"] == "score" and missing(run.arm["kl_mean"]) else None
     return Finding(*estimate(values, bounds)[:4], interval=Interval.BOOTSTRAP)
 
 
 def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arms that a criterion asks for, in words of the command line, by the role that they have in its number."""
+    """The arms that a criterion asks for, in words of the command line, by the role that they have
+    in its number.
+    """
     named = {role: spec[role] for role in ROLES if role in spec}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
@@ -170,8 +222,10 @@ def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:
 def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> list[Run] | Missing:
     """The runs of an arm, which differ in their seed alone.
 
-    Args:
-        times: they are to have some, which runs that decoded together have not.
+    Parameters
+    ----------
+    times
+        they are to have some, which runs that decoded together have not.
     """
     words_of_bed, command = beds()[bed]
     required = USUAL | dict(word.split("=", 1) for word in (*words_of_bed, *words.split()))
@@ -180,25 +234,40 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> lis
         return Missing(f"no run of {words} ({' '.join(words_of_bed)}); {command}")
     chosen = [run for run in chosen if not run.shares_decode] if times else same_decode_mode(chosen)
     if not chosen:
-        return Missing(f"runs of {words} decoded together, and have no times; sweep.shared_decode=false makes some")
+        return Missing(
+            f"runs of {words} decoded together, and have no times; sweep.shared_decode=false makes"
+            " some"
+        )
     kinds = [{key: show(value) for key, value in run.but_for_seed.items()} for run in chosen]
     differing = sorted(key for key in kinds[0] if len({kind.get(key) for kind in kinds}) > 1)
     if differing:
         return Missing(
-            f"several runs of {words}, which differ in {differing[0]}; choose with --where {differing[0]}=..."
+            f"several runs of {words}, which differ in {differing[0]}; choose with --where"
+            f" {differing[0]}=..."
         )
     return chosen
 
 
 def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
-    """Why arms cannot be compared: they differ in what neither they nor the bed ask for. None: they can."""
+    """Why arms cannot be compared: they differ in what neither they nor the bed ask for.
+
+    None: they can.
+    """
     named = {word.partition("=")[0] for words in chosen for word in words.split()}
-    data = [{show(run.settings["seed"]): str(run.arm["data"]) for run in runs} for runs in chosen.values()]
+    data = [
+        {show(run.settings["seed"]): str(run.arm["data"]) for run in runs}
+        for runs in chosen.values()
+    ]
     kinds = []
     for runs, of_seed in zip(chosen.values(), data, strict=True):
         arm_settings = runs[0].but_for_seed.items()
-        kind = {key: show(value) for key, value in arm_settings if key in SHARED_KEYS or is_shared(key)}
-        kind |= {f"task's data of seed {seed}": of_seed[seed] for seed in set.intersection(*map(set, data))}
+        kind = {
+            key: show(value) for key, value in arm_settings if key in SHARED_KEYS or is_shared(key)
+        }
+        kind |= {
+            f"task's data of seed {seed}": of_seed[seed]
+            for seed in set.intersection(*map(set, data))
+        }
         kinds.append({key: value for key, value in kind.items() if key not in named})
     if is_time(spec["value"]):
         for kind, runs in zip(kinds, chosen.values(), strict=True):
@@ -206,7 +275,9 @@ def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> 
     command = beds()[spec["bed"]].command
     for key in sorted(set().union(*kinds)):
         if len({kind.get(key) for kind in kinds}) > 1:
-            values = " and ".join(f"{kind.get(key)} ({words})" for words, kind in zip(chosen, kinds, strict=True))
+            values = " and ".join(
+                f"{kind.get(key)} ({words})" for words, kind in zip(chosen, kinds, strict=True)
+            )
             return Missing(f"runs that differ in {key}, {values}; {command}")
     if " as well as " in (machine := kinds[0].get("machine", "")):
         return Missing(f"runs on several machines, {machine}; choose those of one; {command}")
@@ -229,11 +300,13 @@ def _matches(settings: Mapping[str, Any], required: Mapping[str, str]) -> bool:
     return True
 
 
-def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool) -> dict[Key, Reading]:
+def _readings(
+    chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool
+) -> dict[Key, Reading]:
     """What the samples of an arm say; of those that are the same under several seeds the first.
 
-    A failed sample has no value, except a score of 0 with `failures`; in an arm that others are compared with it has
-    none at all. Times of a disturbed machine are left out.
+    A failed sample has no value, except a score of 0 with `failures`; in an arm that others are
+    compared with it has none at all. Times of a disturbed machine are left out.
     """
     readings: dict[Key, Reading] = {}
     for run in chosen:
@@ -255,12 +328,16 @@ def _readings(chosen: Sequence[Run], value: str, lengths: Sequence[int], failure
                 above, _, below = value.partition(" / ")
                 numbers = [_number(record, path) for path in (above, below) if path]
                 present = [number for number in numbers if number is not None]
-                if len(present) == len(numbers) and present[1:] != [0]:  # over nothing there is no number
+                # over nothing there is no number
+                if len(present) == len(numbers) and present[1:] != [0]:
                     run_readings[seed, id] = Reading(group, *present)
         if len(lengths) > 1:
             run_readings = _growth(run_readings, seed, lengths, run)
-        elif not run.is_timed:  # repeats of a time are samples; a text that several seeds share is one
-            run_readings = {(str(contents[id]), id): reading for (_, id), reading in run_readings.items()}
+        elif not run.is_timed:
+            # repeats of a time are samples; a text that several seeds share is one
+            run_readings = {
+                (str(contents[id]), id): reading for (_, id), reading in run_readings.items()
+            }
         readings = run_readings | readings
     return readings
 
@@ -270,11 +347,20 @@ def is_time(value: str) -> bool:
     return value.startswith(TIMES)
 
 
-def _growth(readings: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run) -> dict[Key, Reading]:
+def _growth(
+    readings: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run
+) -> dict[Key, Reading]:
     """What a value grows by from the first of two lengths to the second, mean over repeats."""
     length = {record["id"]: record["meta"]["length"] for record in run.samples()}
-    of = [[reading.value for (_, id), reading in readings.items() if length[id] == tokens] for tokens in lengths]
-    return {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))} if all(of) else {}
+    of = [
+        [reading.value for (_, id), reading in readings.items() if length[id] == tokens]
+        for tokens in lengths
+    ]
+    return (
+        {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))}
+        if all(of)
+        else {}
+    )
 
 
 def _number(record: Record, path: str) -> float | None:

@@ -1,4 +1,6 @@
-"""From numbers with intervals to verdicts: whole intervals decide, and too few samples decide nothing."""
+"""From numbers with intervals to verdicts: whole intervals decide, and too few samples decide
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ class Verdict(Enum):
         return self.value if count == 1 else plural.get(self, self.value)
 
 
-# Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the claim, but a claim has no
-# verdict while a criterion is not measured, as any part of the runs would then show failures alone.
+# Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the
+# claim, but a claim has no verdict while a criterion is not measured, as any part of the runs would
+# then show failures alone.
 DECIDING = (Verdict.NOT_MEASURED, Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLDS)
 
 
 class Interval(Enum):
-    """How an interval was made: by resampling, by a score test of shares, by Student, or the least and the largest."""
+    """How an interval was made: by resampling, by a score test of shares, by Student, or the least
+    and the largest.
+    """
 
     BOOTSTRAP = "bootstrap"
     WILSON = "Wilson"
@@ -43,14 +48,23 @@ class Interval(Enum):
 class Finding(NamedTuple):
     """A number that was measured.
 
-    Attributes:
-        value: the estimate.
-        low, high: its interval; None where there are too few samples for one.
-        n: samples.
-        note: what it is of, in words.
-        interval: how the interval was made.
-        used_share: of n the share that the interval is over.
-        taken: samples that were taken for each of n; where there are several rivals others choose the best.
+    Attributes
+    ----------
+    value
+        the estimate.
+    low, high
+        its interval; None where there are too few samples for one.
+    n
+        samples.
+    note
+        what it is of, in words.
+    interval
+        how the interval was made.
+    used_share
+        of n the share that the interval is over.
+    taken
+        samples that were taken for each of n; where there are several rivals others choose the
+        best.
     """
 
     value: float
@@ -64,7 +78,9 @@ class Finding(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Why a number is not there: which runs are missing, with the command that makes them, or what must be built."""
+    """Why a number is not there: which runs are missing, with the command that makes them, or what
+    must be built.
+    """
 
     why: str
 
@@ -76,11 +92,15 @@ def exactly(value: float, note: str = "") -> Finding:
 
 def ranged(values: np.ndarray, note: str = "") -> Finding:
     """The median of [n] numbers with the least and the largest: all must lie within the bounds."""
-    return Finding(float(np.median(values)), float(values.min()), float(values.max()), len(values), note)
+    return Finding(
+        float(np.median(values)), float(values.min()), float(values.max()), len(values), note
+    )
 
 
 def judge(criterion: Criterion, finding: Finding | Missing) -> Verdict:
-    """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n decide nothing."""
+    """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n
+    decide nothing.
+    """
     if isinstance(finding, Missing):
         return Verdict.NOT_MEASURED
     if finding.n < criterion.n or finding.low is None or finding.high is None:

@@ -1,8 +1,11 @@
-"""Finished runs without what a report does not need, as the files of an archive. No data set's text is among them.
+"""Finished runs without what a report does not need, as the files of an archive.
 
-Of a run run.yaml, summary.json and status.json stay, and of each sample all but the prompt's answers, its excerpt and
-the output, of which it says how long it was. Numbers of samples have five digits, and of a path from the root its last
-part is left. `scripts/compact_runs.py` and `kvbench submit` pack what this gives.
+No data set's text is among them.
+
+Of a run run.yaml, summary.json and status.json stay, and of each sample all but the prompt's
+answers, its excerpt and the output, of which it says how long it was. Numbers of samples have five
+digits, and of a path from the root its last part is left. `scripts/compact_runs.py` and `kvbench
+submit` pack what this gives.
 """
 
 from __future__ import annotations
@@ -27,23 +30,37 @@ OF_PROCESS = ("pid", "host")
 def compacted(folders: Mapping[str, Path], outputs: Collection[str] = ()) -> dict[str, bytes]:
     """The files of these runs by their names.
 
-    Args:
-        folders: of runs, by the names that they shall have.
-        outputs: names of the tasks of which answers and outputs stay, those that make their prompts.
+    Parameters
+    ----------
+    folders
+        of runs, by the names that they shall have.
+    outputs
+        names of the tasks of which answers and outputs stay, those that make their prompts.
 
-    Raises:
-        ResultsError: a run cannot be read.
+    Raises
+    ------
+    ResultsError
+        a run cannot be read.
     """
     files: dict[str, bytes] = {}
     for name, path in folders.items():
         run = read_run_yaml(path)
         run["config"] = without_paths(run["config"])
         dropped = set(DROPPED) - set(TEXTS if run["config"]["task"]["name"] in outputs else ())
-        records = [_compacted(record, dropped) for record in read_samples(path / "samples.jsonl")[0].values()]
-        status = {key: value for key, value in json_in(path / "status.json").items() if key not in OF_PROCESS}
+        records = [
+            _compacted(record, dropped)
+            for record in read_samples(path / "samples.jsonl")[0].values()
+        ]
+        status = {
+            key: value
+            for key, value in json_in(path / "status.json").items()
+            if key not in OF_PROCESS
+        }
         texts = {
             "run.yaml": yaml.safe_dump(run, sort_keys=False, allow_unicode=True),
-            "samples.jsonl": "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records),
+            "samples.jsonl": "".join(
+                json.dumps(record, separators=(",", ":")) + "\n" for record in records
+            ),
             "status.json": json.dumps(status, indent=2) + "\n",
         }
         files |= {f"{name}/{file}": text.encode() for file, text in texts.items()}

@@ -1,7 +1,7 @@
 """Reads run folders: one line a run, and the scores of every sample.
 
-Everything is made from the sample lines, as `kvbench.runs.summary` does; nothing is written and no run is locked.
-A run that cannot be used is left out with the reason, and never stops the rest.
+Everything is made from the sample lines, as `kvbench.runs.summary` does; nothing is written and no
+run is locked. A run that cannot be used is left out with the reason, and never stops the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from kvbench.budget import has_budget, size_of
 from kvbench.config import FACTS, first_line, show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import kv_in
-from kvbench.report.data.run import PROTOCOL, Run, Runs, Scores, SkippedRun, columns_of, framed, is_shared, missing
+from kvbench.report.data.run import (
+    PROTOCOL,
+    Run,
+    Runs,
+    Scores,
+    SkippedRun,
+    columns_of,
+    framed,
+    is_shared,
+    missing,
+)
 from kvbench.runs.folder import tear_of
 from kvbench.runs.identity import LOCAL, backend_name
 from kvbench.runs.plausible import refuse_impossible
@@ -41,7 +51,8 @@ from kvbench.runs.stored import (
 from kvbench.runs.summary import answers_of, machine_name, summarise
 from kvbench.runs.versions import versions_in
 
-# Options of tasks that came later than runs that kvbench ships, and what these did before there was a choice.
+# Options of tasks that came later than runs that kvbench ships, and what these did before there was
+# a choice.
 LATER: dict[str, dict[str, Any]] = {"passkey": {"variant": "quest"}}
 
 _Contents = dict[tuple[str, ...], str]  # `content_of` samples, by protocol, seed and id
@@ -60,12 +71,18 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
 
     Of two runs of one arm, which differ only in the state of the data, the newest is taken.
 
-    Args:
-        folders: each a run folder or one above some.
-        unfinished: also take runs that have not finished. Stored samples run longest first, so these are not fair.
+    Parameters
+    ----------
+    folders
+        each a run folder or one above some.
+    unfinished
+        also take runs that have not finished. Stored samples run longest first, so these are not
+        fair.
 
-    Raises:
-        ResultsError: no run at one of the folders.
+    Raises
+    ------
+    ResultsError
+        no run at one of the folders.
     """
     runs_by_settings: dict[str, _Read] = {}
     skipped = []
@@ -77,9 +94,15 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
             continue
         key = json.dumps(run.settings, sort_keys=True)
         if key in runs_by_settings:
-            older, run = sorted((runs_by_settings[key], run), key=lambda candidate: candidate.arm["updated"])
+            older, run = sorted(
+                (runs_by_settings[key], run), key=lambda candidate: candidate.arm["updated"]
+            )
             other = ", on other data of that name" if _differs(older.scores, run.scores) else ""
-            skipped.append(SkippedRun(older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"))
+            skipped.append(
+                SkippedRun(
+                    older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"
+                )
+            )
         runs_by_settings[key] = run
     return _framed([*runs_by_settings.values()], sorted(skipped))
 
@@ -92,7 +115,10 @@ def gathered(runs: Iterable[Run], skipped: list[SkippedRun]) -> Runs:
 def _differs(older: Scores, newer: Scores) -> bool:
     """Whether what has one name is two samples."""
     contents = dict(zip(older.ids, older.contents, strict=True))
-    return any(contents.get(id, content) != content for id, content in zip(newer.ids, newer.contents, strict=True))
+    return any(
+        contents.get(id, content) != content
+        for id, content in zip(newer.ids, newer.contents, strict=True)
+    )
 
 
 def _framed(runs: Sequence[_Read], skipped: list[SkippedRun]) -> Runs:
@@ -106,24 +132,38 @@ def _framed(runs: Sequence[_Read], skipped: list[SkippedRun]) -> Runs:
 
 
 def _name_data(runs: Iterable[_Read]) -> None:
-    """Give runs of a model and task one `data` where all prompts that they share are the same, whatever made them has
-    become. Prompts are shared by runs of one protocol; what these show holds under any.
+    """Give runs of a model and task one `data` where all prompts that they share are the same,
+    whatever made them has become. Prompts are shared by runs of one protocol; what these show holds
+    under any.
     """
     by_task: dict[str, dict[str, _Contents]] = {}  # by data, of one model and task
     places = []
     for run in runs:
-        shared = {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
+        shared = {
+            key: value
+            for key, value in run.settings.items()
+            if is_shared(key) and not missing(value)
+        }
         shared.pop("seed")
-        task = {key: shared.pop(key) for key in list(shared) if key.partition(".")[0] in ("model", "task")}
+        task = {
+            key: shared.pop(key)
+            for key in list(shared)
+            if key.partition(".")[0] in ("model", "task")
+        }
         under = json.dumps(shared, sort_keys=True, default=str)
         samples = zip(run.scores.seeds, run.scores.ids, strict=True)
-        prompts = {(under, *sample): str(content) for sample, content in zip(samples, run.scores.contents, strict=True)}
+        prompts = {
+            (under, *sample): str(content)
+            for sample, content in zip(samples, run.scores.contents, strict=True)
+        }
         by_data = by_task.setdefault(json.dumps(task, sort_keys=True, default=str), {})
         by_data[run.arm["data"]] = prompts | by_data.get(run.arm["data"], {})
         places.append((run.arm, by_data))
     for arm, by_data in places:
         arm["data"] = next(
-            data for data in by_data if data == arm["data"] or _same(by_data[data], by_data[arm["data"]])
+            data
+            for data in by_data
+            if data == arm["data"] or _same(by_data[data], by_data[arm["data"]])
         )
 
 
@@ -136,8 +176,10 @@ def _same(ours: _Contents, theirs: _Contents) -> bool:
 def _read(path: Path, unfinished: bool) -> _Read:
     """One run.
 
-    Raises:
-        ResultsError: why it cannot be used.
+    Raises
+    ------
+    ResultsError
+        why it cannot be used.
     """
     written = read_run_yaml(path) if is_there(path / "run.yaml") else {}
     records = samples_so_far(path)
@@ -153,7 +195,9 @@ def _read(path: Path, unfinished: bool) -> _Read:
         refuse_impossible(path, written, records.values())
         settings = _settings(identity, config)
         # A run that began in a sweep and one alone are one run: its samples say where they began.
-        settings["shared_prefill"] = any(record.get("shared_prefill") for record in records.values())
+        settings["shared_prefill"] = any(
+            record.get("shared_prefill") for record in records.values()
+        )
         metric = str(config["metric"])
         scores = _scores(records.values(), metric, str(settings["seed"]))
         summary = summarise(records.values(), metric)
@@ -165,9 +209,14 @@ def _read(path: Path, unfinished: bool) -> _Read:
 
 
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """All in which arms differ, as on the command line; what only the files say of themselves is left out."""
+    """All in which arms differ, as on the command line; what only the files say of themselves is
+    left out.
+    """
     arm_config = identity["config"]
-    method, task = arm_config["method"], LATER.get(arm_config["task"]["name"], {}) | arm_config["task"]
+    method, task = (
+        arm_config["method"],
+        LATER.get(arm_config["task"]["name"], {}) | arm_config["task"],
+    )
     settings = {
         "model": str(config["model_name"]),
         "model.revision": identity["model_revision"],
@@ -186,31 +235,45 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         **_versions(identity),
     }
     shape = identity.get("model_shape") or {}  # of random weights, whose name does not say it
-    settings |= {f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()}
+    settings |= {
+        f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()
+    }
     protocol = {**GREEDY, **arm_config["protocol"]}
     sections = {"protocol": protocol, "probe": arm_config["probe"], "method": method, "task": task}
     for section, values in sections.items():
         for key, value in values.items():
             if key not in FACTS | {"name", "_target_", "preset"}:
                 shown = show(value) if isinstance(value, list | tuple | dict) else value
-                settings[f"{section}.{printable(key)}"] = printable(shown) if isinstance(shown, str) else shown
+                settings[f"{section}.{printable(key)}"] = (
+                    printable(shown) if isinstance(shown, str) else shown
+                )
     for key in (key for key, value in task.items() if value == LOCAL):
         settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
 
 
 def _versions(identity: Mapping[str, Any]) -> dict[str, str]:
-    """What code the numbers are of: runs of other versions of the harness, the backend or the task are not paired."""
+    """What code the numbers are of: runs of other versions of the harness, the backend or the task
+    are not paired.
+    """
     versions = {key: printable(show(value)) for key, value in versions_in(identity).items()}
     harness = versions.pop("harness")
-    versions.pop("kv", None)  # which stands in the name of the kind: full attention holds its tokens otherwise
+    # which stands in the name of the kind: full attention holds its tokens otherwise
+    versions.pop("kv", None)
     return {"harness": harness, **{f"{key}.version": value for key, value in versions.items()}}
 
 
 def _kv(identity: Mapping[str, Any]) -> str:
     """How keys and values are held; a code of a later version than the first says which."""
-    later = {kind: number for kind, number in versions_in(identity).get("kv", {}).items() if number != 1}
-    return " ".join([str(kv_in(identity["config"])), *(f"{kind}:v{number}" for kind, number in sorted(later.items()))])
+    later = {
+        kind: number for kind, number in versions_in(identity).get("kv", {}).items() if number != 1
+    }
+    return " ".join(
+        [
+            str(kv_in(identity["config"])),
+            *(f"{kind}:v{number}" for kind, number in sorted(later.items())),
+        ]
+    )
 
 
 def _whole(arm_config: Mapping[str, Any], key: str) -> int:
@@ -221,8 +284,14 @@ def _whole(arm_config: Mapping[str, Any], key: str) -> int:
 
 
 def _budget(arm_config: Mapping[str, Any]) -> int | float | None:
-    """The budget that a run had: a preset's size where none was given, and None for a method that has no budget."""
-    return size_of(arm_config["budget"], arm_config["method"]) if has_budget(arm_config["method"]) else None
+    """The budget that a run had: a preset's size where none was given, and None for a method that
+    has no budget.
+    """
+    return (
+        size_of(arm_config["budget"], arm_config["method"])
+        if has_budget(arm_config["method"])
+        else None
+    )
 
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
@@ -239,25 +308,35 @@ def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
         near = (record.get("fidelity") or {}).get("kl_mean")
         kl.append(near if is_number(near) and not lost else math.nan)
     return Scores(
-        ids, groups, np.array(values), np.array(failed), [seed] * len(ids), np.array(contents), np.array(kl, float)
+        ids,
+        groups,
+        np.array(values),
+        np.array(failed),
+        [seed] * len(ids),
+        np.array(contents),
+        np.array(kl, float),
     )
 
 
 def _group(record: Record) -> str:
     group = str(record.get("group") or "")
     if not group.isprintable():
-        raise ResultsError(f"sample {record['id']} is of a group with characters that are not to be printed")
+        raise ResultsError(
+            f"sample {record['id']} is of a group with characters that are not to be printed"
+        )
     return group
 
 
 def content_of(record: Record) -> str:
     """What a sample is but for its seed, as a word: two samples with one word are the same prompt.
 
-    By its id, answers, length and facts, the same in every process. A compacted record has it as `content`.
+    By its id, answers, length and facts, the same in every process. A compacted record has it as
+    `content`.
     """
     sample_id = record.get("sample") or record["id"]
     facts = json.dumps(
-        [sample_id, record.get("answers"), record.get("prompt_tokens"), record.get("meta")], sort_keys=True
+        [sample_id, record.get("answers"), record.get("prompt_tokens"), record.get("meta")],
+        sort_keys=True,
     )
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
@@ -266,7 +345,9 @@ def _score(record: Record, metric: str) -> float:
     """The main score of a record, 0..1; 0 where it failed."""
     value: Any = 0.0 if record.get("error") else (record.get("scores") or {}).get(metric)
     if not is_number(value):
-        raise ResultsError(f"sample {record['id']} has no number as its {metric}, but {show(value)}")
+        raise ResultsError(
+            f"sample {record['id']} has no number as its {metric}, but {show(value)}"
+        )
     return float(value)
 
 

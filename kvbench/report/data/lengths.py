@@ -1,7 +1,8 @@
-"""Runs split by the length of their prompts: what a method costs and how near it stays at one length.
+"""Runs split by the length of their prompts: what a method costs and how near it stays at one
+length.
 
-Bytes of a run over several lengths are of its longest prompt, while its scores and KL are means over all of them; at
-one length both are of the same samples.
+Bytes of a run over several lengths are of its longest prompt, while its scores and KL are means
+over all of them; at one length both are of the same samples.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from kvbench.runs.summary import answers_of
 
 
 def by_length(runs: Runs) -> dict[int | None, Runs]:
-    """The runs at each length of prompts, with the samples of that length alone; None: of one length, as they are."""
+    """The runs at each length of prompts, with the samples of that length alone; None: of one
+    length, as they are.
+    """
     parts: dict[int | None, list[tuple[Run, list[Record] | None]]] = {}
     for run in runs:
         lengths = str(run.settings.get("task.lengths", "")).strip("[]").split(",")
@@ -34,7 +37,9 @@ def by_length(runs: Runs) -> dict[int | None, Runs]:
 
 def _part(runs: Runs, part: list[tuple[Run, list[Record] | None]]) -> Runs:
     index = [run.index for run, _ in part]
-    arms = framed([run.arm if records is None else run.line(records) for run, records in part]).set_axis(index)
+    arms = framed(
+        [run.arm if records is None else run.line(records) for run, records in part]
+    ).set_axis(index)
     scores = {run.index: _scores(run.scores, records) for run, records in part}
     return Runs(arms, runs.settings.loc[index], scores, [])
 

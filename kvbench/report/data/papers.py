@@ -1,8 +1,10 @@
-"""What the papers print: every table, and every figure whose numbers can be had, with the runs of ours that match.
+"""What the papers print: every table, and every figure whose numbers can be had, with the runs of
+ours that match.
 
-The numbers lie in `published/<paper>.csv`, one line a cell, as printed; `tables.yaml` says what each table is and which
-groups of our summaries its columns are, `names.yaml` what its models and methods are called here. A cell of a model,
-method or column that kvbench does not have is published only. Nothing here reads a run.
+The numbers lie in `published/<paper>.csv`, one line a cell, as printed; `tables.yaml` says what
+each table is and which groups of our summaries its columns are, `names.yaml` what its models and
+methods are called here. A cell of a model, method or column that kvbench does not have is published
+only. Nothing here reads a run.
 """
 
 from __future__ import annotations
@@ -29,20 +31,30 @@ KINDS = ("columns", "seconds")  # of a column that ours stand beside: a score, o
 class PaperTable:
     """One published table.
 
-    Attributes:
-        id: "icecache_table1".
-        title: one line.
-        source: paper and table.
-        timed: its cells are seconds, not scores.
-        stand_in: a model whose runs stand beside the cells where none of the published model's is there, marked.
-        frame: one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be measured) and `note`
-            (why, where a number was read off a picture, or where an average is not the mean of its columns). How we
-            would run it: `model`, `method`, `budget` (int tokens, float share of the prompt; None: the method has
-            none, or the preset), `task`, `settings` (further words of the command line, a tuple), `group` and
-            `metric`. `metric` is "score", of the group or, where group is "", of the task; or "macro", the plain mean
-            over all groups; or a pass@k, "pass_at_8"; or "": published only. A group such as "a + b" stands for the
-            plain mean of groups a and b. Of a table of times, in seconds, `metric` names what we measured instead, such
-            as "tpot_ms_mean"; of "a + b" the sum. `model` and `method` are None where kvbench has none to compare.
+    Attributes
+    ----------
+    id
+        "icecache_table1".
+    title
+        one line.
+    source
+        paper and table.
+    timed
+        its cells are seconds, not scores.
+    stand_in
+        a model whose runs stand beside the cells where none of the published model's is there,
+        marked.
+    frame
+        one line a cell. As published: `row`, `column`, `value` (NaN where nothing could be
+        measured) and `note` (why, where a number was read off a picture, or where an average is not
+        the mean of its columns). How we would run it: `model`, `method`, `budget` (int tokens,
+        float share of the prompt; None: the method has none, or the preset), `task`, `settings`
+        (further words of the command line, a tuple), `group` and `metric`. `metric` is "score", of
+        the group or, where group is "", of the task; or "macro", the plain mean over all groups; or
+        a pass@k, "pass_at_8"; or "": published only. A group such as "a + b" stands for the plain
+        mean of groups a and b. Of a table of times, in seconds, `metric` names what we measured
+        instead, such as "tpot_ms_mean"; of "a + b" the sum. `model` and `method` are None where
+        kvbench has none to compare.
     """
 
     id: str
@@ -62,8 +74,10 @@ def ids() -> dict[str, str]:
 def table(id: str) -> PaperTable:
     """One published table.
 
-    Raises:
-        ConfigError: no such table; names the nearest.
+    Raises
+    ------
+    ConfigError
+        no such table; names the nearest.
     """
     entries = _read("tables")
     if id not in entries:
@@ -80,15 +94,23 @@ def table(id: str) -> PaperTable:
     frame["method"] = _ours(cells["method"], methods, choices("method"))
     frame["budget"] = _objects(map(_budget, cells["budget"]))
     runs = [_run_of(column, entry.get("runs", [entry])) for column in cells["column"]]
-    mapped = [_mapped(run, *cell) for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)]
+    mapped = [
+        _mapped(run, *cell)
+        for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)
+    ]
     frame["task"] = [run.get("task", "") for run in runs]
-    frame["group"], frame["metric"] = [group for group, _ in mapped], [metric for _, metric in mapped]
+    frame["group"], frame["metric"] = (
+        [group for group, _ in mapped],
+        [metric for _, metric in mapped],
+    )
     method_settings = _read("names")["settings"]
     frame["settings"] = _objects(
         _settings((*run.get("settings", ()), *method_settings.get(name, ())))
         for run, name in zip(runs, cells["method"], strict=True)
     )
-    return PaperTable(id, entry["title"], entry["source"], frame, "seconds" in entry, entry.get("stand_in"))
+    return PaperTable(
+        id, entry["title"], entry["source"], frame, "seconds" in entry, entry.get("stand_in")
+    )
 
 
 @functools.cache
@@ -135,7 +157,9 @@ def _run_of(column: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mapped(run: dict[str, Any], column: str, length: str) -> tuple[str, str]:
-    """(group, metric) of a cell in a column that is of such runs, in tokens or words of `length`."""
+    """(group, metric) of a cell in a column that is of such runs, in tokens or words of
+    `length`.
+    """
     if not run:
         return "", ""
     if "seconds" in run:

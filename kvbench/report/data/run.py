@@ -1,7 +1,8 @@
-"""Runs in memory: `Runs`, data frames with a line a run, and `Run`, one of them with what can honestly be said of it.
+"""Runs in memory: `Runs`, data frames with a line a run, and `Run`, one of them with what can
+honestly be said of it.
 
-A score is the plain mean over its groups of samples. It is compared with full attention sample by sample, so that what
-makes all methods' samples hard or easy drops out.
+A score is the plain mean over its groups of samples. It is compared with full attention sample by
+sample, so that what makes all methods' samples hard or easy drops out.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ import pandas as pd
 from kvbench.config import show
 from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.stats import FEWEST, LEAST, SCORES, Estimate, difference, estimate, is_0_1, proportion
+from kvbench.report.data.stats import (
+    FEWEST,
+    LEAST,
+    SCORES,
+    Estimate,
+    difference,
+    estimate,
+    is_0_1,
+    proportion,
+)
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, recorded
 from kvbench.runs.stored import Record, samples_so_far
 from kvbench.runs.summary import by_machine, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question", "generated", *GREEDY)
-CELL = {"task.lengths", "task.batch", "task.repeats"}  # settings that the length and batch of a timed cell stand for
-OF_ARMS = ("weights", "device_name", "metric", "run_id")  # keys that stand in `Run.arm` and not in its settings
+# settings that the length and batch of a timed cell stand for
+CELL = {"task.lengths", "task.batch", "task.repeats"}
+# keys that stand in `Run.arm` and not in its settings
+OF_ARMS = ("weights", "device_name", "metric", "run_id")
 # What full attention does not depend on.
 NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers", "probe.every"} | {
     f"protocol.{key}" for key in ("accounting", "dense_layers", "generated")
@@ -46,9 +58,12 @@ class SkippedRun(NamedTuple):
 class TimedCell(NamedTuple):
     """What repeats of a timed sample share.
 
-    Attributes:
-        tokens, batch: of the prompts.
-        machine: that they were timed on.
+    Attributes
+    ----------
+    tokens, batch
+        of the prompts.
+    machine
+        that they were timed on.
     """
 
     tokens: int
@@ -58,16 +73,25 @@ class TimedCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The main score of every sample of a run, in the order they were first written; of several answers the mean.
+    """The main score of every sample of a run, in the order they were first written; of several
+    answers the mean.
 
-    Attributes:
-        ids: of the samples.
-        groups: the group of each.
-        values: [n] 0..100; a failed sample counts 0.
-        failed: [n] bool; whether any of several answers has.
-        seeds: of the run that each sample is from; several where a run stands for several (`over_seeds`).
-        contents: [n] the same word for what is the same sample under several seeds (`content_of`).
-        kl: [n] mean KL divergence from full attention; NaN where there is none.
+    Attributes
+    ----------
+    ids
+        of the samples.
+    groups
+        the group of each.
+    values
+        [n] 0..100; a failed sample counts 0.
+    failed
+        [n] bool; whether any of several answers has.
+    seeds
+        of the run that each sample is from; several where a run stands for several (`over_seeds`).
+    contents
+        [n] the same word for what is the same sample under several seeds (`content_of`).
+    kl
+        [n] mean KL divergence from full attention; NaN where there is none.
     """
 
     ids: list[str]
@@ -83,17 +107,22 @@ class Scores:
         return self.kl if kl else self.values
 
     def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
-        """[n] bool of each group's samples; of all groups for (), without failed samples that say no group."""
+        """[n] bool of each group's samples; of all groups for (), without failed samples that say
+        no group.
+        """
         names = np.array(self.groups)
         all_groups = [group for group in dict.fromkeys(self.groups) if group]
         return [names == group for group in groups or all_groups or [""]]
 
     def valid_values(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The values in these rows that are not NaN; of a sample that several seeds share one, their mean."""
+        """The values in these rows that are not NaN; of a sample that several seeds share one,
+        their mean.
+        """
         rows = rows & ~np.isnan(values)
         if len(set(self.seeds)) < 2:
             return values[rows]
-        places, _ = pd.factorize(self.contents[rows])  # as they appear: the same order in every process
+        # as they appear: the same order in every process
+        places, _ = pd.factorize(self.contents[rows])
         return np.bincount(places, values[rows]) / np.bincount(places)
 
 
@@ -103,11 +132,16 @@ class Run:
 
     Groups of samples, where a method takes some, are the strata of a score; () stands for all.
 
-    Attributes:
-        index: of its line in each frame of `Runs`.
-        arm, settings: those lines.
-        scores: of its samples.
-        all_runs: all runs that were read with it.
+    Attributes
+    ----------
+    index
+        of its line in each frame of `Runs`.
+    arm, settings
+        those lines.
+    scores
+        of its samples.
+    all_runs
+        all runs that were read with it.
     """
 
     index: int
@@ -139,7 +173,9 @@ class Run:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether its budget applied in no sample: its numbers are full attention's, and rank no method."""
+        """Whether its budget applied in no sample: its numbers are full attention's, and rank no
+        method.
+        """
         return never_bounded(self.arm)
 
     @property
@@ -164,13 +200,19 @@ class Run:
 
     @functools.cached_property
     def but_for_seed(self) -> dict[str, Any]:
-        """The settings without the seed, and without the revision of random weights, which the seed decides."""
+        """The settings without the seed, and without the revision of random weights, which the seed
+        decides.
+        """
         settings = {key: value for key, value in self.settings.items() if key != "seed"}
-        return {**settings, "model.revision": "dummy"} if self.arm["weights"] == "random" else settings
+        return (
+            {**settings, "model.revision": "dummy"} if self.arm["weights"] == "random" else settings
+        )
 
     @functools.cached_property
     def kind(self) -> tuple[str, ...]:
-        """What two runs must share to be compared sample by sample, but for the seed, which each sample has."""
+        """What two runs must share to be compared sample by sample, but for the seed, which each
+        sample has.
+        """
         shared = [f"{key}={value}" for key, value in self.but_for_seed.items() if is_shared(key)]
         return (*shared, str(self.arm["data"]))
 
@@ -179,10 +221,14 @@ class Run:
     def samples(self) -> list[Record]:
         """All that is stored of each sample.
 
-        Raises:
-            ResultsError: a line is damaged.
+        Raises
+        ------
+        ResultsError
+            a line is damaged.
         """
-        return [record for path in self.arm["paths"] for record in samples_so_far(Path(path)).values()]
+        return [
+            record for path in self.arm["paths"] for record in samples_so_far(Path(path)).values()
+        ]
 
     def timed_samples(self) -> list[Record]:
         """The samples that were timed on the machine that its times are of."""
@@ -194,37 +240,58 @@ class Run:
         return {**with_summary(self.arm, summarise(records, self.arm["metric"])), "spread": {}}
 
     def arm_of(self, groups: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Its line of `Runs.arms`, of the samples of these groups alone; of all for (). They are read once."""
+        """Its line of `Runs.arms`, of the samples of these groups alone; of all for ().
+
+        They are read once.
+        """
         if groups and groups not in self._lines:
             records = self.samples()
             for some in {groups, *((group,) for group in self.scores.groups)}:
-                self._lines[some] = self.line([record for record in records if (record.get("group") or "") in some])
+                self._lines[some] = self.line(
+                    [record for record in records if (record.get("group") or "") in some]
+                )
         return self._lines[groups] if groups else self.arm
 
     def on_samples_of(self, other: Run) -> dict[str, Any]:
         """Its line of `Runs.arms`, of those of its samples alone that another run has as well."""
-        sample_keys, shared = (set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other))
+        sample_keys, shared = (
+            set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other)
+        )
         if sample_keys <= shared:
             return self.arm
         matching = []
         for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True):
             records = samples_so_far(Path(path)).values()
-            matching += [record for record in records if (seed, record.get("sample") or record["id"]) in shared]
+            matching += [
+                record
+                for record in records
+                if (seed, record.get("sample") or record["id"]) in shared
+            ]
         return self.line(matching)
 
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
-        """What a timed run found, as lines of `Runs.arms`. Of repeats each time is the median, and `spread` has the
-        least and the largest of each time by its name."""
+        """What a timed run found, as lines of `Runs.arms`.
+
+        Of repeats each time is the median, and `spread` has the least and the largest of each time
+        by its name.
+        """
         repeats: dict[tuple[int, int], list[Record]] = {}
         for record in self.samples():
-            repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(record)
+            repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(
+                record
+            )
         lines = {}
         for place, records in repeats.items():
-            for machine, timed in (by_machine(records) or {"": records}).items():  # else all failed, which is shown
+            # else all failed, which is shown
+            for machine, timed in (by_machine(records) or {"": records}).items():
                 name = machine or str(self.arm["device_name"])
                 summary = summarise_repeats(timed, self.arm["metric"])
                 line = {**with_summary(self.arm, summary), "n": summary["repeats"]}
-                lines[TimedCell(*place, name)] = {**line, "device_name": name, "spread": summary["spread"]}
+                lines[TimedCell(*place, name)] = {
+                    **line,
+                    "device_name": name,
+                    "spread": summary["spread"],
+                }
         return lines
 
     # -- its scores, alone and beside full attention's
@@ -232,10 +299,13 @@ class Run:
     def score(self, groups: tuple[str, ...] = ()) -> Estimate:
         """The score, 0-100: each of these groups a stratum.
 
-        With Wilson's interval where no run of the task has other scores than 0 and 100, else a bootstrap's. Agreement
-        with full attention that is whole in more than a few texts has none.
+        With Wilson's interval where no run of the task has other scores than 0 and 100, else a
+        bootstrap's. Agreement with full attention that is whole in more than a few texts has none.
         """
-        strata = [self.scores.valid_values(self.scores.values, rows) for rows in self.scores.strata(groups)]
+        strata = [
+            self.scores.valid_values(self.scores.values, rows)
+            for rows in self.scores.strata(groups)
+        ]
         if self.scored_as not in self.all_runs.graded and all(map(is_0_1, strata)):
             return proportion(strata)
         if missing(self.arm["kl_mean"]):
@@ -246,10 +316,12 @@ class Run:
 
     @functools.cached_property
     def ranks_none(self) -> str:
-        """Why scores on these samples rank no methods, by full attention's there; "" where they may.
+        """Why scores on these samples rank no methods, by full attention's there; "" where they
+        may.
 
-        It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the methods' scores lie
-        apart, its own among them. Fewer than `FEWEST` samples rank none at all, however wide it is.
+        It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the
+        methods' scores lie apart, its own among them. Fewer than `FEWEST` samples rank none at all,
+        however wide it is.
         """
         if (full := self.full()) is None:
             return ""
@@ -258,11 +330,14 @@ class Run:
             return f"full attention scores under {LEAST} there, or perhaps 0"
         width = score.high - score.low if score.low is not None and score.high is not None else 0.0
         wide = score.n >= FEWEST and len(others) > 1 and width > max(others) - min(others)
-        return "full attention's interval is wider than the methods' scores lie apart" if wide else ""
+        return (
+            "full attention's interval is wider than the methods' scores lie apart" if wide else ""
+        )
 
     def kl(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """The mean KL divergence from full attention over the samples of these groups, all for (), in nats; None where
-        there is none."""
+        """The mean KL divergence from full attention over the samples of these groups, all for (),
+        in nats; None where there is none.
+        """
         rows = np.isin(self.scores.groups, groups) if groups else np.ones(len(self.scores.kl), bool)
         values = self.scores.valid_values(self.scores.kl, rows)
         return estimate([values]) if len(values) else None
@@ -275,7 +350,11 @@ class Run:
             for seed in dict.fromkeys(scores.seeds)
         }
         return {
-            seed: float(np.mean([scores.values[rows & there].mean() for rows in strata if (rows & there).any()]))
+            seed: float(
+                np.mean(
+                    [scores.values[rows & there].mean() for rows in strata if (rows & there).any()]
+                )
+            )
             for seed, there in of.items()
         }
 
@@ -286,36 +365,47 @@ class Run:
         return sum(int(self.scores.failed[rows].sum()) for rows in self.scores.strata(groups))
 
     def full(self, kv: str = str(NATIVE)) -> Run | None:
-        """The run of full attention that it is compared with first, itself where it is one; None without one.
+        """The run of full attention that it is compared with first, itself where it is one; None
+        without one.
 
-        Args:
-            kv: how that holds keys and values; scores are compared with native ones.
+        Parameters
+        ----------
+        kv
+            how that holds keys and values; scores are compared with native ones.
         """
         candidates = self._fulls(kv)
         return max(
-            candidates, key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]), default=None
+            candidates,
+            key=lambda run: (not run.arm["probe_every"], run.arm["n"], run.arm["updated"]),
+            default=None,
         )
 
     def _fulls(self, kv: str = str(NATIVE)) -> list[Run]:
-        """The runs of full attention that it can be compared with: those that decoded as it did, if there are some."""
+        """The runs of full attention that it can be compared with: those that decoded as it did, if
+        there are some.
+        """
         candidates = self.all_runs.full.get((*self.kind, kv), [])
         return [run for run in candidates if run.shares_decode == self.shares_decode] or candidates
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """As `against` full attention; None for full attention itself, and where scores are the agreement with it, of
-        which its own is 100 by construction. Computed once."""
+        """As `against` full attention; None for full attention itself, and where scores are the
+        agreement with it, of which its own is 100 by construction. Computed once.
+        """
         if groups not in self._against_full:
             full_runs = self._fulls()
             alone = self in full_runs or not missing(self.arm["kl_mean"])
             self._against_full[groups] = None if alone else self.against(full_runs, groups)
         return self._against_full[groups]
 
-    def against(self, others: Sequence[Run], groups: tuple[str, ...] = (), kl: bool = False) -> Estimate | None:
-        """The mean difference to other runs on the same samples of the same model, task and protocol, in points; of KL
-        in nats.
+    def against(
+        self, others: Sequence[Run], groups: tuple[str, ...] = (), kl: bool = False
+    ) -> Estimate | None:
+        """The mean difference to other runs on the same samples of the same model, task and
+        protocol, in points; of KL in nats.
 
-        Of several the one with the most samples counts, then the newest. None where these have no two of the samples,
-        and some of each group. Samples that failed there are left out: nothing is known of them.
+        Of several the one with the most samples counts, then the newest. None where these have no
+        two of the samples, and some of each group. Samples that failed there are left out: nothing
+        is known of them.
         """
         values_by_sample = {
             (seed, id): value
@@ -326,8 +416,15 @@ class Run:
             if not lost
         }
         scores = self.scores
-        other = np.array([values_by_sample.get(key, np.nan) for key in zip(scores.seeds, scores.ids, strict=True)])
-        strata = [scores.valid_values(scores.of(kl) - other, rows) for rows in scores.strata(groups)]
+        other = np.array(
+            [
+                values_by_sample.get(key, np.nan)
+                for key in zip(scores.seeds, scores.ids, strict=True)
+            ]
+        )
+        strata = [
+            scores.valid_values(scores.of(kl) - other, rows) for rows in scores.strata(groups)
+        ]
         comparison = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
         return comparison if comparison is not None and comparison.low is not None else None
 
@@ -335,7 +432,10 @@ class Run:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""
         against = self.against_full(groups)
         flags = {
-            "b": against is not None and against.differs and against.mean > 0 and not self.ranks_none,
+            "b": against is not None
+            and against.differs
+            and against.mean > 0
+            and not self.ranks_none,
             "d": self.arm["weights"] == "random",
             "f": self.failed(groups) > 0,
             "o": self.arm["over_rule"] in (True,),  # and not NaN
@@ -352,23 +452,31 @@ class Run:
 class Runs:
     """What a report knows of run folders; the frames share their index, a number for each run.
 
-    Attributes:
-        arms: one line a run, a column for each of: path, paths (of all seeds, where it stands for several), run_id,
-            model, weights, method, budget (as asked for: tokens, a share of the prompt, or None: the method has none or
-            keeps to its own), task, the fields of the protocol (`PROTOCOL`) and its digest as `protocol`, seed,
-            probe_every, device, dtype, shared_prefill, decode ("together" or "alone"), device_name (of the machine
-            that the times are of), data (a hash), metric, finished, updated; submitted, True for a run of others that
-            stands on a board, which has no say in what ranks the board's methods; spread, the least and the largest of
-            several repeats or seeds by name; and each of `kvbench.runs.quantities`, of which score is 0-100: of several
-            groups the plain mean of theirs, else the mean over samples. What a run recorded beside these has a column
-            "<part>.<key>": a part of a decode step such as "breakdown_ms.select", a number of the method's own
-            `report()` such as "audit.candidates", any score of its task such as "scores.strict". What a run did not
-            measure is missing (NaN or None).
-        settings: one line a run, all that makes its arm: every option of method and task as "method.page_size",
-            protocol and probe as on the command line, `backend`, and `kv` ("int8", or "device-host" where tiers
-            differ); of a path to data its last part; what a run has no such key for is missing.
-        scores: of every run, by index.
-        skipped: what is not there, and why.
+    Attributes
+    ----------
+    arms
+        one line a run, a column for each of: path, paths (of all seeds, where it stands for
+        several), run_id, model, weights, method, budget (as asked for: tokens, a share of the
+        prompt, or None: the method has none or keeps to its own), task, the fields of the protocol
+        (`PROTOCOL`) and its digest as `protocol`, seed, probe_every, device, dtype, shared_prefill,
+        decode ("together" or "alone"), device_name (of the machine that the times are of), data (a
+        hash), metric, finished, updated; submitted, True for a run of others that stands on a
+        board, which has no say in what ranks the board's methods; spread, the least and the largest
+        of several repeats or seeds by name; and each of `kvbench.runs.quantities`, of which score
+        is 0-100: of several groups the plain mean of theirs, else the mean over samples. What a run
+        recorded beside these has a column "<part>.<key>": a part of a decode step such as
+        "breakdown_ms.select", a number of the method's own `report()` such as "audit.candidates",
+        any score of its task such as "scores.strict". What a run did not measure is missing (NaN or
+        None).
+    settings
+        one line a run, all that makes its arm: every option of method and task as
+        "method.page_size", protocol and probe as on the command line, `backend`, and `kv` ("int8",
+        or "device-host" where tiers differ); of a path to data its last part; what a run has no
+        such key for is missing.
+    scores
+        of every run, by index.
+    skipped
+        what is not there, and why.
     """
 
     arms: pd.DataFrame
@@ -379,8 +487,15 @@ class Runs:
     @functools.cached_property
     def _by_index(self) -> dict[int, Run]:
         """The runs by index: pandas is slow to read a line at a time."""
-        lines = zip(self.arms.index, *(frame.to_dict("records") for frame in (self.arms, self.settings)), strict=True)
-        return {index: Run(index, arm, settings, self.scores[index], self) for index, arm, settings in lines}
+        lines = zip(
+            self.arms.index,
+            *(frame.to_dict("records") for frame in (self.arms, self.settings)),
+            strict=True,
+        )
+        return {
+            index: Run(index, arm, settings, self.scores[index], self)
+            for index, arm, settings in lines
+        }
 
     def __iter__(self) -> Iterator[Run]:
         return iter(self._by_index.values())
@@ -396,7 +511,9 @@ class Runs:
 
     @functools.cached_property
     def full(self) -> dict[tuple[str, ...], list[Run]]:
-        """The runs of full attention, by what runs must share to be compared with them, and their `kv`."""
+        """The runs of full attention, by what runs must share to be compared with them, and their
+        `kv`.
+        """
         full_runs: dict[tuple[str, ...], list[Run]] = {}
         for run in self:
             if run.arm["method"] == YARDSTICK:
@@ -405,8 +522,13 @@ class Runs:
 
     @functools.cached_property
     def scored(self) -> dict[tuple[str, ...], list[float]]:
-        """The scores by what runs must share to be compared; of a board with runs of others its own ones."""
-        shipped, submitted = dict[tuple[str, ...], list[float]](), dict[tuple[str, ...], list[float]]()
+        """The scores by what runs must share to be compared; of a board with runs of others its own
+        ones.
+        """
+        shipped, submitted = (
+            dict[tuple[str, ...], list[float]](),
+            dict[tuple[str, ...], list[float]](),
+        )
         for run in self:
             scores_by_kind = submitted if run.arm.get("submitted") is True else shipped
             scores_by_kind.setdefault(run.kind, []).append(float(run.arm["score"]))
@@ -416,7 +538,8 @@ class Runs:
     def graded(self) -> set[tuple[str, str]]:
         """The tasks and metrics of which some sample has a score between 0 and 100.
 
-        A share of steps or words that is 100 in all samples of one run is no 0/1 score all the same.
+        A share of steps or words that is 100 in all samples of one run is no 0/1 score all the
+        same.
         """
         return {run.scored_as for run in self if not is_0_1(run.scores.values)}
 
@@ -434,24 +557,32 @@ def is_shared(key: str) -> bool:
 
 def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
     """All that a summary holds, by column; without a budget nothing is compared with one."""
-    absent = dict.fromkeys(() if budget else ("attended_share", "budget_tokens", "unbounded_samples"))
+    absent = dict.fromkeys(
+        () if budget else ("attended_share", "budget_tokens", "unbounded_samples")
+    )
     return {**dict.fromkeys(QUANTITIES), **recorded(summary), **absent}
 
 
 def with_summary(arm: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its own summary's."""
+    """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its
+    own summary's.
+    """
     plain_columns = {key: value for key, value in arm.items() if "." not in key}
     return {**plain_columns, **columns_of(summary, arm["budget"])}
 
 
 def never_bounded(line: Mapping[str, Any]) -> bool:
-    """Whether a line of `Runs.arms` or `Run.cells` is of samples in none of which the budget applied."""
+    """Whether a line of `Runs.arms` or `Run.cells` is of samples in none of which the budget
+    applied.
+    """
     count = line["unbounded_samples"]
     return not missing(count) and bool(count) and count >= line["n"] - line["failed"]
 
 
 def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and NaN."""
+    """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and
+    NaN.
+    """
     frame = pd.DataFrame(lines)
     if lines:
         frame["budget"] = pd.Series([line["budget"] for line in lines], dtype=object)

@@ -1,7 +1,9 @@
-"""Runs that differ in their seed alone become one run of more samples, in the tables and figures of reports.
+"""Runs that differ in their seed alone become one run of more samples, in the tables and figures of
+reports.
 
-Scores are of the samples of all seeds, of what is the same sample under several seeds the mean; other numbers are the
-mean of the runs' by their samples, times the median of those that were taken on one machine.
+Scores are of the samples of all seeds, of what is the same sample under several seeds the mean;
+other numbers are the mean of the runs' by their samples, times the median of those that were taken
+on one machine.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ from kvbench.runs.quantities import QUANTITIES, Quantity, is_number, named
 from kvbench.runs.summary import combine
 
 SUMMED = ("n", "failed", "unbounded_samples", "left_out", "tokens")
-OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")  # parts of a summary that are of one machine
+# parts of a summary that are of one machine
+OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")
 
 
 def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
-    """The same runs, but of those chosen that differ in their seed alone only the first is left and stands for all; of
-    an arm of which none is chosen, which others are compared with, the first of all.
+    """The same runs, but of those chosen that differ in their seed alone only the first is left and
+    stands for all; of an arm of which none is chosen, which others are compared with, the first of
+    all.
 
-    Returns:
-        The runs, and which of them stand for the chosen ones. A line of `arms` has the least and the largest of its
-        seeds' numbers as `spread`, by name; in `settings` the seed is all of them.
+    Returns
+    -------
+    tuple[Runs, list[Run]]
+        The runs, and which of them stand for the chosen ones. A line of `arms` has the least and
+        the largest of its seeds' numbers as `spread`, by name; in `settings` the seed is all of
+        them.
     """
     chosen_arms, all_arms = dict[str, list[Run]](), dict[str, list[Run]]()
     chosen = list(chosen)
@@ -37,7 +44,9 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
         for run in some:
             kind = {**run.but_for_seed, "data": run.arm["data"]}
             by_arm.setdefault(json.dumps(kind, sort_keys=True, default=str), []).append(run)
-    joined = {members[0]: members for members in (all_arms | chosen_arms).values() if len(members) > 1}
+    joined = {
+        members[0]: members for members in (all_arms | chosen_arms).values() if len(members) > 1
+    }
     first = [members[0] for members in chosen_arms.values()]
     if not joined:
         return runs, first
@@ -45,7 +54,9 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
     remaining = [run for run in runs if run not in gone]
     arms, settings, scores = [], [], {}
     for run in remaining:
-        members = sorted(joined.get(run, [run]), key=lambda member: order_of(str(member.settings["seed"])))
+        members = sorted(
+            joined.get(run, [run]), key=lambda member: order_of(str(member.settings["seed"]))
+        )
         seeds = {"seed": ", ".join(str(member.settings["seed"]) for member in members)}
         arms.append(_arm([member.arm for member in members]) | seeds)
         settings.append({**run.settings, **run.but_for_seed, **seeds})
@@ -64,22 +75,33 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     latest = max(lines, key=lambda line: str(line["updated"]))
     joined: dict[str, Any] = {**lines[0], "updated": latest["updated"], "spread": {}}
     joined |= {"paths": tuple(path for line in lines for path in line["paths"])}
-    joined |= {"finished": all(line["finished"] for line in lines), "device_name": timed[0]["device_name"]}
+    joined |= {
+        "finished": all(line["finished"] for line in lines),
+        "device_name": timed[0]["device_name"],
+    }
     for name in (name for name in lines[0] if name in QUANTITIES or "." in name):
         quantity = named(name)
-        there = [line for line in (timed if _is_of_machine(quantity) else lines) if not missing(line[name])]
+        there = [
+            line
+            for line in (timed if _is_of_machine(quantity) else lines)
+            if not missing(line[name])
+        ]
         values = [line[name] for line in there]
         if name in SUMMED:
             joined[name] = sum(values)
         elif values:
             by_sample = [line[name] for line in there for _ in range(line["n"])]
-            joined[name] = median(values) if quantity.is_time else combine(quantity.combine, by_sample)
+            joined[name] = (
+                median(values) if quantity.is_time else combine(quantity.combine, by_sample)
+            )
             if len(values) > 1 and all(map(is_number, values)):
                 joined["spread"][name] = (min(values), max(values))
     for name, quantity in QUANTITIES.items():
         if quantity.ratio and not any(missing(joined[part]) for part in (name, *quantity.ratio)):
             joined[name] = joined[quantity.ratio[0]] / joined[quantity.ratio[1]]
-    joined["left_out"] = joined["left_out"] + sum(line["n"] for line in lines if _is_timed(line) and line not in timed)
+    joined["left_out"] = joined["left_out"] + sum(
+        line["n"] for line in lines if _is_timed(line) and line not in timed
+    )
     return joined
 
 
@@ -95,17 +117,25 @@ def _timed_on_same_machine(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[s
     """As `kvbench.runs.summary.same_machine`, of runs; all where none is timed."""
     by_machine: dict[tuple[bool, str], list[Mapping[str, Any]]] = {}
     for line in filter(_is_timed, lines):
-        by_machine.setdefault((line["disturbed"] not in (True,), str(line["device_name"])), []).append(line)
-    return by_machine[max(by_machine, key=lambda kind: (kind[0], len(by_machine[kind])))] if by_machine else list(lines)
+        by_machine.setdefault(
+            (line["disturbed"] not in (True,), str(line["device_name"])), []
+        ).append(line)
+    return (
+        by_machine[max(by_machine, key=lambda kind: (kind[0], len(by_machine[kind])))]
+        if by_machine
+        else list(lines)
+    )
 
 
 def _scores(members: Sequence[Scores]) -> Scores:
     if len(members) == 1:
         return members[0]
     ids, groups, seeds = (
-        [label for member in members for label in getattr(member, name)] for name in ("ids", "groups", "seeds")
+        [label for member in members for label in getattr(member, name)]
+        for name in ("ids", "groups", "seeds")
     )
     values, failed, contents, kl = (
-        np.concatenate([getattr(member, name) for member in members]) for name in ("values", "failed", "contents", "kl")
+        np.concatenate([getattr(member, name) for member in members])
+        for name in ("values", "failed", "contents", "kl")
     )
     return Scores(ids, groups, values, failed, seeds, contents, kl)

@@ -1,4 +1,6 @@
-"""Words of the command line become runs: which are chosen, which label each has, and which share a row or column."""
+"""Words of the command line become runs: which are chosen, which label each has, and which share a
+row or column.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ PROTOCOL_KEYS = tuple(f"protocol.{name}" for name in PROTOCOL)
 
 
 def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
-    """The runs that match all of these words, such as "method=quest", "budget=64,128" or "task.lengths=[1024]".
+    """The runs that match all of these words, such as "method=quest", "budget=64,128" or
+    "task.lengths=[1024]".
 
-    Raises:
-        ConfigError: no such key, or no run has the value.
+    Raises
+    ------
+    ConfigError
+        no such key, or no run has the value.
     """
     chosen = list(runs)
     texts: dict[str, str] = {}
@@ -27,27 +32,31 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
         key = key_of(runs, name)
         if (first := texts.setdefault(key, text)) != text:
             raise ConfigError(
-                f"--where {name}={first} --where {name}={text}: one key with two values; several are written "
-                f"{name}={first},{text}"
+                f"--where {name}={first} --where {name}={text}: one key with two values; several"
+                f" are written {name}={first},{text}"
             )
         requested = {text} if text.startswith("[") else set(text.split(","))
         # A share of the prompt is shown as 10 % and given as 0.1.
         labels_by_run = {run: {run.label(key), show(run.settings.get(key))} for run in chosen}
-        if unknown := sorted(requested - {label for labels in labels_by_run.values() for label in labels}):
+        if unknown := sorted(
+            requested - {label for labels in labels_by_run.values() for label in labels}
+        ):
             there = set(labels_of(chosen, key))
             raise ConfigError(f"--where {name}={unknown[0]}: no run has it; {nearest(text, there)}")
         chosen = [run for run in chosen if labels_by_run[run] & requested]
     return chosen
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def key_of(runs: Runs, name: str) -> str:
     """The setting that a word means: itself, or the one key that ends with it.
 
-    Raises:
-        ConfigError: no such key, or several.
+    Raises
+    ------
+    ConfigError
+        no such key, or several.
     """
     keys = [*runs.settings.columns, *OF_ARMS, "group"]
     ending = Counter(map(last_word, keys))
@@ -56,16 +65,23 @@ def key_of(runs: Runs, name: str) -> str:
 
 
 def values_of(runs: Runs, name: str) -> list[str]:
-    """The recorded numbers that a word means: of "fidelity" all, else itself, or what has no line and ends with it.
+    """The recorded numbers that a word means: of "fidelity" all, else itself, or what has no line
+    and ends with it.
 
     An error is not one of all where it stands beside its number; beside KL's stands an interval.
 
-    Raises:
-        ConfigError: no such number, or several.
+    Raises
+    ------
+    ConfigError
+        no such number, or several.
     """
     if name == "fidelity":
         columns = [column for column, quantity in NUMBERS.items() if quantity.part == name]
-        return [column for column in columns if column == "kl_mean_error" or not column.endswith("_error")]
+        return [
+            column
+            for column in columns
+            if column == "kl_mean_error" or not column.endswith("_error")
+        ]
     unlisted = [column for column in runs.arms.columns if "." in column]
     all_columns = [*NUMBERS, *unlisted]
     return [_match(name, all_columns, all_columns, f"--values {name}: no such value")]
@@ -88,7 +104,7 @@ def _match(name: str, valid_names: Sequence[str], words: Iterable[str], unknown:
     raise ConfigError(f"{unknown}; {nearest(name, words)}")
 
 
-# -- settings as labels ------------------------------------------------------------------------------------------------
+# -- settings as labels ----------------------------------------------------------------------------
 
 
 def labels_of(chosen: Iterable[Run], key: str) -> list[str]:
@@ -106,19 +122,25 @@ def order_of(label: str) -> tuple[bool, bool, float, str]:
 
 
 def fewest_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The fewest keys that show all differences of these settings; how many samples there are is left out first."""
+    """The fewest keys that show all differences of these settings; how many samples there are is
+    left out first.
+    """
 
     def count_distinct(keys: Sequence[str]) -> int:
         return len({tuple(arm.get(key) for key in keys) for arm in settings})
 
-    keys = [key for key in dict.fromkeys(key for arm in settings for key in arm) if count_distinct([key]) > 1]
+    keys = [
+        key
+        for key in dict.fromkeys(key for arm in settings for key in arm)
+        if count_distinct([key]) > 1
+    ]
     for key in sorted(keys, key=lambda key: key != "task.samples"):
         rest = [other for other in keys if other != key]
         keys = rest if count_distinct(rest) == count_distinct(keys) else keys
     return keys
 
 
-# -- runs with the same labels -----------------------------------------------------------------------------------------
+# -- runs with the same labels ---------------------------------------------------------------------
 
 
 def by_labels(chosen: Iterable[Run], axes: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
@@ -130,7 +152,9 @@ def by_labels(chosen: Iterable[Run], axes: Sequence[str]) -> dict[tuple[str, ...
 
 
 def scored(cell_runs: Sequence[Run]) -> list[Run]:
-    """Of runs in one cell those whose scores and times count: a probe run stands in only where there is no other."""
+    """Of runs in one cell those whose scores and times count: a probe run stands in only where
+    there is no other.
+    """
     return [run for run in cell_runs if not run.arm["probe_every"]] or list(cell_runs)
 
 
@@ -148,32 +172,41 @@ def differing_keys(cells: Iterable[Sequence[Run]]) -> list[str]:
     for cell_runs in cells:
         for rivals in (scored(cell_runs), probed(cell_runs)):
             for key in rivals[0].settings if rivals else ():
-                compared = [run for run in rivals if key != "shared_prefill" or not run.shares_decode]
-                differs_by_key[key] = differs_by_key.get(key, False) or len({run.label(key) for run in compared}) > 1
+                compared = [
+                    run for run in rivals if key != "shared_prefill" or not run.shares_decode
+                ]
+                differs_by_key[key] = (
+                    differs_by_key.get(key, False) or len({run.label(key) for run in compared}) > 1
+                )
     return [key for key, differs in differs_by_key.items() if differs]
 
 
 def refuse_several(cell_runs: Sequence[Run], where: str, advice: str = "") -> None:
     """Refuse runs that count alike in one cell.
 
-    Raises:
-        ConfigError: says in what they differ, and with which --where to choose.
+    Raises
+    ------
+    ConfigError
+        says in what they differ, and with which --where to choose.
     """
     if keys := differing_keys([cell_runs]):
         difference = "; ".join(f"{key}={' | '.join(labels_of(cell_runs, key))}" for key in keys)
         first = labels_of(cell_runs, keys[0])[0]
         raise ConfigError(
-            f"{where}: several runs, which differ in {difference}; {advice}choose with --where {keys[0]}={first}"
+            f"{where}: several runs, which differ in {difference}; {advice}choose with --where"
+            f" {keys[0]}={first}"
         )
 
 
-# -- protocols ---------------------------------------------------------------------------------------------------------
+# -- protocols -------------------------------------------------------------------------------------
 
 
 def by_protocol(chosen: Iterable[Run]) -> list[tuple[list[Run], str]]:
     """The runs of each protocol, and in what it differs from the others ("" where there is one)."""
     kinds = by_labels(chosen, PROTOCOL_KEYS)
-    differing = [index for index in range(len(PROTOCOL_KEYS)) if len({kind[index] for kind in kinds}) > 1]
+    differing = [
+        index for index in range(len(PROTOCOL_KEYS)) if len({kind[index] for kind in kinds}) > 1
+    ]
     return [
         (members, ", ".join(f"{PROTOCOL_KEYS[index]}={kind[index]}" for index in differing))
         for kind, members in kinds.items()
@@ -183,14 +216,20 @@ def by_protocol(chosen: Iterable[Run]) -> list[tuple[list[Run], str]]:
 def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) -> dict[Run, str]:
     """The mark of each run under another protocol than most of these.
 
-    Raises:
-        ConfigError: there are such runs, and they are not allowed.
+    Raises
+    ------
+    ConfigError
+        there are such runs, and they are not allowed.
     """
     kinds = {}
     for run in chosen:
         free = NOT_OF_FULL if run.arm["method"] == YARDSTICK else set()
-        kinds[run] = {key: run.label(key) for key in PROTOCOL_KEYS if key not in axes and key not in free}
-    counts_by_key = {key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in PROTOCOL_KEYS}
+        kinds[run] = {
+            key: run.label(key) for key in PROTOCOL_KEYS if key not in axes and key not in free
+        }
+    counts_by_key = {
+        key: Counter(kind[key] for kind in kinds.values() if key in kind) for key in PROTOCOL_KEYS
+    }
     differing = {key: counts for key, counts in counts_by_key.items() if len(counts) > 1}
     if not differing:
         return {}
@@ -198,20 +237,29 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
         key, counts = next(iter(differing.items()))
         counts_text = ", ".join(f"{value}: {count} runs" for value, count in counts.most_common())
         raise ConfigError(
-            f"{key}: {counts_text}; one table mixes no protocols: choose with "
-            f"--where {key}={counts.most_common(1)[0][0]}, make it a row or column, or mark them with --allow-mixed"
+            f"{key}: {counts_text}; one table mixes no protocols: choose with --where"
+            f" {key}={counts.most_common(1)[0][0]}, make it a row or column, or mark them with"
+            " --allow-mixed"
         )
     usual = {key: counts.most_common(1)[0][0] for key, counts in differing.items()}
-    return {run: "m" for run, kind in kinds.items() if any(kind.get(key, usual[key]) != usual[key] for key in usual)}
+    return {
+        run: "m"
+        for run, kind in kinds.items()
+        if any(kind.get(key, usual[key]) != usual[key] for key in usual)
+    }
 
 
 def marks_of_decoding(chosen: Sequence[Run], axes: Sequence[str] = ()) -> dict[Run, str]:
-    """The mark of each run that decoded together with others, where some of these decoded alone and no axis says so."""
+    """The mark of each run that decoded together with others, where some of these decoded alone and
+    no axis says so.
+    """
     shared = [run for run in chosen if run.shares_decode]
     return dict.fromkeys(shared if len(shared) < len(chosen) and "decode" not in axes else (), "p")
 
 
 def same_decode_mode(candidates: Sequence[Run]) -> list[Run]:
-    """Of runs of which one is to count those that decoded in one way: alone, unless the others have more samples."""
+    """Of runs of which one is to count those that decoded in one way: alone, unless the others have
+    more samples.
+    """
     kinds = [[run for run in candidates if run.shares_decode == shared] for shared in (False, True)]
     return max(kinds, key=lambda members: sum(run.arm["n"] for run in members))

@@ -1,4 +1,6 @@
-"""Bytes that a run holds and that its steps read, from its audit and that of full attention beside it."""
+"""Bytes that a run holds and that its steps read, from its audit and that of full attention beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,19 @@ from kvbench.report.data.run import Run, missing
 def bytes_read(run: Run) -> float:
     """Bytes of KV that a decode step of a run reads on average; NaN where its audit does not say.
 
-    What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored keys. What a method
-    reads of an index of its own is in no audit.
+    What is attended in all layers, as it is held (`kv=`), and what the method scanned of the stored
+    keys. What a method reads of an index of its own is in no audit.
     """
     attended, scanned = run.arm["attended_bytes_per_step"], run.arm["read_bytes_per_step"]
-    return math.nan if missing(attended) else float(attended + (0.0 if missing(scanned) else scanned))
+    return (
+        math.nan if missing(attended) else float(attended + (0.0 if missing(scanned) else scanned))
+    )
 
 
 def bytes_stored(run: Run) -> float:
-    """Bytes that a run holds for each token of the context: keys and values of both tiers, and its index; NaN where it
-    does not say, or full attention not how many tokens there are, and where a sample failed: it may be the longest.
+    """Bytes that a run holds for each token of the context: keys and values of both tiers, and its
+    index; NaN where it does not say, or full attention not how many tokens there are, and where a
+    sample failed: it may be the longest.
     """
     if (full_run := run.full()) is None:
         return math.nan
@@ -28,7 +33,11 @@ def bytes_stored(run: Run) -> float:
         return math.nan
     tokens, rows = full["attended_max"], run.settings["batch"]
     sizes = [arm[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
-    return math.nan if missing(tokens) else sum(0 if missing(size) else size for size in sizes) / tokens / rows
+    return (
+        math.nan
+        if missing(tokens)
+        else sum(0 if missing(size) else size for size in sizes) / tokens / rows
+    )
 
 
 def bytes_of_step(run: Run) -> float:

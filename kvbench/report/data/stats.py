@@ -1,14 +1,16 @@
-"""What can be said of scores on few samples: intervals, of 0/1 scores by Wilson, of their differences by Tango, of
-repeats by Student, of others by bootstrap; paired ones.
+"""What can be said of scores on few samples: intervals, of 0/1 scores by Wilson, of their
+differences by Tango, of repeats by Student, of others by bootstrap; paired ones.
 
-Scores come in strata, one array for each group of samples (subset, length); the estimate is the plain mean of their
-means. A bootstrap resamples each stratum on its own, n samples by n - 1 of them: n of n would have (n - 1) / n of the
-variance that the mean has, of pairs half (Rao and Wu, Resampling Inference With Complex Survey Data, 1988). Strata of
-one sample show no spread alone; they are resampled as one stratum, which shows at least the spread that they have
-(collapsed strata: Cochran, Sampling Techniques, 1977, 5A.12). Small strata whose samples are all alike show none
-either, such as tasks that are answered always or never: what they may hide is added as Wilson's interval has it,
-between the least and the largest sample of all strata, for all of them together (stratified as by Yan and Su 2010). The
-resamples follow from a fixed seed: the same scores give the same interval in every process.
+Scores come in strata, one array for each group of samples (subset, length); the estimate is the
+plain mean of their means. A bootstrap resamples each stratum on its own, n samples by n - 1 of
+them: n of n would have (n - 1) / n of the variance that the mean has, of pairs half (Rao and Wu,
+Resampling Inference With Complex Survey Data, 1988). Strata of one sample show no spread alone;
+they are resampled as one stratum, which shows at least the spread that they have (collapsed strata:
+Cochran, Sampling Techniques, 1977, 5A.12). Small strata whose samples are all alike show none
+either, such as tasks that are answered always or never: what they may hide is added as Wilson's
+interval has it, between the least and the largest sample of all strata, for all of them together
+(stratified as by Yan and Su 2010). The resamples follow from a fixed seed: the same scores give the
+same interval in every process.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ RESAMPLES = 2000
 COVERAGE = 95  # per cent
 Z = NormalDist().inv_cdf((1 + COVERAGE / 100) / 2)
 SEED = 0
-# Student's t of that coverage for 1 to 10 degrees of freedom; from there a series in 1 / degrees is right to .2 %.
+# Student's t of that coverage for 1 to 10 degrees of freedom; from there a series in 1 / degrees is
+# right to .2 %.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 FEWEST = 8  # samples: fewer rank no methods
 LEAST = 20  # points of full attention: on samples where it has fewer no method is ranked
-RANGE_UP_TO = 3  # samples: of so few the ends of a percentile bootstrap are the least and the largest
+# samples: of so few the ends of a percentile bootstrap are the least and the largest
+RANGE_UP_TO = 3
 SCORES = (0.0, 100.0)  # between which they lie
 INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
 
 
 def ranks(n: float, low: float | None, high: float | None) -> bool:
-    """Whether n samples with this interval say which of two methods is better: enough of them, and not all alike.
+    """Whether n samples with this interval say which of two methods is better: enough of them, and
+    not all alike.
 
     No table, figure or page marks a number as better, best or different without it.
     """
@@ -43,11 +48,15 @@ def ranks(n: float, low: float | None, high: float | None) -> bool:
 
 
 class Estimate(NamedTuple):
-    """A mean over samples with its interval, in the units of the scores; None where there are too few samples for one.
+    """A mean over samples with its interval, in the units of the scores; None where there are too
+    few samples for one.
 
-    Attributes:
-        n: samples.
-        is_range: low and high are the least and the largest that was seen, and no interval.
+    Attributes
+    ----------
+    n
+        samples.
+    is_range
+        low and high are the least and the largest that was seen, and no interval.
     """
 
     mean: float
@@ -58,7 +67,9 @@ class Estimate(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether a difference is more than chance: its samples rank, and 0 is not in its interval."""
+        """Whether a difference is more than chance: its samples rank, and 0 is not in its
+        interval.
+        """
         return ranks(self.n, self.low, self.high) and not self.low <= 0 <= self.high  # type: ignore[operator]
 
 
@@ -78,27 +89,38 @@ def is_0_1(values: np.ndarray) -> bool:
 def proportion(strata: Sequence[np.ndarray]) -> Estimate:
     """The mean of the strata's means of scores that are 0 or 100, with Wilson's interval (1927).
 
-    Between samples that all scored alike it has a width, as it should: 40 of 40 is 91.2 to 100. The k strata of n_i
-    samples count as the k^2 / sum(1 / n_i) samples of one, whose mean would vary as theirs at most.
+    Between samples that all scored alike it has a width, as it should: 40 of 40 is 91.2 to 100. The
+    k strata of n_i samples count as the k^2 / sum(1 / n_i) samples of one, whose mean would vary as
+    theirs at most.
 
-    Args:
-        strata: [n] each, none empty.
+    Parameters
+    ----------
+    strata
+        [n] each, none empty.
     """
     mean = sum(float(values.mean()) for values in strata) / len(strata)
     share, n = mean / 100, len(strata) ** 2 / sum(1 / len(values) for values in strata)
-    centre, half = share + Z**2 / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    centre, half = (
+        share + Z**2 / (2 * n),
+        Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2)),
+    )
     low, high = (100 * (centre + side) / (1 + Z**2 / n) for side in (-half, half))
-    return Estimate(mean, max(0.0, min(mean, low)), min(100.0, max(mean, high)), sum(map(len, strata)))
+    return Estimate(
+        mean, max(0.0, min(mean, low)), min(100.0, max(mean, high)), sum(map(len, strata))
+    )
 
 
 def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = None) -> Estimate:
-    """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron 1979), wider by what
-    strata without spread may hide.
+    """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron
+    1979), wider by what strata without spread may hide.
 
-    Args:
-        strata: [n] each, none empty; scores, or differences of scores on the same samples (paired bootstrap). There is
-            no interval where one stratum alone has one sample.
-        bounds: between which samples may lie that nobody saw, where more than `RANGE_UP_TO` are all alike.
+    Parameters
+    ----------
+    strata
+        [n] each, none empty; scores, or differences of scores on the same samples (paired
+        bootstrap). There is no interval where one stratum alone has one sample.
+    bounds
+        between which samples may lie that nobody saw, where more than `RANGE_UP_TO` are all alike.
     """
     n = sum(map(len, strata))
     if bounds and n > RANGE_UP_TO and np.ptp(np.concatenate(strata)) == 0:
@@ -119,9 +141,14 @@ def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = 
 
 
 def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
-    """How far the mean of the strata's means may lie nearer to a bound for samples that strata without spread hide."""
+    """How far the mean of the strata's means may lie nearer to a bound for samples that strata
+    without spread hide.
+    """
     constant = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
-    hidden = [Z**2 / (Z**2 + len(constant) * len(values)) * abs(bound - float(values[0])) for values in constant]
+    hidden = [
+        Z**2 / (Z**2 + len(constant) * len(values)) * abs(bound - float(values[0]))
+        for values in constant
+    ]
     single = [float(values[0]) for values in strata if len(values) == 1]
     if len(set(single)) == 1:  # collapsed strata, as many
         hidden.append(len(single) * Z**2 / (Z**2 + len(single)) * abs(bound - single[0]))
@@ -129,8 +156,8 @@ def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
 
 
 def _constant_estimate(values: np.ndarray, least: float, most: float) -> Estimate:
-    """The mean of [n] values that are all alike, with what samples may hide that lie anywhere between these bounds: as
-    many of them as Wilson's interval has of one kind where none was seen.
+    """The mean of [n] values that are all alike, with what samples may hide that lie anywhere
+    between these bounds: as many of them as Wilson's interval has of one kind where none was seen.
     """
     mean, share = float(values[0]), Z**2 / (len(values) + Z**2)
     return Estimate(mean, mean - share * (mean - least), mean + share * (most - mean), len(values))
@@ -139,13 +166,16 @@ def _constant_estimate(values: np.ndarray, least: float, most: float) -> Estimat
 def difference(strata: Sequence[np.ndarray]) -> Estimate:
     """The mean of the strata's means of differences of scores on the same samples, in points.
 
-    Of 0/1 scores with the score interval of paired proportions (Tango 1998), as bootstrap and normal ones have no width
-    where all pairs are alike: 0 of 480 pairs that differ are up to .8 points either way. That is the interval of other
-    scores whose differences are all alike, too: of the share of samples in which they may differ, up to 100 points.
-    Else it is as `estimate`. Strata count as in `proportion`.
+    Of 0/1 scores with the score interval of paired proportions (Tango 1998), as bootstrap and
+    normal ones have no width where all pairs are alike: 0 of 480 pairs that differ are up to .8
+    points either way. That is the interval of other scores whose differences are all alike, too: of
+    the share of samples in which they may differ, up to 100 points. Else it is as `estimate`.
+    Strata count as in `proportion`.
 
-    Args:
-        strata: [n] each, none empty.
+    Parameters
+    ----------
+    strata
+        [n] each, none empty.
     """
     every = np.concatenate(strata)
     if np.isin(every, (-100.0, 0.0, 100.0)).all():
@@ -160,13 +190,16 @@ def difference(strata: Sequence[np.ndarray]) -> Estimate:
 
 
 def _most(gained: float, lost: float, n: float) -> float:
-    """The largest difference of two paired proportions that a score test does not reject, by bisection (Tango 1998)."""
+    """The largest difference of two paired proportions that a score test does not reject, by
+    bisection (Tango 1998).
+    """
     least, most = (gained - lost) / n, 1.0
     for _ in range(50):
         middle = (least + most) / 2
         variance = middle * (1 - middle)
         linear = (2 * n - gained + lost) * middle - gained - lost
-        alone = (math.sqrt(linear**2 + 8 * n * lost * variance) - linear) / (4 * n)  # likeliest share of lost pairs
+        # likeliest share of lost pairs
+        alone = (math.sqrt(linear**2 + 8 * n * lost * variance) - linear) / (4 * n)
         if n * middle - gained + lost > Z * math.sqrt(n * (2 * alone + variance)):
             most = middle
         else:
@@ -175,10 +208,13 @@ def _most(gained: float, lost: float, n: float) -> float:
 
 
 def repeated(values: np.ndarray) -> Estimate:
-    """The mean of repeats with Student's interval, which narrows with more of them, as a range does not.
+    """The mean of repeats with Student's interval, which narrows with more of them, as a range does
+    not.
 
-    Args:
-        values: [n], a number of each repeat; of one there is no interval.
+    Parameters
+    ----------
+    values
+        [n], a number of each repeat; of one there is no interval.
     """
     n, mean = len(values), float(values.mean())
     if n == 1:
@@ -188,21 +224,28 @@ def repeated(values: np.ndarray) -> Estimate:
 
 
 def student(degrees: int) -> float:
-    """The two-sided t of `COVERAGE` per cent (Abramowitz and Stegun 1964, 26.7.5, above ten degrees of freedom)."""
+    """The two-sided t of `COVERAGE` per cent (Abramowitz and Stegun 1964, 26.7.5, above ten degrees
+    of freedom).
+    """
     if degrees <= len(STUDENT):
         return STUDENT[degrees - 1]
     return Z + (Z**3 + Z) / (4 * degrees) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * degrees**2)
 
 
 def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
-    """The mean of the strata's means of one number over that of another, taken on the same samples (paired bootstrap).
+    """The mean of the strata's means of one number over that of another, taken on the same samples
+    (paired bootstrap).
 
-    Args:
-        above, below: [n] each, none empty; not all of below are 0. There is no interval where one stratum alone has one
-            sample, and where below is 0 on so many that a resample has nothing else.
+    Parameters
+    ----------
+    above, below
+        [n] each, none empty; not all of below are 0. There is no interval where one stratum alone
+        has one sample, and where below is 0 on so many that a resample has nothing else.
     """
     n = sum(map(len, above))
-    mean = sum(float(values.mean()) for values in above) / sum(float(values.mean()) for values in below)
+    mean = sum(float(values.mean()) for values in above) / sum(
+        float(values.mean()) for values in below
+    )
     tops, bottoms = _resampled(above), _resampled(below)
     if tops is None or bottoms is None or not bottoms.all():
         return Estimate(mean, None, None, n)
@@ -212,7 +255,9 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
 
 
 def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[RESAMPLES] means of the strata's means; None where one alone has one sample, whose spread nothing shows."""
+    """[RESAMPLES] means of the strata's means; None where one alone has one sample, whose spread
+    nothing shows.
+    """
     single = [values for values in strata if len(values) == 1]
     if len(single) == 1:
         return None
@@ -225,6 +270,8 @@ def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=32)
 def _weights(n: int, stratum: int) -> np.ndarray:
-    """[RESAMPLES, n] how much of a resample each of n samples is; strata of one size have weights of their own."""
+    """[RESAMPLES, n] how much of a resample each of n samples is; strata of one size have weights
+    of their own.
+    """
     rng = np.random.default_rng((SEED, n, stratum))
     return rng.multinomial(n - 1, np.full(n, 1 / n), size=RESAMPLES) / (n - 1)

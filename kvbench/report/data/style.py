@@ -1,8 +1,9 @@
-"""How a method looks wherever it is drawn: one label, colour, marker and line for each, in the house and in the papers.
+"""How a method looks wherever it is drawn: one label, colour, marker and line for each, in the
+house and in the papers.
 
-Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods share a colour and a
-marker, so a picture can be read in grey as well. There are more methods than colours: in one picture those that share
-one get others (`styles_of`).
+Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods
+share a colour and a marker, so a picture can be read in grey as well. There are more methods than
+colours: in one picture those that share one get others (`styles_of`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from dataclasses import dataclass, replace
 class Style:
     """How a method is drawn.
 
-    Attributes:
-        label: its name as published.
-        colour: hexadecimal RGB.
-        marker: matplotlib's letter for it.
-        line: matplotlib's line style; presets of a method differ in it.
+    Attributes
+    ----------
+    label
+        its name as published.
+    colour
+        hexadecimal RGB.
+    marker
+        matplotlib's letter for it.
+    line
+        matplotlib's line style; presets of a method differ in it.
     """
 
     label: str
@@ -128,8 +134,9 @@ ALIASES = {
 def style_of(method: str) -> Style:
     """The style of a method by any of its names ("streaming_llm", "StreamingLLM", "SLM").
 
-    An unknown name, of a user's own method or a preset, takes the style of the known method it begins with under a
-    label and line of its own, or else a colour and a marker that follow from the name alone.
+    An unknown name, of a user's own method or a preset, takes the style of the known method it
+    begins with under a label and line of its own, or else a colour and a marker that follow from
+    the name alone.
     """
     plain = _plain(method)
     style = _BY_NAME.get(plain)
@@ -139,27 +146,34 @@ def style_of(method: str) -> Style:
     if parents:
         return replace(STYLES[max(parents, key=len)], label=method, line="-.")
     number = zlib.crc32(plain.encode())
-    label = f" {method}" if method.startswith("_") else method  # matplotlib leaves what begins with _ out of legends
-    return Style(label, COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)])
+    # matplotlib leaves what begins with _ out of legends
+    label = f" {method}" if method.startswith("_") else method
+    return Style(
+        label, COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
+    )
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
     """The styles of methods that stand in one picture.
 
-    No two share a colour, nor a marker, while there are others; then no two share both. The first in the order of
-    `STYLES` has its own, a user's method takes what the others leave.
+    No two share a colour, nor a marker, while there are others; then no two share both. The first
+    in the order of `STYLES` has its own, a user's method takes what the others leave.
     """
     looks = {method: style_of(method) for method in in_order(methods)}
     styles: dict[str, Style] = {}
     first_by_colour: dict[str, Style] = {}  # the first of each colour
     for style in looks.values():
         first_by_colour.setdefault(style.colour, style)
-    spare = itertools.chain((colour for colour in COLOURS if colour not in first_by_colour), itertools.cycle(COLOURS))
+    spare = itertools.chain(
+        (colour for colour in COLOURS if colour not in first_by_colour), itertools.cycle(COLOURS)
+    )
     for method, style in looks.items():
         if first_by_colour[style.colour] is not style:
             style = replace(style, colour=next(spare))
         crowded = len(styles) >= len(MARKERS)
-        taken = {other.marker for other in styles.values() if not crowded or other.colour == style.colour}
+        taken = {
+            other.marker for other in styles.values() if not crowded or other.colour == style.colour
+        }
         if style.marker in taken:
             style = replace(style, marker=next(marker for marker in MARKERS if marker not in taken))
         styles[method] = style

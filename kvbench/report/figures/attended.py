@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
 from kvbench.report.figures.labels import End, height_for, name_ends
-from kvbench.report.figures.panels import arms_for, finished, line_look, mark_powers, panels_of, series_of, tiled
+from kvbench.report.figures.panels import (
+    arms_for,
+    finished,
+    line_look,
+    mark_powers,
+    panels_of,
+    series_of,
+    tiled,
+)
 from kvbench.report.figures.pareto import FRONT
 from kvbench.runs.quantities import QUANTITIES
 
@@ -27,7 +35,9 @@ def attended(runs: Runs) -> Figure:
     for axis, panel, series in zip(axes.flat, panels, lines, strict=False):
         axis.axhline(1, color=FRONT["color"], linewidth=0.8, linestyle="--", zorder=1)
         axis.set(
-            title=panel.title, xlabel="budget C (tokens)", ylabel=f"{SHARE.title}, mean over KV heads, layers and steps"
+            title=panel.title,
+            xlabel="budget C (tokens)",
+            ylabel=f"{SHARE.title}, mean over KV heads, layers and steps",
         )
         ends = []
         for curve in series:

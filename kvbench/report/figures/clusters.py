@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
-from kvbench.report.figures.panels import arms_for, finished, grid, line_look, mark_powers, panels_of, series_of
+from kvbench.report.figures.panels import (
+    arms_for,
+    finished,
+    grid,
+    line_look,
+    mark_powers,
+    panels_of,
+    series_of,
+)
 from kvbench.runs.quantities import QUANTITIES
 
 # Options that set how many things a cluster holds.
@@ -21,22 +29,32 @@ def clusters(runs: Runs) -> Figure:
     for panel in panels_of("clusters", runs, arms):
         panel_arms = panel.arms
         for option in SIZES:
-            sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[panel_arms.index]
-            varied = sizes.groupby([panel_arms["method"], panel_arms["budget"]]).transform("nunique") > 1
+            sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[
+                panel_arms.index
+            ]
+            varied = (
+                sizes.groupby([panel_arms["method"], panel_arms["budget"]]).transform("nunique") > 1
+            )
             if varied.any():
                 several = panel_arms[varied].assign(size=sizes[varied].astype(float))
                 panels.append((option, panel._replace(arms=several)))
     if not panels:
         keys = " or ".join(SIZES)
         raise ConfigError(
-            f"figure=clusters: no two runs with probes differ in {keys} alone; a sweep over one makes some"
+            f"figure=clusters: no two runs with probes differ in {keys} alone; a sweep over one"
+            " makes some"
         )
     figure, axes = grid(1, len(panels), f"{QUANTITIES['recall'].title} against cluster size")
     for axis, (option, panel) in zip(axes.flat, panels, strict=True):
         for series in series_of(runs, panel, without=option):
             for budget in series.arms["budget"].drop_duplicates():
                 line = series.arms[series.arms["budget"] == budget].sort_values("size")
-                axis.plot(line["size"], line["recall"], label=series.label(budget), **line_look(series.style))
+                axis.plot(
+                    line["size"],
+                    line["recall"],
+                    label=series.label(budget),
+                    **line_look(series.style),
+                )
         axis.set(
             title=panel.title,
             xlabel=SIZES[option],

@@ -9,11 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.figures.panels import curves_of, fidelity_panels, finished, line_look, log_y, tiled
+from kvbench.report.figures.panels import (
+    curves_of,
+    fidelity_panels,
+    finished,
+    line_look,
+    log_y,
+    tiled,
+)
 from kvbench.runs.quantities import QUANTITIES
 
 KL = QUANTITIES["kl_mean"]
-SMOOTHED, POINTS = 8, 64  # neighbouring steps whose mean a curve shows, as single tokens differ by orders of magnitude
+# neighbouring steps whose mean a curve shows, as single tokens differ by orders of magnitude
+SMOOTHED, POINTS = 8, 64
 
 
 def drift(runs: Runs) -> Figure:
@@ -41,5 +49,7 @@ def drift(runs: Runs) -> Figure:
 
 def _over_steps(run: Run) -> pd.Series:
     """KL of each decode step, the mean over a run's samples."""
-    steps = [sample["fidelity"]["steps"]["kl"] for sample in run.samples() if sample.get("fidelity")]
+    steps = [
+        sample["fidelity"]["steps"]["kl"] for sample in run.samples() if sample.get("fidelity")
+    ]
     return pd.DataFrame(steps).mean()

@@ -26,8 +26,14 @@ COSTS = ("attended_mean", KV.name)
 
 
 def fidelity(runs: Runs) -> Figure:
-    """Mean KL from full attention, with its interval, against the budget, what was attended and device memory."""
-    panels = [panel for panel in fidelity_panels(runs, "fidelity", "method") if panel.arms["budget"].notna().any()]
+    """Mean KL from full attention, with its interval, against the budget, what was attended and
+    device memory.
+    """
+    panels = [
+        panel
+        for panel in fidelity_panels(runs, "fidelity", "method")
+        if panel.arms["budget"].notna().any()
+    ]
     if not panels:
         raise ConfigError("figure=fidelity: no run with a budget among those of task=fidelity")
     bars = intervals(kl for panel in panels for run in panel.arms.index if (kl := runs[run].kl()))
@@ -38,10 +44,17 @@ def fidelity(runs: Runs) -> Figure:
             for series in series_of(runs, panel):
                 scale = QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
                 near = {run: kl for run in series.arms.index if (kl := runs[run].kl())}
-                draw_intervals(axis, series, series.arms.loc[list(near), x].astype(float) * scale, list(near.values()))
+                draw_intervals(
+                    axis,
+                    series,
+                    series.arms.loc[list(near), x].astype(float) * scale,
+                    list(near.values()),
+                )
             axis.set_title(panel.title)
             log_y(axis)
-            axis.set_xlabel(QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share")
+            axis.set_xlabel(
+                QUANTITIES[x].axis if x in QUANTITIES else "budget C: tokens, or below 1 a share"
+            )
             axis.grid(alpha=0.3)
         mark_powers(row[0], arms["budget"].dropna().astype(float))
         kv_bytes = KV.unit.scale * arms[KV.name].astype(float)
@@ -49,6 +62,8 @@ def fidelity(runs: Runs) -> Figure:
         row[0].set_ylabel(KL.axis)
         for axis, x in zip(row, ("budget", *COSTS), strict=True):
             plotted = arms.dropna(subset=[x, KL.name])
-            costs = plotted[x].astype(float) * (QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0)
+            costs = plotted[x].astype(float) * (
+                QUANTITIES[x].unit.scale if x in QUANTITIES else 1.0
+            )
             draw_front(axis, costs, plotted[KL.name].astype(float), more_is_better=False)
     return finished(figure, axes, panels)

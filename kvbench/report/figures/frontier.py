@@ -1,6 +1,8 @@
-"""The figure `frontier`: where a bit buys more than a token, by the share of full attention's bytes that an arm holds.
+"""The figure `frontier`: where a bit buys more than a token, by the share of full attention's bytes
+that an arm holds.
 
-A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on its Pareto front.
+A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on
+its Pareto front.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ from kvbench.report.figures.panels import (
 from kvbench.report.figures.pareto import BARE, FRONT, areas, draw_front, front
 from kvbench.runs.quantities import QUANTITIES
 
-X_LABEL = "held (% of full attention's native keys and values): keys and values in both tiers, and the index"
+X_LABEL = (
+    "held (% of full attention's native keys and values): keys and values in both tiers, and the"
+    " index"
+)
 # Of `kv`, in the order of `KINDS`, then of those that differ by tier.
 KIND_COLOURS = (BLACK, *COLOURS[:-1], "#44AA99", "#AA4499", "#B59F00", "#661100", COLOURS[-1])
 TALL, EDGE = 3.0, 0.04  # inches of a panel, and the share of it above and below the names
@@ -51,9 +56,12 @@ HALO = [withStroke(linewidth=1.5, foreground="white")]  # names are read where l
 class Point(NamedTuple):
     """An arm in one panel.
 
-    Attributes:
-        colour, marker: of its `kv`, and of its method.
-        share: percent of full attention's bytes.
+    Attributes
+    ----------
+    colour, marker
+        of its `kv`, and of its method.
+    share
+        percent of full attention's bytes.
     """
 
     run: Run
@@ -65,7 +73,9 @@ class Point(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """How arms can be known: a colour for each `kv`, a marker for each series, an area for each budget."""
+    """How arms can be known: a colour for each `kv`, a marker for each series, an area for each
+    budget.
+    """
 
     colours: dict[str, str]
     markers: dict[str, str]
@@ -73,19 +83,25 @@ class Looks(NamedTuple):
 
 
 def frontier(runs: Runs) -> Figure:
-    """KL from full attention, or the score where there is none, over bytes held; a panel for each task and model."""
+    """KL from full attention, or the score where there is none, over bytes held; a panel for each
+    task and model.
+    """
     arms = arms_for(runs, "frontier", probed=False, scored=True)
     arms = arms.assign(share=[_share(runs[run]) for run in arms.index]).dropna(subset=["share"])
     if not len(arms):
         raise ConfigError(
-            "figure=frontier: no run with an audit that counts bytes, beside one of method=full on the same samples"
+            "figure=frontier: no run with an audit that counts bytes, beside one of method=full on"
+            " the same samples"
         )
     drawn = measured(runs, panels_of("frontier", runs, arms))
     near = {panel.title for panel, name, _ in drawn if name != "score"}
     drawn = [entry for entry in drawn if entry[1] != "score" or entry[0].title not in near]
     looks = _looks(runs, [panel for panel, *_ in drawn])
     bars = intervals(
-        value for panel, _, estimate_of in drawn for run in panel.arms.index if (value := estimate_of(runs[run]))
+        value
+        for panel, _, estimate_of in drawn
+        for run in panel.arms.index
+        if (value := estimate_of(runs[run]))
     )
     title = f"where a bit buys more than a token; with {bars}; names: the Pareto front"
     across = 1 if max(len(panel.arms) for panel, *_ in drawn) > MANY else 2
@@ -105,9 +121,14 @@ def _share(run: Run) -> float:
 
 def _looks(runs: Runs, panels: Sequence[Panel]) -> Looks:
     there = {str(runs.settings.at[run, "kv"]) for panel in panels for run in panel.arms.index}
-    kinds = [*(kind for kind in KINDS["device"] if kind in there), *sorted(there - set(KINDS["device"]))]
+    kinds = [
+        *(kind for kind in KINDS["device"] if kind in there),
+        *sorted(there - set(KINDS["device"])),
+    ]
     markers = {
-        series.label(): series.style.marker for panel in panels for series in series_of(runs, panel, without="kv")
+        series.label(): series.style.marker
+        for panel in panels
+        for series in series_of(runs, panel, without="kv")
     }
     budgets = [budget for panel in panels for budget in panel.arms["budget"]]
     return Looks(dict(zip(kinds, cycle(KIND_COLOURS), strict=False)), markers, areas(budgets))
@@ -121,20 +142,35 @@ def _points(runs: Runs, panel: Panel, looks: Looks) -> list[Point]:
             name = series.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
             area = BARE if missing(arm.budget) else looks.areas[arm.budget]
             points.append(
-                Point(runs[arm.name], name, looks.colours[kv], looks.markers[series.label()], area, arm.share)
+                Point(
+                    runs[arm.name],
+                    name,
+                    looks.colours[kv],
+                    looks.markers[series.label()],
+                    area,
+                    arm.share,
+                )
             )
     return points
 
 
 def _draw(axis: Any, points: Sequence[Point], measure: str, estimate_of: EstimateOf) -> None:
-    """One measure over the bytes; what is at 0 of it, as full attention is of KL, is a line at its cost."""
+    """One measure over the bytes; what is at 0 of it, as full attention is of KL, is a line at its
+    cost.
+    """
     more, drawn = measure == "score", {}
     for point in points:
         value = estimate_of(point.run)
         if value is None:
             continue
         if not more and value.mean <= 0:
-            axis.axvline(point.share, color=point.colour, linestyle=":", linewidth=1, label=f"{point.name}: 0")
+            axis.axvline(
+                point.share,
+                color=point.colour,
+                linestyle=":",
+                linewidth=1,
+                label=f"{point.name}: 0",
+            )
             continue
         drawn[point] = value if more else at_least(value)
     places = [(point.share, value.mean) for point, value in drawn.items()]
@@ -142,9 +178,17 @@ def _draw(axis: Any, points: Sequence[Point], measure: str, estimate_of: Estimat
     for (point, value), place in zip(drawn.items(), places, strict=True):
         alpha = 1 if place in corners else FAINT
         if value.low is not None and value.high is not None:
-            axis.vlines(point.share, value.low, value.high, point.colour, linewidth=0.7, alpha=alpha * FAINT)
-        look = {"facecolor": "none", "edgecolor": point.colour, "linewidth": 1.2 if alpha == 1 else 0.8}
-        axis.scatter(*place, s=point.area, marker=point.marker, alpha=alpha, zorder=2 + alpha, **look)
+            axis.vlines(
+                point.share, value.low, value.high, point.colour, linewidth=0.7, alpha=alpha * FAINT
+            )
+        look = {
+            "facecolor": "none",
+            "edgecolor": point.colour,
+            "linewidth": 1.2 if alpha == 1 else 0.8,
+        }
+        axis.scatter(
+            *place, s=point.area, marker=point.marker, alpha=alpha, zorder=2 + alpha, **look
+        )
     axis.set(xlabel=X_LABEL, ylabel=QUANTITIES[measure].axis)
     right = max(point.share for point in points)
     mark_octaves(axis, min(x for x, _ in places), right)
@@ -162,7 +206,9 @@ def _draw(axis: Any, points: Sequence[Point], measure: str, estimate_of: Estimat
     _name_front(axis, named, None if more else LEAST_KL)
 
 
-def _x_start(axis: Any, named: dict[Point, tuple[float, float]], least: float, most: float) -> float:
+def _x_start(
+    axis: Any, named: dict[Point, tuple[float, float]], least: float, most: float
+) -> float:
     """Where an x axis begins that has room left of each point for its name."""
     figure = axis.get_figure()
     inches = figure.get_figwidth() / axis.get_subplotspec().get_gridspec().ncols - 0.7
@@ -174,20 +220,33 @@ def _x_start(axis: Any, named: dict[Point, tuple[float, float]], least: float, m
 
 
 def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: float | None) -> None:
-    """Names left of the points of a front, and of those at their height: what was drawn there would be the front."""
+    """Names left of the points of a front, and of those at their height: what was drawn there would
+    be the front.
+    """
     to_axis = axis.transData + axis.transAxes.inverted()
     there = {point: to_axis.transform(place) for point, place in points.items()}
     placed = sorted(
-        ((float(high), float(along), point) for point, (along, high) in there.items()), key=lambda entry: entry[:2]
+        ((float(high), float(along), point) for point, (along, high) in there.items()),
+        key=lambda entry: entry[:2],
     )
     gap = GAP / (0.65 * TALL)
     # No name lies on the axis' own frame.
     heights = [
-        EDGE + (1 - 2 * EDGE) * high for high in with_gaps([high for high, _, _ in placed], gap / (1 - 2 * EDGE))
+        EDGE + (1 - 2 * EDGE) * high
+        for high in with_gaps([high for high, _, _ in placed], gap / (1 - 2 * EDGE))
     ]
     for height, (_, along, point) in zip(heights, placed, strict=True):
-        leftmost = min([along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)])
-        line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
+        leftmost = min(
+            [along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)]
+        )
+        line = {
+            "arrowstyle": "-",
+            "color": point.colour,
+            "linewidth": 0.5,
+            "alpha": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 3,
+        }
         name = f"{point.name} (below {least:g})" if points[point][1] == least else point.name
         axis.annotate(
             name, points[point], (leftmost - 0.03, height), xycoords="data", textcoords="axes fraction",
@@ -203,4 +262,6 @@ def _explain(axis: Any, looks: Looks) -> None:
     for budget, area in looks.areas.items():
         axis.scatter([], [], s=area, marker="o", label=f"C = {size_text(budget)}", **grey)
     for kind, colour in looks.colours.items():
-        axis.add_line(Line2D([], [], color=colour, marker="s", markersize=4, linestyle="", label=f"kv={kind}"))
+        axis.add_line(
+            Line2D([], [], color=colour, marker="s", markersize=4, linestyle="", label=f"kv={kind}")
+        )

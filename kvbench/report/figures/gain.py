@@ -1,4 +1,6 @@
-"""The figure `gain`: what a score is worth, which is what a method gains over random tokens of the same number."""
+"""The figure `gain`: what a score is worth, which is what a method gains over random tokens of the
+same number.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Gain(NamedTuple):
 
 
 def gain(runs: Runs) -> Figure:
-    """Scores less those of random tokens on the same samples; a panel for each task, model, protocol and budget."""
+    """Scores less those of random tokens on the same samples; a panel for each task, model,
+    protocol and budget.
+    """
     arms = arms_for(runs, "gain", probed=False, scored=True)
     panels = [
         (panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=group), controls)
@@ -47,19 +51,27 @@ def gain(runs: Runs) -> Figure:
         if (controls := _controls(runs, group.index))
     ]
     if not panels:
-        raise ConfigError(f"figure=gain: no runs here of method={CONTROL}, with which others are compared")
+        raise ConfigError(
+            f"figure=gain: no runs here of method={CONTROL}, with which others are compared"
+        )
     refuse_crowd("gain", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
     rows = max(len(panel.arms) for panel, _ in panels)
     refuse_crowd("gain", rows, "arms of one budget", MOST)
     gains = [_gains(runs, panel, controls) for panel, controls in panels]
     bars_of = intervals(entry.estimate for group in gains for entry in group)
-    figure, axes = tiled(len(panels), f"score less that of random tokens, paired, with {bars_of}", 0.6 + ROW * rows)
+    figure, axes = tiled(
+        len(panels), f"score less that of random tokens, paired, with {bars_of}", 0.6 + ROW * rows
+    )
     for (panel, controls), group, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, group)
         shares = " or ".join(
-            f"{share:g}" for share in sorted({protected(control) for control in controls.values()} - {0.0})
+            f"{share:g}"
+            for share in sorted({protected(control) for control in controls.values()} - {0.0})
         )
-        axis.set(title=panel.title, xlabel=f"points over {CONTROL}" + (f" with protect={shares}" if shares else ""))
+        axis.set(
+            title=panel.title,
+            xlabel=f"points over {CONTROL}" + (f" with protect={shares}" if shares else ""),
+        )
     return finished(figure, axes, [panel for panel, _ in panels], named=True)
 
 
@@ -68,21 +80,34 @@ def _controls(runs: Runs, arms: Iterable[int]) -> dict[int, Run]:
     among = [runs[index] for index in arms]
     control_by_arm = {run.index: control_of(run, among) for run in among}
     return {
-        index: control for index, control in control_by_arm.items() if control is not None and control.index != index
+        index: control
+        for index, control in control_by_arm.items()
+        if control is not None and control.index != index
     }
 
 
 def _gains(runs: Runs, panel: Panel, controls: Mapping[int, Run]) -> list[Gain]:
     """Those of all others, the least first."""
-    pairs = [(series, index) for series in series_of(runs, panel) for index in series.arms.index if index in controls]
+    pairs = [
+        (series, index)
+        for series in series_of(runs, panel)
+        for index in series.arms.index
+        if index in controls
+    ]
     estimates = [(series, runs[index].against([controls[index]])) for series, index in pairs]
-    gains = [Gain(series.label(), series.style, estimate) for series, estimate in estimates if estimate is not None]
+    gains = [
+        Gain(series.label(), series.style, estimate)
+        for series, estimate in estimates
+        if estimate is not None
+    ]
     return sorted(gains, key=lambda gain: gain.estimate.mean)
 
 
 def _draw(axis: Any, gains: list[Gain]) -> None:
     for place, (_, style, estimate) in enumerate(gains):
-        axis.errorbar([estimate.mean], [place], xerr=bars([estimate]), color=style.colour, marker=style.marker)
+        axis.errorbar(
+            [estimate.mean], [place], xerr=bars([estimate]), color=style.colour, marker=style.marker
+        )
     axis.axvline(0, color="0.5", linewidth=1)
     axis.set_yticks(range(len(gains)), [entry.label for entry in gains])
     axis.grid(alpha=0.3, axis="x")

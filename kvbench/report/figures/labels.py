@@ -1,4 +1,6 @@
-"""Names in figures: drawn as they are written, and put beside the ends of lines, so that no legend is needed."""
+"""Names in figures: drawn as they are written, and put beside the ends of lines, so that no legend
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def height_for(names: int) -> float:
 
 
 def as_written(figure: Figure) -> None:
-    """Have all words drawn as they are: a name with $ in it is no formula. Numbers along axes stay what they are, 10^3.
+    """Have all words drawn as they are: a name with $ in it is no formula.
+
+    Numbers along axes stay what they are, 10^3.
 
     Call it when all words are there.
     """
@@ -43,7 +47,8 @@ def as_written(figure: Figure) -> None:
             (axis.get_major_ticks(), axis.get_major_formatter()),
             (axis.get_minor_ticks(), axis.get_minor_formatter()),
         ):
-            if not isinstance(formatter, FuncFormatter):  # which has the labels that a figure sets by itself
+            # which has the labels that a figure sets by itself
+            if not isinstance(formatter, FuncFormatter):
                 numbers |= {label for tick in ticks for label in (tick.label1, tick.label2)}
     for text in figure.findobj(Text):
         if text not in numbers:
@@ -51,38 +56,67 @@ def as_written(figure: Figure) -> None:
 
 
 def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
-    """Write the names to the right of an axis with their markers, each with a thin line from where its line ends.
+    """Write the names to the right of an axis with their markers, each with a thin line from where
+    its line ends.
 
     Call it when the limits and scales are final.
 
-    Args:
-        axis: matplotlib's.
-        ends: one for each line.
-        tall: height of the axis in inches.
+    Parameters
+    ----------
+    axis
+        matplotlib's.
+    ends
+        one for each line.
+    tall
+        height of the axis in inches.
     """
     # Markers and words stand so many points right of the axis, however wide that is.
     transforms = {
-        shift: axis.transAxes + ScaledTranslation(shift / 72, 0, axis.get_figure().dpi_scale_trans) for shift in (9, 15)
+        shift: axis.transAxes + ScaledTranslation(shift / 72, 0, axis.get_figure().dpi_scale_trans)
+        for shift in (9, 15)
     }
     to_axis = axis.transData + axis.transAxes.inverted()
-    placed = sorted(((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends), key=lambda entry: entry[0])
-    for height, (_, end) in zip(with_gaps([target for target, _ in placed], GAP / tall), placed, strict=True):
+    placed = sorted(
+        ((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends),
+        key=lambda entry: entry[0],
+    )
+    for height, (_, end) in zip(
+        with_gaps([target for target, _ in placed], GAP / tall), placed, strict=True
+    ):
         colour = end.style.colour
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, "shrinkA": 0, "shrinkB": 4}
+        line = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.6,
+            "alpha": 0.4,
+            "shrinkA": 0,
+            "shrinkB": 4,
+        }
         at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
         axis.annotate("", (end.x, end.y), (1.02, height), arrowprops=line, **at)
-        mark = {"marker": end.style.marker, "color": colour, "markerfacecolor": "none", "markersize": 4}
+        mark = {
+            "marker": end.style.marker,
+            "color": colour,
+            "markerfacecolor": "none",
+            "markersize": 4,
+        }
         axis.plot(1, height, transform=transforms[9], clip_on=False, linestyle="", **mark)
-        axis.text(1, height, end.name, transform=transforms[15], fontsize=SIZE, color=colour, va="center")
+        axis.text(
+            1, height, end.name, transform=transforms[15], fontsize=SIZE, color=colour, va="center"
+        )
 
 
 def with_gaps(targets: Sequence[float], gap: float) -> list[float]:
-    """Heights as near to those wanted as can be (least squares) of which no two are nearer than a gap.
+    """Heights as near to those wanted as can be (least squares) of which no two are nearer than a
+    gap.
 
-    Args:
-        targets: in their order, 0..1; the result is moved into that range if it fits there.
+    Parameters
+    ----------
+    targets
+        in their order, 0..1; the result is moved into that range if it fits there.
     """
-    blocks: list[list[float]] = []  # neighbours that touch: for each the height of their lowest that it would like
+    # neighbours that touch: for each the height of their lowest that it would like
+    blocks: list[list[float]] = []
     for place, height in enumerate(targets):
         blocks.append([height - gap * place])
         while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):

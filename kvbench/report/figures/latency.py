@@ -1,4 +1,6 @@
-"""The latency figure: bars of the time to the second token, the time per token, and the parts of a step."""
+"""The latency figure: bars of the time to the second token, the time per token, and the parts of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ from kvbench.report.figures.panels import (
 )
 from kvbench.runs.quantities import JOINTLY, QUANTITIES
 
-# Parts of a decode step in the order they are stacked, each with a colour and a hatch for print without colour. Parts
-# that only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
+# Parts of a decode step in the order they are stacked, each with a colour and a hatch for print
+# without colour. Parts that only a method has a name for (IceCache's query, insert) take those of
+# SPARE_LOOKS.
 PARTS = {
     "index_build": ("#332288", "xx"),
     "index_update": ("#56B4E9", "//"),
@@ -41,47 +44,77 @@ PARTS = {
 }
 SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
 PAGE = 9.0  # inches of height that a page has room for; the legend stands below
-HEAD, BAR, LEAST = 0.62, 0.19, 0.1  # height of a panel without bars, of a bar, and of the narrowest that can be read
+# height of a panel without bars, of a bar, and of the narrowest that can be read
+HEAD, BAR, LEAST = 0.62, 0.19, 0.1
 
 
 def latency(runs: Runs) -> Figure:
-    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5).
+    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster,
+    Fig. 5).
 
-    Runs that shared their prefill have no time to the second token, those that decoded together none of a token; where
-    all did, it is left out. Timed runs have a panel for each length and batch, the floor of each step, and on a GPU how
-    long it is busy; a line in a bar goes from the least to the largest of its repeats.
+    Runs that shared their prefill have no time to the second token, those that decoded together
+    none of a token; where all did, it is left out. Timed runs have a panel for each length and
+    batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from the
+    least to the largest of its repeats.
     """
-    panels = _latency_panels(runs, arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"]))
+    panels = _latency_panels(
+        runs, arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"])
+    )
     bar = _bar([len(panel.arms) for panel in panels])
     words = min(7.0, 72 * 0.9 * bar)  # points
     heights = [HEAD + bar * len(panel.arms) for panel in panels]
-    figure = Picture(figsize=(rcParams["figure.figsize"][0], 0.5 + sum(heights)), layout="constrained")
+    figure = Picture(
+        figsize=(rcParams["figure.figsize"][0], 0.5 + sum(heights)), layout="constrained"
+    )
     headings = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
     headings = {
-        name: words for name, words in headings.items() if any(panel.arms[name].notna().any() for panel in panels)
+        name: words
+        for name, words in headings.items()
+        if any(panel.arms[name].notna().any() for panel in panels)
     }
     times = [QUANTITIES[name] for name in headings]
-    axes = np.array(figure.subplots(len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights))
+    axes = np.array(
+        figure.subplots(
+            len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights
+        )
+    )
     figure.suptitle(", ".join([*headings.values(), "parts of a step"]))
     looks = _looks(panels)
     for panel, row in zip(panels, axes, strict=True):
         bars = [(series, arm) for series in series_of(runs, panel) for arm in rows_of(series.arms)]
-        row[0].set_yticks(range(len(bars)), [series.label(arm.budget) for series, arm in bars], fontsize=words)
+        row[0].set_yticks(
+            range(len(bars)), [series.label(arm.budget) for series, arm in bars], fontsize=words
+        )
         row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(panel.title, loc="left")
         for axis, quantity in zip(row, times, strict=False):
             for index, (series, arm) in enumerate(bars):
                 value = arm[quantity.name]
                 if missing(value):
-                    other_reason = " timed beside other work" if arm["disturbed"] in (True,) else " not measured"
+                    other_reason = (
+                        " timed beside other work"
+                        if arm["disturbed"] in (True,)
+                        else " not measured"
+                    )
                     why = " decoded together" if arm["decode"] == JOINTLY else other_reason
-                    axis.annotate(why, (0, index), va="center", fontsize=min(SMALL, words), color="#666666")
+                    axis.annotate(
+                        why, (0, index), va="center", fontsize=min(SMALL, words), color="#666666"
+                    )
                     continue
                 low, high = arm["spread"].get(quantity.name, (value, value))
-                axis.barh(index, value, color=series.style.colour, edgecolor="black", linewidth=0.6, height=0.7)
+                axis.barh(
+                    index,
+                    value,
+                    color=series.style.colour,
+                    edgecolor="black",
+                    linewidth=0.6,
+                    height=0.7,
+                )
                 if high > low:
                     axis.hlines(index, low, high, colors="black", linewidth=1.2)
-                axis.annotate(f" {value:.3g}", (high, index), va="center", fontsize=min(SMALL, words))
+                axis.annotate(
+                    f" {value:.3g}", (high, index), va="center", fontsize=min(SMALL, words)
+                )
             axis.set_xlabel(quantity.axis)
             axis.margins(x=0.22)
             axis.locator_params(axis="x", nbins=5)
@@ -94,8 +127,10 @@ def latency(runs: Runs) -> Figure:
 def _bar(counts: Sequence[int]) -> float:
     """The height of a bar, in inches, with which panels of so many bars fit a page.
 
-    Raises:
-        ConfigError: they do not.
+    Raises
+    ------
+    ConfigError
+        they do not.
     """
     room = PAGE - 0.5 - HEAD * len(counts)
     refuse_crowd("latency", sum(counts), "bars", int(room / LEAST))
@@ -106,7 +141,9 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
     """As `panels_of`; of timed runs each length and batch has a panel of its own."""
     timed = arms["floor_ms"].notna()
     panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
-    for panel in panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []:
+    for panel in (
+        panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []
+    ):
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
         for run in panel.arms.index:
             for cell, line in runs[run].cells().items():
@@ -118,7 +155,12 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
             where = f", on {cell.machine}" if several else ""
             what = f"{panel.title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
             panels.append(panel._replace(title=what, arms=frame[frame["tpot_ms_mean"].notna()]))
-    refuse_crowd("latency", len(panels), "tasks, models, protocols, machines, lengths and batches", MOST_PANELS)
+    refuse_crowd(
+        "latency",
+        len(panels),
+        "tasks, models, protocols, machines, lengths and batches",
+        MOST_PANELS,
+    )
     return [panel for panel in panels if len(panel.arms)]
 
 
@@ -130,7 +172,15 @@ def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
         values = values.dropna()
         if len(values):
             ends = (values.index - 0.42, values.index + 0.42)
-            axis.vlines(values, *ends, colors="#CC0000", linestyles=line, linewidth=1.4, label=label, zorder=3)
+            axis.vlines(
+                values,
+                *ends,
+                colors="#CC0000",
+                linestyles=line,
+                linewidth=1.4,
+                label=label,
+                zorder=3,
+            )
 
 
 def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
@@ -141,7 +191,9 @@ def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
 
 def _parts(arms: pd.DataFrame) -> pd.DataFrame:
     """The times of the parts in which any of these arms spent some."""
-    times = arms.filter(like="breakdown_ms.").rename(columns=lambda key: key.removeprefix("breakdown_ms."))
+    times = arms.filter(like="breakdown_ms.").rename(
+        columns=lambda key: key.removeprefix("breakdown_ms.")
+    )
     times = times.fillna(0.0)
     return times.loc[:, (times > 0).any()]
 
@@ -154,7 +206,13 @@ def _stack(axis: Any, arms: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) 
         if part not in times:
             continue
         widths = times[part].to_numpy(float)
-        look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6, "height": 0.7}
+        look = {
+            "color": colour,
+            "hatch": hatch,
+            "edgecolor": "black",
+            "linewidth": 0.6,
+            "height": 0.7,
+        }
         axis.barh(range(len(arms)), widths, left=starts, label=part.replace("_", " "), **look)
         starts += widths
     axis.set_xlabel("parts of a step (ms)")

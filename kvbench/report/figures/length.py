@@ -26,12 +26,21 @@ from kvbench.runs.summary import is_disturbed, same_machine
 
 
 def length(runs: Runs) -> Figure:
-    """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster, Fig. 4)."""
+    """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster,
+    Fig. 4).
+    """
     timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
-    panels = panels_of("length", runs, timed[timed["tpot_ms_mean"].notna()], times=True, lines="arm")
-    curves = [(panel, panel_curves) for panel in panels if (panel_curves := _length_curves(runs, panel))]
+    panels = panels_of(
+        "length", runs, timed[timed["tpot_ms_mean"].notna()], times=True, lines="arm"
+    )
+    curves = [
+        (panel, panel_curves) for panel in panels if (panel_curves := _length_curves(runs, panel))
+    ]
     if not curves:
-        raise ConfigError("figure=length: no task of these runs has prompts of several lengths; task.lengths sets them")
+        raise ConfigError(
+            "figure=length: no task of these runs has prompts of several lengths; task.lengths sets"
+            " them"
+        )
     figure, axes = tiled(len(curves), "time per token against context length", 2.6)
     for axis, (panel, drawn) in zip(axes.flat, curves, strict=False):
         for label, style, times in drawn:
@@ -43,7 +52,9 @@ def length(runs: Runs) -> Figure:
 
 
 def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series]]:
-    """Of each arm its label, style, and the median time per token by prompt tokens; none where there is one length."""
+    """Of each arm its label, style, and the median time per token by prompt tokens; none where
+    there is one length.
+    """
     curves = []
     for label, style, run in curves_of(runs, panel):
         by_length: dict[int, list[dict[str, Any]]] = {}
@@ -64,5 +75,7 @@ def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series
             }
         )
         if times["length"].nunique() > 1:
-            curves.append((label, style, times.groupby("length").median().set_index("tokens")["ms"]))
+            curves.append(
+                (label, style, times.groupby("length").median().set_index("tokens")["ms"])
+            )
     return curves

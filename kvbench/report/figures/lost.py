@@ -20,16 +20,25 @@ def lost(runs: Runs) -> Figure:
     arms = arms[arms["method"] != YARDSTICK]
     named, panels, below = named_arms(runs, "lost", arms) if len(arms) else ([], [], "")
     cells = [(title, lost_cells(run.samples())) for title, run in named]
-    maps = [(f"{title}: {losses.to_numpy().mean():.1f} %", losses) for title, losses in cells if losses.size]
+    maps = [
+        (f"{title}: {losses.to_numpy().mean():.1f} %", losses)
+        for title, losses in cells
+        if losses.size
+    ]
     if not maps:
-        raise ConfigError("figure=lost: of the runs with probes none is sparse and has the mass of each layer and head")
+        raise ConfigError(
+            "figure=lost: of the runs with probes none is sparse and has the mass of each layer and"
+            " head"
+        )
     most = max(losses.to_numpy().max() for _, losses in maps)
     title = f"attention mass lost by layer and query head, and its mean{below}"
     return draw_maps(maps, panels, title, ("lost (%)", "query head", "layer"), most)
 
 
 def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Percent of the attention on keys that were not selected, layers by query heads: the mean over samples."""
+    """Percent of the attention on keys that were not selected, layers by query heads: the mean over
+    samples.
+    """
     layers = [(sample.get("probe") or {}).get("layers") or {} for sample in samples]
     frames = [
         pd.DataFrame({int(layer): numbers["mass"] for layer, numbers in by_layer.items()}).T

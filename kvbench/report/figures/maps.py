@@ -21,12 +21,20 @@ from kvbench.report.figures.panels import (
 )
 
 
-def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[list[tuple[str, Run]], list[Panel], str]:
-    """Each arm under its name, with that of its panel where there are several; the panels; and what stands in the
-    title."""
+def named_arms(
+    runs: Runs, name: str, arms: pd.DataFrame
+) -> tuple[list[tuple[str, Run]], list[Panel], str]:
+    """Each arm under its name, with that of its panel where there are several; the panels; and what
+    stands in the title.
+    """
     panels = panels_of(name, runs, arms)
     named = [
-        (series.label(arm.budget) if len(panels) == 1 else f"{series.label(arm.budget)}\n{panel.title}", runs[arm.name])
+        (
+            series.label(arm.budget)
+            if len(panels) == 1
+            else f"{series.label(arm.budget)}\n{panel.title}",
+            runs[arm.name],
+        )
         for panel in panels
         for series in series_of(runs, panel)
         for arm in rows_of(series.arms)
@@ -44,16 +52,22 @@ def draw_maps(
 ) -> Figure:
     """The maps of the arms of these panels under one scale.
 
-    Args:
-        maps: the title and the cells of each, rows by columns.
-        words: what the colour, the columns and the rows are.
-        most: where the scale ends; it begins at 0.
+    Parameters
+    ----------
+    maps
+        the title and the cells of each, rows by columns.
+    words
+        what the colour, the columns and the rows are.
+    most
+        where the scale ends; it begins at 0.
     """
     across = 4
     shown, columns, rows = words
     figure, axes = tiled(len(maps), title, 1.6, across)
     for axis, (name, cells) in zip(axes.flat, maps, strict=False):
-        image = axis.imshow(cells, aspect="auto", cmap="cividis", vmin=0, vmax=most, interpolation="nearest")
+        image = axis.imshow(
+            cells, aspect="auto", cmap="cividis", vmin=0, vmax=most, interpolation="nearest"
+        )
         ticks = range(0, cells.shape[1], max(1, cells.shape[1] // 8))
         labels = [thousands(cells.columns[place]) for place in ticks]
         axis.set_xticks(ticks, labels, rotation=45 if max(map(len, labels)) > 2 else 0)

@@ -1,4 +1,6 @@
-"""Score and KL from full attention as two measures of one axis, of the figures `read` and `frontier`."""
+"""Score and KL from full attention as two measures of one axis, of the figures `read` and
+`frontier`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def at_least(kl: Estimate) -> Estimate:
 
 
 def measured(runs: Runs, panels: Sequence[Panel]) -> list[tuple[Panel, str, EstimateOf]]:
-    """Each panel with each measure that says something there: scores that rank methods, and KL where it is known."""
+    """Each panel with each measure that says something there: scores that rank methods, and KL
+    where it is known.
+    """
     scores = {panel.title: panel for panel in ranking(runs, panels)}
     measures: list[tuple[Panel, str, EstimateOf]] = []
     for panel in panels:

@@ -1,6 +1,8 @@
-"""What the figures of a report share: which arms stand in which panel and make which line, axes, and a legend.
+"""What the figures of a report share: which arms stand in which panel and make which line, axes,
+and a legend.
 
-A figure is drawn as wide as it is printed, a text column or a page, and its letters are of that size.
+A figure is drawn as wide as it is printed, a text column or a page, and its letters are of that
+size.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ Drawn = TypeVar("Drawn")
 
 LINES = ("-", "--", ":", "-.")
 MOST_LINES, MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 8, 200, 24  # that one picture can show
-# Settings in which the arms of a panel may differ; in all others they are alike, or they stand in panels of their own.
-# What begins like one of these makes a variant of a method, and is named in the legend.
+# Settings in which the arms of a panel may differ; in all others they are alike, or they stand in
+# panels of their own. What begins like one of these makes a variant of a method, and is named in
+# the legend.
 OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill", "decode")
 NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
@@ -62,24 +65,32 @@ LOOK = {
 }
 
 
-def of_script(files: Sequence[Path], figure: str, script: str, read: Callable[[Any], Drawn]) -> Drawn:
+def of_script(
+    files: Sequence[Path], figure: str, script: str, read: Callable[[Any], Drawn]
+) -> Drawn:
     """What a figure draws of the one file of JSON that a script printed.
 
-    Args:
-        files: that were named.
-        figure, script: for errors.
-        read: takes it out of the JSON, and raises a `LookupError` where there is none.
+    Parameters
+    ----------
+    files
+        that were named.
+    figure, script
+        for errors.
+    read
+        takes it out of the JSON, and raises a `LookupError` where there is none.
 
-    Raises:
-        ConfigError: there are several files, or it is another.
+    Raises
+    ------
+    ConfigError
+        there are several files, or it is another.
     """
-    (path, *others) = files or [Path("results")]
+    path, *others = files or [Path("results")]
     try:
         parsed = read(json_of(contents(path)))
     except (OSError, ResultsError, *DAMAGED) as error:
         raise ConfigError(
-            f"figure={figure}: {path}: expected one file, what scripts/{script}.py prints last, such as "
-            f"results/{script}_cpu.json ({type(error).__name__})"
+            f"figure={figure}: {path}: expected one file, what scripts/{script}.py prints last,"
+            f" such as results/{script}_cpu.json ({type(error).__name__})"
         ) from error
     if others:
         raise ConfigError(f"figure={figure}: {1 + len(others)} files; expected one")
@@ -105,11 +116,16 @@ class Picture(Figure):
 class Panel(NamedTuple):
     """Arms that can be compared.
 
-    Attributes:
-        title: what they are of.
-        arms: lines of `Runs.arms`.
-        styles: of every method in the picture, by its name.
-        notes: what is not shown, for below the picture.
+    Attributes
+    ----------
+    title
+        what they are of.
+    arms
+        lines of `Runs.arms`.
+    styles
+        of every method in the picture, by its name.
+    notes
+        what is not shown, for below the picture.
     """
 
     title: str
@@ -121,10 +137,14 @@ class Panel(NamedTuple):
 class Series(NamedTuple):
     """Arms that make one line or one group of marks.
 
-    Attributes:
-        style: label, colour, marker and line.
-        variant: the settings in which these arms differ from others of their method, or "".
-        arms: lines of `Runs.arms`, by budget.
+    Attributes
+    ----------
+    style
+        label, colour, marker and line.
+    variant
+        the settings in which these arms differ from others of their method, or "".
+    arms
+        lines of `Runs.arms`, by budget.
     """
 
     style: Style
@@ -137,27 +157,43 @@ class Series(NamedTuple):
         return f"{name}, {self.variant}" if self.variant else name
 
 
-# -- which arms --------------------------------------------------------------------------------------------------------
+# -- which arms ------------------------------------------------------------------------------------
 
 
 def arms_for(
-    runs: Runs, name: str, probed: bool, columns: Sequence[str] = (), task: str | None = None, scored: bool = False
+    runs: Runs,
+    name: str,
+    probed: bool,
+    columns: Sequence[str] = (),
+    task: str | None = None,
+    scored: bool = False,
 ) -> pd.DataFrame:
     """The arms a figure can use, without the times that were taken beside other work.
 
-    Args:
-        probed: those with probes; else those without. No probe changes the numbers of task=fidelity: of its arms that
-            ran with probes only, these count among those without.
-        columns: of which one has a value, or more; those of times.
-        task: the one that they are of.
-        scored: those that have a score, and are no timed runs.
+    Parameters
+    ----------
+    probed
+        those with probes; else those without. No probe changes the numbers of task=fidelity: of its
+        arms that ran with probes only, these count among those without.
+    columns
+        of which one has a value, or more; those of times.
+    task
+        the one that they are of.
+    scored
+        those that have a score, and are no timed runs.
 
-    Raises:
-        ConfigError: there is none.
+    Raises
+    ------
+    ConfigError
+        there is none.
     """
     arms = runs.arms
     if len(arms):
-        arms = arms[(arms["probe_every"] > 0) == probed] if probed else arms[_without_probes(runs, arms)]
+        arms = (
+            arms[(arms["probe_every"] > 0) == probed]
+            if probed
+            else arms[_without_probes(runs, arms)]
+        )
     if len(arms) and scored:
         arms = arms[arms["floor_ms"].isna()]
     if len(arms) and task:
@@ -165,33 +201,56 @@ def arms_for(
     if len(arms) and columns:
         arms = arms[arms[[*columns]].notna().any(axis=1)]
     if not len(arms):
-        kind = " with probes (probe.every=1 makes some)" if probed else " with timings" if columns else ""
+        kind = (
+            " with probes (probe.every=1 makes some)"
+            if probed
+            else " with timings"
+            if columns
+            else ""
+        )
         joint_count = sum(run.shares_decode for run in runs) if columns else 0
         without = (
-            f", of which {joint_count} decoded together: sweep.shared_decode=false takes times" if joint_count else ""
+            f", of which {joint_count} decoded together: sweep.shared_decode=false takes times"
+            if joint_count
+            else ""
         )
         raise ConfigError(
-            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among {len(runs.arms)} runs{without}"
+            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among"
+            f" {len(runs.arms)} runs{without}"
         )
     return undisturbed(arms)
 
 
 def undisturbed(arms: pd.DataFrame) -> pd.DataFrame:
-    """The arms, without the times of those that were timed beside other work: they are not times of a method."""
+    """The arms, without the times of those that were timed beside other work: they are not times of
+    a method.
+    """
     quantities = [named(key) for key in arms if key in QUANTITIES or "." in key]
-    times = [quantity.name for quantity in quantities if quantity.is_time and quantity.part != "hardware"]
+    times = [
+        quantity.name for quantity in quantities if quantity.is_time and quantity.part != "hardware"
+    ]
     disturbed = arms["disturbed"].isin([True])
-    return arms.assign(**{key: arms[key].mask(disturbed) for key in times}) if disturbed.any() else arms
+    return (
+        arms.assign(**{key: arms[key].mask(disturbed) for key in times})
+        if disturbed.any()
+        else arms
+    )
 
 
 def untimed(runs: Runs) -> list[str]:
     """What stands below a picture of times of whole tokens, which some of these runs have not."""
     count = sum(run.shares_decode for run in runs)
-    return [f"{count} runs that decoded together have no time of a token and are not here"] if count else []
+    return (
+        [f"{count} runs that decoded together have no time of a token and are not here"]
+        if count
+        else []
+    )
 
 
 def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
-    """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as well."""
+    """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as
+    well.
+    """
     bare = arms["probe_every"] == 0
     settings = runs.differing.loc[arms.index].drop(columns="probe.every", errors="ignore")
     others = pd.Series(list(map(tuple, settings.values)), index=arms.index, dtype=object)
@@ -206,32 +265,51 @@ def panels_of(
     times: bool = False,
     lines: Literal["", "method", "arm"] = "",
 ) -> list[Panel]:
-    """Panels of arms that can be compared, each with a title: of one task, model and protocol, alike in all settings
-    that are not free to differ.
+    """Panels of arms that can be compared, each with a title: of one task, model and protocol,
+    alike in all settings that are not free to differ.
 
-    Args:
-        free: those keys.
-        times: are drawn, so only arms of one machine can be compared.
-        lines: what a line is of; of more than a picture can show the first methods are taken, in the order of `STYLES`.
+    Parameters
+    ----------
+    free
+        those keys.
+    times
+        are drawn, so only arms of one machine can be compared.
+    lines
+        what a line is of; of more than a picture can show the first methods are taken, in the order
+        of `STYLES`.
 
-    Raises:
-        ConfigError: more panels or arms than the figure of this name can show; or there is no arm whose budget
-            applied.
+    Raises
+    ------
+    ConfigError
+        more panels or arms than the figure of this name can show; or there is no arm whose budget
+        applied.
     """
     arms, unbounded = _bounded(runs, name, arms)
     settings = runs.differing.loc[arms.index]
-    common = settings[[key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]]
+    common = settings[
+        [key for key in settings if key not in free and not key.startswith(OF_VARIANTS)]
+    ]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
     titled_groups = []
-    for (task, model, *_), group in arms.groupby(["task", "model", *(common[key] for key in common)], sort=False):
+    for (task, model, *_), group in arms.groupby(
+        ["task", "model", *(common[key] for key in common)], sort=False
+    ):
         others = common[(arms["task"] == task) & (arms["model"] == model)]
         varied = fewest_keys(others.drop_duplicates().to_dict("records"))
         first = common.loc[group.index[0]]
-        differing = [first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}" for key in varied]
+        differing = [
+            first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}"
+            for key in varied
+        ]
         titled_groups.append((", ".join([task, model, *differing, _samples(group)]), group))
     refuse_crowd(name, len(titled_groups), "tasks, models and protocols", MOST_PANELS)
-    refuse_crowd(name, max((len(group) for _, group in titled_groups), default=0), "arms in a panel", MOST_ARMS)
+    refuse_crowd(
+        name,
+        max((len(group) for _, group in titled_groups), default=0),
+        "arms in a panel",
+        MOST_ARMS,
+    )
     few, notes = (
         _few(runs, [group for _, group in titled_groups], lines == "arm")
         if lines
@@ -240,23 +318,28 @@ def panels_of(
     styles = styles_of(method for group in few for method in group["method"])
     notes = (*notes, *unbounded)
     return [
-        Panel(title, group, styles, notes) for (title, _), group in zip(titled_groups, few, strict=True) if len(group)
+        Panel(title, group, styles, notes)
+        for (title, _), group in zip(titled_groups, few, strict=True)
+        if len(group)
     ]
 
 
 def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The arms but for those whose budget never applied, which would be drawn where full attention is; and a note that
-    names these. A timed run has its times all the same.
+    """The arms but for those whose budget never applied, which would be drawn where full attention
+    is; and a note that names these. A timed run has its times all the same.
 
-    Raises:
-        ConfigError: no arm is left.
+    Raises
+    ------
+    ConfigError
+        no arm is left.
     """
     never = [run for run in arms.index if runs[run].is_unbounded and not runs[run].is_timed]
     if not never:
         return arms, ()
     of = arms.loc[never]
     names = [
-        f"{style_of(method).label} {', '.join(map(size_text, group['budget'].sort_values().unique()))}"
+        f"{style_of(method).label}"
+        f" {', '.join(map(size_text, group['budget'].sort_values().unique()))}"
         for method, group in of.groupby("method", sort=False)
     ]
     why = f"{'; '.join(names)}, whose budget never applied: every step attended all tokens"
@@ -272,20 +355,30 @@ def _samples(arms: pd.DataFrame) -> str:
     return words.replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def _few(runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool) -> tuple[Sequence[pd.DataFrame], tuple[str, ...]]:
-    """The arms of each panel that make no more lines than it can show, of the same methods in all; and what that left
-    out, in words. Where each arm is a line, all are of one budget."""
+def _few(
+    runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool
+) -> tuple[Sequence[pd.DataFrame], tuple[str, ...]]:
+    """The arms of each panel that make no more lines than it can show, of the same methods in all;
+    and what that left out, in words. Where each arm is a line, all are of one budget.
+    """
 
     if not frames:
         return frames, ()
     every, budgets = pd.concat(frames), ""
-    size = every["budget"].value_counts().sort_index().idxmax() if every["budget"].notna().any() else None
+    size = (
+        every["budget"].value_counts().sort_index().idxmax()
+        if every["budget"].notna().any()
+        else None
+    )
     if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
         frames = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
         budgets = f"C = {size_text(size)} alone, "
-    methods = sorted(in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in choices("method")))
+    methods = sorted(
+        in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in choices("method"))
+    )
     lines = [
-        Counter(frame["method"] if by_arm else [method for method, *_ in _variants(runs, frame)]) for frame in frames
+        Counter(frame["method"] if by_arm else [method for method, *_ in _variants(runs, frame)])
+        for frame in frames
     ]
     chosen: list[str] = []
     for method in methods:
@@ -294,13 +387,18 @@ def _few(runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool) -> tuple[Sequ
     if not budgets and len(chosen) == len(methods):
         return frames, ()
     note = f"{budgets}{len(chosen)} of {len(methods)} methods: --where method=... chooses others"
-    return [frame[frame["method"].isin(chosen)] if chosen else frame.head(MOST_LINES) for frame in frames], (note,)
+    return [
+        frame[frame["method"].isin(chosen)] if chosen else frame.head(MOST_LINES)
+        for frame in frames
+    ], (note,)
 
 
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
-    """The panels whose scores can rank methods, or all where none can; the others are named in the notes.
+    """The panels whose scores can rank methods, or all where none can; the others are named in the
+    notes.
 
-    Where full attention's own score ranks none (`Run.ranks_none`), or all score alike, none is better than another.
+    Where full attention's own score ranks none (`Run.ranks_none`), or all score alike, none is
+    better than another.
     """
     ranked: list[Panel] = []
     others: list[Panel] = []
@@ -316,8 +414,10 @@ def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
 def fidelity_panels(runs: Runs, name: str, lines: Literal["method", "arm"]) -> list[Panel]:
     """The arms of `task=fidelity` that are not full attention itself, as `panels_of` has them.
 
-    Raises:
-        ConfigError: there is none.
+    Raises
+    ------
+    ConfigError
+        there is none.
     """
     arms = arms_for(runs, name, probed=False, task="fidelity")
     coded = runs.settings.loc[arms.index, "kv"] != str(NATIVE)
@@ -335,21 +435,29 @@ def _shortened(value: str) -> str:
 def refuse_crowd(name: str, count: int, what: str, most: int) -> None:
     """Refuse more than a picture can show.
 
-    Raises:
-        ConfigError: names the figure, and says how many there are of what.
+    Raises
+    ------
+    ConfigError
+        names the figure, and says how many there are of what.
     """
     if count > most:
-        raise ConfigError(f"figure={name}: {count} {what}, and a picture shows {most} at most; --where chooses some")
+        raise ConfigError(
+            f"figure={name}: {count} {what}, and a picture shows {most} at most; --where chooses"
+            " some"
+        )
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
-    """The arms of each method, apart where they differ in more than the budget; in the order of `STYLES`.
+    """The arms of each method, apart where they differ in more than the budget; in the order of
+    `STYLES`.
 
-    Args:
-        without: a setting in which arms of one series may differ.
+    Parameters
+    ----------
+    without
+        a setting in which arms of one series may differ.
     """
     lines: dict[str, int] = {}
     for method, variant, arms in _variants(runs, panel.arms, without):
@@ -358,21 +466,35 @@ def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
         yield Series(replace(style, line=_next_line(style.line, steps)), variant, arms)
 
 
-def _variants(runs: Runs, arms: pd.DataFrame, without: str = "") -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Of each series the method, the settings in which it differs from the method's others, and its arms by budget."""
+def _variants(
+    runs: Runs, arms: pd.DataFrame, without: str = ""
+) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Of each series the method, the settings in which it differs from the method's others, and its
+    arms by budget.
+    """
     of_variants = [key for key in runs.differing if key.startswith(OF_VARIANTS) and key != without]
     for method in in_order(arms["method"]):
         method_arms = arms[arms["method"] == method]
         settings = runs.differing.loc[method_arms.index, of_variants]
         alone = settings[method_arms["decode"] != JOINTLY]  # all others began from a shared prefill
-        varied = [key for key in settings if (alone if key == "shared_prefill" else settings)[key].nunique() > 1]
+        varied = [
+            key
+            for key in settings
+            if (alone if key == "shared_prefill" else settings)[key].nunique() > 1
+        ]
         variants = {
-            run: ", ".join(f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied)
+            run: ", ".join(
+                f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied
+            )
             for run in method_arms.index
         }
         groups = dict(list(method_arms.groupby(pd.Series(variants))))
         for variant in sorted(groups, key=lambda words: (len(words), words)):
-            yield method, variant, groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float))
+            yield (
+                method,
+                variant,
+                groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float)),
+            )
 
 
 def curves_of(runs: Runs, panel: Panel) -> Iterator[tuple[str, Style, Run]]:
@@ -403,18 +525,23 @@ def line_look(style: Style) -> dict[str, Any]:
 
 
 def fill_of(style: Style) -> str:
-    """What fills a mark: nothing, or where lines are not whole its colour, so that variants of a method differ."""
+    """What fills a mark: nothing, or where lines are not whole its colour, so that variants of a
+    method differ.
+    """
     return style.colour if LINES.index(style.line) % 2 else "none"
 
 
-# -- axes --------------------------------------------------------------------------------------------------------------
+# -- axes ------------------------------------------------------------------------------------------
 
 
 def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns], as wide as it is printed; in a text column one axis stands below another.
+    """A figure and its axes [rows, columns], as wide as it is printed; in a text column one axis
+    stands below another.
 
-    Args:
-        height: of a panel, in inches.
+    Parameters
+    ----------
+    height
+        of a panel, in inches.
     """
     width = rcParams["figure.figsize"][0]
     across = columns if width / columns >= NARROWEST else 1
@@ -427,9 +554,12 @@ def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Pict
 def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple[Picture, Any]:
     """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank.
 
-    Args:
-        height: of a panel, in inches.
-        across: panels in a row of a page; half of them are in one of a text column.
+    Parameters
+    ----------
+    height
+        of a panel, in inches.
+    across
+        panels in a row of a page; half of them are in one of a text column.
     """
     room = max(1, round(across * rcParams["figure.figsize"][0] / WIDTHS["page"]))
     columns = min(count, room)
@@ -442,9 +572,17 @@ def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple
     return figure, axes
 
 
-def draw_intervals(axis: Any, series: Series, places: Iterable[float], estimates: Sequence[Estimate]) -> None:
-    """A line over these places, with the interval of each estimate as a bar; what has no place is left out."""
-    drawn = sorted((place, value) for place, value in zip(places, estimates, strict=True) if not math.isnan(place))
+def draw_intervals(
+    axis: Any, series: Series, places: Iterable[float], estimates: Sequence[Estimate]
+) -> None:
+    """A line over these places, with the interval of each estimate as a bar; what has no place is
+    left out.
+    """
+    drawn = sorted(
+        (place, value)
+        for place, value in zip(places, estimates, strict=True)
+        if not math.isnan(place)
+    )
     x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
     look = {"elinewidth": 0.8, **line_look(series.style)}
     axis.errorbar(x, y, bars([value for _, value in drawn]), label=series.label(), **look)
@@ -458,13 +596,19 @@ def bars(estimates: Sequence[Estimate]) -> list[list[float]]:
     ]
 
 
-def draw_by_budget(axis: Any, series: Series, places: pd.Series, estimates: Sequence[Estimate]) -> None:
-    """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its interval."""
+def draw_by_budget(
+    axis: Any, series: Series, places: pd.Series, estimates: Sequence[Estimate]
+) -> None:
+    """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its
+    interval.
+    """
     if series.arms["budget"].notna().any():
         draw_intervals(axis, series, places.astype(float), estimates)
         return
     for score in estimates:
-        axis.axhline(score.mean, color=series.style.colour, linestyle="--", linewidth=1, label=series.label())
+        axis.axhline(
+            score.mean, color=series.style.colour, linestyle="--", linewidth=1, label=series.label()
+        )
         if score.low is not None and score.high is not None:
             axis.axhspan(score.low, score.high, color=series.style.colour, alpha=0.1, linewidth=0)
 
@@ -477,7 +621,9 @@ def fit_scores(axis: Any) -> None:
 
 
 def log_y(axis: Any) -> None:
-    """A logarithmic y axis with plain numbers at powers of 10, and where these are few at 2 and 5 times them."""
+    """A logarithmic y axis with plain numbers at powers of 10, and where these are few at 2 and 5
+    times them.
+    """
     axis.set_yscale("log")
     low, high = axis.get_ylim()
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
@@ -489,7 +635,9 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
     """A logarithmic x axis that is marked at these values, as far as there is room."""
     ticks = sorted(set(ticks))
     room = (ticks[-1] / ticks[0]) ** 0.1
-    shown = [tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]]
+    shown = [
+        tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]
+    ]
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(shown))
     axis.xaxis.set_minor_locator(NullLocator())
@@ -498,8 +646,16 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
 
 
 def mark_octaves(axis: Any, low: float, high: float) -> None:
-    """A logarithmic x axis that is marked at the powers of 2 from below the least value to above the largest."""
-    mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)])
+    """A logarithmic x axis that is marked at the powers of 2 from below the least value to above
+    the largest.
+    """
+    mark_powers(
+        axis,
+        [
+            2.0**octave
+            for octave in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+        ],
+    )
 
 
 def finished(
@@ -512,10 +668,14 @@ def finished(
 ) -> Figure:
     """The figure with a legend for all panels, and below it what a reader must know of these arms.
 
-    Args:
-        times: are drawn, so what must be known of them is said, too.
-        named: lines have their names at their ends, and there is no legend.
-        notes: further lines below.
+    Parameters
+    ----------
+    times
+        are drawn, so what must be known of them is said, too.
+    named
+        lines have their names at their ends, and there is no legend.
+    notes
+        further lines below.
     """
     for axis in axes.flat:
         box = axis.get_subplotspec().get_gridspec()
@@ -539,13 +699,21 @@ def finished(
 
 
 def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
-    """One legend for all axes and for `more` handles, under a title; where there is none of them the title alone."""
-    lines = {name: handle for axis in axes.flat for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    """One legend for all axes and for `more` handles, under a title; where there is none of them
+    the title alone.
+    """
+    lines = {
+        name: handle
+        for axis in axes.flat
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     lines |= {handle.get_label(): handle for handle in more}
     if not lines:
         figure.supxlabel(title, fontsize=SMALL)
         return figure
-    columns = max(1, min(len(lines), int(figure.get_figwidth() * TO_AN_INCH / (max(map(len, lines)) + 9))))
+    columns = max(
+        1, min(len(lines), int(figure.get_figwidth() * TO_AN_INCH / (max(map(len, lines)) + 9)))
+    )
     rows = math.ceil(len(lines) / columns) + title.count("\n") + bool(title)
     figure.set_figheight(figure.get_figheight() + 0.16 * rows)
     look = {"loc": "outside lower center", "ncols": columns, "frameon": False, "columnspacing": 1.2}
@@ -554,23 +722,26 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
 
 
 def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
-    """What a reader must know of the runs in a picture, and of their times where these are drawn."""
+    """What a reader must know of the runs in a picture, and of their times where these
+    are drawn.
+    """
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     joint_methods = arms["method"][arms["decode"] == JOINTLY]
     disturbed = int(arms["disturbed"].isin([True]).sum())
     seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
     caveats = {
         f"without times of {disturbed} arms, taken beside other work": times and disturbed,
-        "times of samples elsewhere or beside other work are left out": times
-        and (arms["left_out"].astype(float) > 0).any(),
+        "times of samples elsewhere or beside other work are left out": (
+            times and (arms["left_out"].astype(float) > 0).any()
+        ),
         "random weights: scores mean nothing": (arms["weights"] == "random").any(),
         "transfers between host and device simulated in memory": "simulated" in transfers,
         "transfers between host and device counted, in no time": "in place" in transfers,
         f"{failed} failed samples, which score 0": failed,
         "with unfinished runs": not arms["finished"].all(),
-        f"decoded together, the others alone: {', '.join(sorted(set(joint_methods)))}": 0
-        < len(joint_methods)
-        < len(arms),
+        f"decoded together, the others alone: {', '.join(sorted(set(joint_methods)))}": (
+            0 < len(joint_methods) < len(arms)
+        ),
         f"seeds {' or '.join(seeds)}": any("," in seed for seed in seeds),
     }
     machines = "; ".join(sorted({str(name) for name in arms["device_name"].dropna()}))

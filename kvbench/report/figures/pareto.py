@@ -8,12 +8,17 @@ from typing import Any
 
 from kvbench.report.data.run import missing
 
-BARE, SMALLEST, LARGEST = 70, 12, 60  # area of a mark: of an arm without a budget, and of the least and most budget
+# area of a mark: of an arm without a budget, and of the least and most budget
+BARE, SMALLEST, LARGEST = 70, 12, 60
 FRONT = {"color": "#666666", "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1}
 
 
-def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> None:
-    """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right end."""
+def draw_front(
+    axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool
+) -> None:
+    """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right
+    end.
+    """
     corners = front(costs, values, more_is_better)
     if len(corners) > 0:
         x_min, x_max = axis.get_xlim()
@@ -24,10 +29,16 @@ def draw_front(axis: Any, costs: Sequence[float], values: Sequence[float], more_
         axis.set_xlim(x_min, x_max)
 
 
-def front(costs: Sequence[float], values: Sequence[float], more_is_better: bool) -> list[tuple[float, float]]:
-    """The points (cost, value) to which no other is at once as cheap and as good, and better in one; by cost."""
+def front(
+    costs: Sequence[float], values: Sequence[float], more_is_better: bool
+) -> list[tuple[float, float]]:
+    """The points (cost, value) to which no other is at once as cheap and as good, and better in
+    one; by cost.
+    """
     sign, corners, best = (1 if more_is_better else -1), [], -math.inf
-    for cost, value in sorted(zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])):
+    for cost, value in sorted(
+        zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])
+    ):
         if sign * value > best:
             best = sign * value
             corners.append((cost, value))

@@ -1,4 +1,6 @@
-"""The figure `published`: published scores against ours, a mark for each cell of the papers' tables that we have."""
+"""The figure `published`: published scores against ours, a mark for each cell of the papers' tables
+that we have.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ BETTER = "b"  # the one letter that says nothing of samples or protocol
 class _Point(NamedTuple):
     """A published cell with ours.
 
-    Attributes:
-        marks: letters for how our run's samples or protocol differ from the paper's; "" where nothing is known.
+    Attributes
+    ----------
+    marks
+        letters for how our run's samples or protocol differ from the paper's; "" where nothing is
+        known.
     """
 
     style: Style
@@ -34,15 +39,24 @@ class _Point(NamedTuple):
 
 
 def published(runs: Runs) -> Figure:
-    """Ours against the published score, a panel for each table; an open mark is of other samples or protocol."""
-    panels = {paper: points for paper in map(table, ids()) if not paper.timed and (points := _points(runs, paper))}
+    """Ours against the published score, a panel for each table; an open mark is of other samples or
+    protocol.
+    """
+    panels = {
+        paper: points
+        for paper in map(table, ids())
+        if not paper.timed and (points := _points(runs, paper))
+    }
     if not panels:
         raise ConfigError(
-            f"figure=published: none of these {len(runs.arms)} runs is of a published cell's model, method, budget and "
-            "task; --paper ID says what would be"
+            f"figure=published: none of these {len(runs.arms)} runs is of a published cell's model,"
+            " method, budget and task; --paper ID says what would be"
         )
     refuse_crowd("published", len(panels), "tables", MOST_PANELS)
-    title = "ours against the published score; on the line they agree; what an open mark's letter is stands below"
+    title = (
+        "ours against the published score; on the line they agree; what an open mark's letter is"
+        " stands below"
+    )
     figure, axes = tiled(len(panels), title, 3.6)
     for axis, (paper, points) in zip(axes.flat, panels.items(), strict=False):
         _draw(axis, points)
@@ -52,7 +66,9 @@ def published(runs: Runs) -> Figure:
     paths = {point.cell.run for point in drawn}
     used = Panel("", runs.arms.loc[[run.index for run in runs if run.folders in paths]], {})
     letters = sorted({letter for point in drawn for letter in point.marks})
-    return finished(figure, axes, [used], notes=[f"{letter}: {MARKS[letter]}" for letter in letters])
+    return finished(
+        figure, axes, [used], notes=[f"{letter}: {MARKS[letter]}" for letter in letters]
+    )
 
 
 def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
@@ -71,11 +87,26 @@ def _draw(axis: Any, points: Sequence[_Point]) -> None:
         numbers = cell.numbers
         x, y = numbers["published"], numbers["score"]
         low, high = numbers.get("score_low", y), numbers.get("score_high", y)
-        look = {"marker": style.marker, "color": style.colour, "markerfacecolor": "none" if marks else style.colour}
-        axis.errorbar(x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look)
+        look = {
+            "marker": style.marker,
+            "color": style.colour,
+            "markerfacecolor": "none" if marks else style.colour,
+        }
+        axis.errorbar(
+            x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look
+        )
         if marks:
-            axis.annotate(marks, (x, y), (4, 4), textcoords="offset points", fontsize=SMALL, color=style.colour)
+            axis.annotate(
+                marks,
+                (x, y),
+                (4, 4),
+                textcoords="offset points",
+                fontsize=SMALL,
+                color=style.colour,
+            )
     shown = ("published", "score", "score_low", "score_high")
     ends = [cell.numbers[name] for _, cell, _ in points for name in shown if name in cell.numbers]
-    axis.set(xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal")
+    axis.set(
+        xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal"
+    )
     axis.grid(alpha=0.3)

@@ -1,4 +1,6 @@
-"""The figure `question`: what a method loses when the question comes after it has compressed the context."""
+"""The figure `question`: what a method loses when the question comes after it has compressed the
+context.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ PLACES = {word: place for place, word in enumerate(get_args(Question))}
 
 
 def question(runs: Runs) -> Figure:
-    """Score by when the question is read; a panel for each task, model and budget, full attention in all of them."""
+    """Score by when the question is read; a panel for each task, model and budget, full attention
+    in all of them.
+    """
     arms = arms_for(runs, "question", probed=False, scored=True)
     arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})
     panels = [
@@ -45,13 +49,16 @@ def question(runs: Runs) -> Figure:
         if budget_panel.arms[KEY].nunique() > 1
     ]
     if not panels:
-        raise ConfigError(f"figure=question: no runs here differ in {KEY} alone; -m {KEY}=with,after makes such")
+        raise ConfigError(
+            f"figure=question: no runs here differ in {KEY} alone; -m {KEY}=with,after makes such"
+        )
     refuse_crowd("question", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
     panels = ranking(runs, panels)
     bars = intervals(runs[run].score() for panel in panels for run in panel.arms.index)
     figure, axes = tiled(len(panels), f"score by when the question is read, with {bars}", 2.6)
     for panel, axis in zip(panels, axes.flat, strict=False):
-        for aside, series in enumerate(series_of(runs, panel, without="shared_prefill")):  # of no score
+        # of no score
+        for aside, series in enumerate(series_of(runs, panel, without="shared_prefill")):
             places = series.arms[KEY].map(PLACES) + OFFSET * aside
             draw_intervals(axis, series, places, [runs[run].score() for run in series.arms.index])
         words = [word for word in PLACES if word in set(panel.arms[KEY])]
@@ -66,4 +73,6 @@ def _by_budget(panel: Panel) -> Iterator[Panel]:
     """A panel of the arms of each budget, with those that have none."""
     none = panel.arms[panel.arms["budget"].isna()]
     for size, group in panel.arms.groupby("budget"):
-        yield panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, group]))
+        yield panel._replace(
+            title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, group])
+        )

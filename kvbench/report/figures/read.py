@@ -30,7 +30,10 @@ from kvbench.report.figures.pareto import draw_front
 from kvbench.runs.quantities import MIB, QUANTITIES
 
 READ = f"KV read per step ({MIB.name})"
-WHAT = "KV read: attended in all layers, and scanned to choose; thin lines: with all of the index; dashed: the front"
+WHAT = (
+    "KV read: attended in all layers, and scanned to choose; thin lines: with all of the index;"
+    " dashed: the front"
+)
 
 
 def read(runs: Runs) -> Figure:
@@ -39,10 +42,15 @@ def read(runs: Runs) -> Figure:
     arms = arms.assign(read=[bytes_read(runs[run]) for run in arms.index])
     arms = arms[arms["read"].notna()]
     if (arms["method"] == YARDSTICK).all():
-        raise ConfigError("figure=read: no run of a sparse method whose audit has attended_bytes_per_step")
+        raise ConfigError(
+            "figure=read: no run of a sparse method whose audit has attended_bytes_per_step"
+        )
     drawn = measured(runs, panels_of("read", runs, arms, lines="method"))
     bars = intervals(
-        value for panel, _, estimate_of in drawn for run in panel.arms.index if (value := estimate_of(runs[run]))
+        value
+        for panel, _, estimate_of in drawn
+        for run in panel.arms.index
+        if (value := estimate_of(runs[run]))
     )
     lines = [list(series_of(runs, panel)) for panel, *_ in drawn]
     tall = height_for(max(map(len, lines)))
@@ -55,19 +63,35 @@ def read(runs: Runs) -> Figure:
     return finished(figure, axes, [panel for panel, *_ in drawn], named=True, notes=[WHAT])
 
 
-def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, estimate_of: EstimateOf, tall: float) -> None:
-    """One measure of arms over the bytes they read, with names beside the lines and the Pareto front."""
+def _draw(
+    axis: Any, runs: Runs, series: Sequence[Series], name: str, estimate_of: EstimateOf, tall: float
+) -> None:
+    """One measure of arms over the bytes they read, with names beside the lines and the Pareto
+    front.
+    """
     ends, costs, values = [], [], []
     for curve in series:
         values_of = ((run, estimate_of(runs[run])) for run in curve.arms.index)
-        estimates = {run: value for run, value in values_of if value and (name == "score" or value.mean > 0)}
+        estimates = {
+            run: value for run, value in values_of if value and (name == "score" or value.mean > 0)
+        }
         if not estimates:
             continue
         near = [value if name == "score" else at_least(value) for value in estimates.values()]
         curve_arms = curve.arms.loc[list(estimates)]
-        x, index = MIB.scale * curve_arms["read"], MIB.scale * curve_arms["index_bytes"].astype(float).fillna(0)
+        x, index = (
+            MIB.scale * curve_arms["read"],
+            MIB.scale * curve_arms["index_bytes"].astype(float).fillna(0),
+        )
         draw_intervals(axis, curve, x, near)
-        axis.hlines([value.mean for value in near], x, x + index, color=curve.style.colour, linewidth=0.6, alpha=0.6)
+        axis.hlines(
+            [value.mean for value in near],
+            x,
+            x + index,
+            color=curve.style.colour,
+            linewidth=0.6,
+            alpha=0.6,
+        )
         last = int(x.to_numpy().argmax())
         below = f" (below {LEAST_KL:g})" if name != "score" and near[last].mean == LEAST_KL else ""
         ends.append(End(f"{curve.label()}{below}", curve.style, x.iloc[last], near[last].mean))
@@ -78,6 +102,12 @@ def _draw(axis: Any, runs: Runs, series: Sequence[Series], name: str, estimate_o
     else:
         log_y(axis)
     right = axis.get_xlim()[1]
-    mark_powers(axis, [2.0**octave for octave in range(math.floor(math.log2(min(costs))), math.ceil(math.log2(right)))])
+    mark_powers(
+        axis,
+        [
+            2.0**octave
+            for octave in range(math.floor(math.log2(min(costs))), math.ceil(math.log2(right)))
+        ],
+    )
     draw_front(axis, costs, values, more_is_better=name == "score")
     name_ends(axis, ends, tall)

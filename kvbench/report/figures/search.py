@@ -1,4 +1,6 @@
-"""The figure `search`: what a search finds in its time, and the time to read as much (of `scripts/bench_index.py`)."""
+"""The figure `search`: what a search finds in its time, and the time to read as much (of
+`scripts/bench_index.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from kvbench.report.data.style import ORANGE, PURPLE, Style, styles_of
 from kvbench.report.figures.panels import grid, legend, line_look, of_script
 from kvbench.report.figures.pareto import FRONT
 
-# The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on the same keys.
+# The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on
+# the same keys.
 TREES = styles_of(["icecache", "icecache_plus"])
 ARMS = {
     "dci point": TREES["icecache"],
@@ -26,16 +29,22 @@ ALL = {**FRONT, "linestyle": ":"}
 
 
 def search(files: Sequence[Path]) -> Figure:
-    """Recall of the exact top k against the time of one query: a row for each kind of keys, a column for each number.
+    """Recall of the exact top k against the time of one query: a row for each kind of keys, a
+    column for each number.
 
-    A point is a beam width, or faiss's efSearch or nprobe. A thin line is the time to read the nodes and keys that it
-    scored at the pace of one pass over all keys; what lies in a cache is read faster than that.
+    A point is a beam width, or faiss's efSearch or nprobe. A thin line is the time to read the
+    nodes and keys that it scored at the pace of one pass over all keys; what lies in a cache is
+    read faster than that.
 
-    Args:
-        files: the script's JSON.
+    Parameters
+    ----------
+    files
+        the script's JSON.
 
-    Raises:
-        ConfigError: it is not.
+    Raises
+    ------
+    ConfigError
+        it is not.
     """
     runs = of_script(files, "search", "bench_index", _runs)
     kinds, sizes = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
@@ -53,7 +62,11 @@ def search(files: Sequence[Path]) -> Figure:
     for axis in axes[-1]:
         axis.set_xlabel("time of a query (us)")
     pace = Line2D(
-        [], [], color=FRONT["color"], label="the same bytes at the pace of one pass over all keys", **SAME_BYTES
+        [],
+        [],
+        color=FRONT["color"],
+        label="the same bytes at the pace of one pass over all keys",
+        **SAME_BYTES,
     )
     return legend(figure, axes, "", [pace])
 
@@ -79,7 +92,11 @@ def _draw(axis: Any, numbers: Mapping[str, Any]) -> None:
         axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
         if points and "floor_us" in points[0]:
             axis.plot(
-                [point["floor_us"] for point in points], recall, color=style.colour, linestyle=style.line, **SAME_BYTES
+                [point["floor_us"] for point in points],
+                recall,
+                color=style.colour,
+                linestyle=style.line,
+                **SAME_BYTES,
             )
     axis.axvline(numbers["stream_us"], label="one pass over all keys", **FRONT)
     axis.axvline(numbers["flat_us"], label="faiss, all keys scored", **ALL)

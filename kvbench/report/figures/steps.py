@@ -19,17 +19,26 @@ POINTS = 100  # of a curve, at most
 
 
 def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Figure:
-    """A column for each probe, a row for each task and model, a curve for each arm: the mean over samples."""
+    """A column for each probe, a row for each task and model, a curve for each arm: the mean over
+    samples.
+    """
     arms = arms_for(runs, figure_name, probed=True)
     drawn = []
     for panel in panels_of(figure_name, runs, arms[arms["method"] != YARDSTICK], lines="arm"):
-        curves = [(label, style, means(run.samples())) for label, style, run in curves_of(runs, panel)]
+        curves = [
+            (label, style, means(run.samples())) for label, style, run in curves_of(runs, panel)
+        ]
         if any(len(curve) for _, _, curve in curves):
             drawn.append((panel, curves))
     if not drawn:
-        raise ConfigError(f"figure={figure_name}: of the runs with probes none is sparse and has values of each step")
+        raise ConfigError(
+            f"figure={figure_name}: of the runs with probes none is sparse and has values of each"
+            " step"
+        )
     measures = [QUANTITIES[name].axis for name in probes]
-    figure, axes = grid(len(drawn), len(probes), f"{' and '.join(measures)}, over decode steps: means over samples")
+    figure, axes = grid(
+        len(drawn), len(probes), f"{' and '.join(measures)}, over decode steps: means over samples"
+    )
     for (panel, curves), row in zip(drawn, axes, strict=True):
         for label, style, of_arm in curves:
             for axis, name in zip(row, probes, strict=True):
@@ -57,4 +66,7 @@ def means(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 def thinned(curve: pd.Series) -> pd.Series:
     """The mean of neighbouring steps where there are more than a picture can show."""
     blocks = np.arange(len(curve)) * min(POINTS, len(curve)) // len(curve)
-    return pd.Series(curve.groupby(blocks).mean().to_numpy(), curve.index.to_series().groupby(blocks).mean().to_numpy())
+    return pd.Series(
+        curve.groupby(blocks).mean().to_numpy(),
+        curve.index.to_series().groupby(blocks).mean().to_numpy(),
+    )

@@ -1,4 +1,6 @@
-"""The figure `tradeoff`: score, or nearness to full attention, against what it costs, with the Pareto front."""
+"""The figure `tradeoff`: score, or nearness to full attention, against what it costs, with the
+Pareto front.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,35 @@ TIME, OWN_TIME = (QUANTITIES[name] for name in ("tpot_ms_mean", "own_ms"))
 
 
 def tradeoff(runs: Runs) -> Figure:
-    """Score against device memory and against the time per token; a row for each task and model (IceCache, Fig. 1).
+    """Score against device memory and against the time per token; a row for each task and model
+    (IceCache, Fig. 1).
 
-    Where an arm of a row decoded together with others, the time is that of attention, search and transfers for all;
-    where no arm of it has a time, memory with the index takes its place.
+    Where an arm of a row decoded together with others, the time is that of attention, search and
+    transfers for all; where no arm of it has a time, memory with the index takes its place.
     """
     arms = arms_for(runs, "tradeoff", probed=False, columns=[TIME.name, OWN_TIME.name], scored=True)
     panels = ranking(runs, panels_of("tradeoff", runs, arms, times=True, lines="method"))
     scores = {run: runs[run].score() for panel in panels for run in panel.arms.index}
     bars = intervals(scores.values())
     seconds = [_second(panel.arms) for panel in panels]
-    costs = ["memory", *dict.fromkeys("time" if quantity.is_time else "memory with the index" for quantity in seconds)]
+    costs = [
+        "memory",
+        *dict.fromkeys(
+            "time" if quantity.is_time else "memory with the index" for quantity in seconds
+        ),
+    ]
     against = " and ".join(costs)
-    figure, axes = grid(len(panels), 2, f"score against {against}, with {bars}; up and left is better")
+    figure, axes = grid(
+        len(panels), 2, f"score against {against}, with {bars}; up and left is better"
+    )
     sizes = areas([budget for panel in panels for budget in panel.arms["budget"]])
     for panel, second, row in zip(panels, seconds, axes, strict=True):
-        points = pd.concat([series.arms.assign(label=series.label()) for series in series_of(runs, panel)])
-        points["low"], points["high"] = ([scores[run][end] for run in points.index] for end in (1, 2))
+        points = pd.concat(
+            [series.arms.assign(label=series.label()) for series in series_of(runs, panel)]
+        )
+        points["low"], points["high"] = (
+            [scores[run][end] for run in points.index] for end in (1, 2)
+        )
         styles = {series.label(): series.style for series in series_of(runs, panel)}
         draw_tradeoff(row, points, styles, second, sizes=sizes)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=panel.title)
@@ -57,7 +71,9 @@ def tradeoff(runs: Runs) -> Figure:
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
     has_method_time = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
-    return finished(figure, axes, panels, times=True, notes=[METHOD_TIME] if has_method_time else [])
+    return finished(
+        figure, axes, panels, times=True, notes=[METHOD_TIME] if has_method_time else []
+    )
 
 
 def _second(arms: pd.DataFrame) -> Quantity:
@@ -75,18 +91,26 @@ def draw_tradeoff(
     y: str = "score",
     sizes: dict[Any, float] | None = None,
 ) -> None:
-    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time or other bytes.
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time or other
+    bytes.
 
-    Args:
-        axes: two of matplotlib's.
-        points: a line an arm with method, label, budget (None: no budget), device_kv_bytes, the second cost, and what
-            is marked, with the low and high of its interval if it has them. Budgets of one label are joined by a line;
-            an arm without the second cost is on the first axis alone.
-        styles: of each label.
-        second: the cost on the second axis.
-        y: "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0 of it, as full
-            attention has, is a line at its cost.
-        sizes: the area of the mark of each budget.
+    Parameters
+    ----------
+    axes
+        two of matplotlib's.
+    points
+        a line an arm with method, label, budget (None: no budget), device_kv_bytes, the second
+        cost, and what is marked, with the low and high of its interval if it has them. Budgets of
+        one label are joined by a line; an arm without the second cost is on the first axis alone.
+    styles
+        of each label.
+    second
+        the cost on the second axis.
+    y
+        "score" (0-100), or a quantity that is best at 0 and drawn on a log axis: an arm that has 0
+        of it, as full attention has, is a line at its cost.
+    sizes
+        the area of the mark of each budget.
     """
     for axis, cost in zip(axes, (DEVICE_KV, second), strict=True):
         scale = "linear" if cost.is_time else "log"
@@ -99,14 +123,35 @@ def draw_tradeoff(
             style = styles[label]
             x, heights = arms[cost.name].astype(float) * cost.unit.scale, arms[y].astype(float)
             if y != "score" and not heights.any():
-                axis.axvline(x.iloc[0], color=style.colour, linestyle="--", linewidth=1, label=label)
+                axis.axvline(
+                    x.iloc[0], color=style.colour, linestyle="--", linewidth=1, label=label
+                )
                 continue
-            axis.plot(x, heights, color=style.colour, linestyle=style.line, linewidth=0.8, alpha=0.5, zorder=2)
+            axis.plot(
+                x,
+                heights,
+                color=style.colour,
+                linestyle=style.line,
+                linewidth=0.8,
+                alpha=0.5,
+                zorder=2,
+            )
             if "low" in arms:
-                axis.vlines(x, arms["low"].fillna(heights), arms["high"].fillna(heights), style.colour, linewidth=0.8)
+                axis.vlines(
+                    x,
+                    arms["low"].fillna(heights),
+                    arms["high"].fillna(heights),
+                    style.colour,
+                    linewidth=0.8,
+                )
             # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
             area = [(sizes or {}).get(budget, BARE) for budget in arms["budget"]]
-            look = {"marker": style.marker, "facecolor": fill_of(style), "edgecolor": style.colour, "linewidth": 1.1}
+            look = {
+                "marker": style.marker,
+                "facecolor": fill_of(style),
+                "edgecolor": style.colour,
+                "linewidth": 1.1,
+            }
             axis.scatter(x, heights, s=area, label=label, zorder=3, **look)
         axis.set(xlabel=cost.axis, xscale=scale)
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
@@ -118,4 +163,9 @@ def draw_tradeoff(
             log_y(axis)
         axis.grid(alpha=0.3)
         drawn = with_cost[with_cost[y] != 0] if y != "score" else with_cost
-        draw_front(axis, drawn[cost.name].astype(float) * cost.unit.scale, drawn[y].astype(float), y == "score")
+        draw_front(
+            axis,
+            drawn[cost.name].astype(float) * cost.unit.scale,
+            drawn[y].astype(float),
+            y == "score",
+        )

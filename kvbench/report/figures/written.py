@@ -1,4 +1,7 @@
-"""The figure `written`: how much a model writes. Answers that go on, or end in a loop, cost what a budget saves."""
+"""The figure `written`: how much a model writes.
+
+Answers that go on, or end in a loop, cost what a budget saves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def written(runs: Runs) -> Figure:
     arms = arms_for(runs, "written", probed=False, scored=True)
     arms = arms[arms[LENGTH.name].notna()]
     if not len(arms):
-        raise ConfigError(f"figure=written: no run stored its outputs or how long they are among {len(runs.arms)} runs")
+        raise ConfigError(
+            f"figure=written: no run stored its outputs or how long they are among {len(runs.arms)}"
+            " runs"
+        )
     panels = panels_of("written", runs, arms, lines="method")
     title = f"what the model writes, with {INTERVALS}; level lines: without a budget"
     figure, axes = grid(len(panels), 2, title)
@@ -42,7 +48,9 @@ def written(runs: Runs) -> Figure:
                 draw_by_budget(axis, series, series.arms["budget"], values)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
             axis.set(
-                title=panel.title, ylabel=measure.axis, xlabel="budget C: tokens, or below 1 a share of the prompt"
+                title=panel.title,
+                ylabel=measure.axis,
+                xlabel="budget C: tokens, or below 1 a share of the prompt",
             )
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)

@@ -1,7 +1,8 @@
-"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures, arms in pairs.
+"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures,
+arms in pairs.
 
-`kvbench report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from elsewhere. A
-further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
+`kvbench report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from
+elsewhere. A further kind of page is a function of `Site` that yields files, and a line of `PAGES`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ ASSETS = ("site.css", "site.js")
 class Pages(NamedTuple):
     """One kind of page.
 
-    Attributes:
-        first: path of the page that the site's navigation leads to.
-        make: all pages and what they need, of the site and of the navigation (first pages by name).
+    Attributes
+    ----------
+    first
+        path of the page that the site's navigation leads to.
+    make
+        all pages and what they need, of the site and of the navigation (first pages by name).
     """
 
     first: str
@@ -54,21 +58,32 @@ OF_OTHERS = {"Runs of others": Pages(PATH, submissions)}  # of a site that has s
 def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] = ()) -> None:
     """Write a site; pages of an older one there that are not of this one go away.
 
-    Args:
-        runs: all that shall be on it.
-        folders: that they are from, in words.
-        out: the site's folder.
-        submitted: what others gave, of which the rows are among the runs.
+    Parameters
+    ----------
+    runs
+        all that shall be on it.
+    folders
+        that they are from, in words.
+    out
+        the site's folder.
+    submitted
+        what others gave, of which the rows are among the runs.
 
-    Raises:
-        ConfigError: the folder holds something else or cannot be written, or the runs are timed ones alone.
+    Raises
+    ------
+    ConfigError
+        the folder holds something else or cannot be written, or the runs are timed ones alone.
     """
     check(out)
-    if run_path := next((path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None):
+    if run_path := next(
+        (path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None
+    ):
         raise ConfigError(f"--out {out}: holds the run {run_path}; name a folder beside the runs")
     site = Site(runs, folders, submitted)
     if not site.rows:
-        raise ConfigError(f"--out {out}: timed runs alone make no site; --out report.html shows them")
+        raise ConfigError(
+            f"--out {out}: timed runs alone make no site; --out report.html shows them"
+        )
     kinds = PAGES | (OF_OTHERS if submitted else {})
     sections = {name: pages.first for name, pages in kinds.items()}
     files = [file for pages in kinds.values() for file in pages.make(site, sections)]

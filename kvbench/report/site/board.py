@@ -1,4 +1,6 @@
-"""The leaderboard: every arm in one table that sorts and filters, and above it the best that fits."""
+"""The leaderboard: every arm in one table that sorts and filters, and above it the best
+that fits.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ from kvbench.report.tables.formats import NONE
 class Column(NamedTuple):
     """A column of numbers.
 
-    Attributes:
-        heading: what stands above it.
-        meaning: what it says, a clause.
-        wide: whether a small screen has no room for it.
+    Attributes
+    ----------
+    heading
+        what stands above it.
+    meaning
+        what it says, a clause.
+    wide
+        whether a small screen has no room for it.
     """
 
     heading: str
@@ -31,21 +37,43 @@ class Column(NamedTuple):
 
 
 COLUMNS = {
-    "score": Column("score", "the task's own, 0 to 100; of fidelity the next tokens that are full attention's, %"),
-    "kl_mean": Column("KL, nats", "KL divergence of the next token from full attention's, mean over tokens and texts"),
-    "device_kv_bytes": Column("KV, MiB", "keys and values on the device, all layers, at the longest prompt", True),
-    "index_bytes": Column("index, MiB", "what the method keeps to choose by, wherever it lies", True),
+    "score": Column(
+        "score",
+        "the task's own, 0 to 100; of fidelity the next tokens that are full attention's, %",
+    ),
+    "kl_mean": Column(
+        "KL, nats",
+        "KL divergence of the next token from full attention's, mean over tokens and texts",
+    ),
+    "device_kv_bytes": Column(
+        "KV, MiB", "keys and values on the device, all layers, at the longest prompt", True
+    ),
+    "index_bytes": Column(
+        "index, MiB", "what the method keeps to choose by, wherever it lies", True
+    ),
     "device_share": Column(
-        "KV, %", "of full attention's keys and values, those on the device, in the layers that are not left dense"
+        "KV, %",
+        "of full attention's keys and values, those on the device, in the layers that are not left"
+        " dense",
     ),
     "index_share": Column("with index, %", "the same with the index", True),
-    "attended_share": Column("attended / C", "entries that a head attends in a step, over the budget C", True),
-    "moved_bytes_per_step": Column("moved, KiB", "brought from the host to the device in a step", True),
-    "tpot_ms_p50": Column("ms / token", "median time of a decoded token: it ranks machines as well as methods"),
-    "own_ms": Column(
-        "own ms / token", "attention, search and transfers of it, known of what decoded together, too", True
+    "attended_share": Column(
+        "attended / C", "entries that a head attends in a step, over the budget C", True
     ),
-    "recall": Column("recall", "of the tokens with the most attention, the share that was attended", True),
+    "moved_bytes_per_step": Column(
+        "moved, KiB", "brought from the host to the device in a step", True
+    ),
+    "tpot_ms_p50": Column(
+        "ms / token", "median time of a decoded token: it ranks machines as well as methods"
+    ),
+    "own_ms": Column(
+        "own ms / token",
+        "attention, search and transfers of it, known of what decoded together, too",
+        True,
+    ),
+    "recall": Column(
+        "recall", "of the tokens with the most attention, the share that was attended", True
+    ),
     "n": Column("n", "samples", True),
 }
 SHARED = {"device_share": False, "index_share": True}  # column -> whether the index counts
@@ -54,25 +82,43 @@ SHARED = {"device_share": False, "index_share": True}  # column -> whether the i
 def board(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """The leaderboard."""
     rows = site.by_length
-    columns = [name for name in COLUMNS if name in SHARED or any(name in row.cell.numbers for row in rows)]
+    columns = [
+        name for name in COLUMNS if name in SHARED or any(name in row.cell.numbers for row in rows)
+    ]
     heads = "".join(
-        f'<th scope="col" data-name="{name}" title="{COLUMNS[name].meaning}" class="{"wide" * COLUMNS[name].wide}">'
-        f'<button type="button">{COLUMNS[name].heading}</button></th>'
+        f'<th scope="col" data-name="{name}" title="{COLUMNS[name].meaning}"'
+        f' class="{"wide" * COLUMNS[name].wide}"><button'
+        f' type="button">{COLUMNS[name].heading}</button></th>'
         for name in columns
     )
-    words = ["budget", *(name for name in ("task", "model") if len({getattr(row, name) for row in rows}) > 1)]
-    named = '<th scope="col" class="label" data-name="method"><button type="button">method</button></th>' + "".join(
-        f'<th scope="col" class="label wide" data-name="{name}"><button type="button">'
-        f"{'C' if name == 'budget' else name}</button></th>"
-        for name in words
+    words = [
+        "budget",
+        *(name for name in ("task", "model") if len({getattr(row, name) for row in rows}) > 1),
+    ]
+    named = (
+        '<th scope="col" class="label" data-name="method"><button'
+        ' type="button">method</button></th>'
+        + "".join(
+            f'<th scope="col" class="label wide" data-name="{name}"><button type="button">'
+            f"{'C' if name == 'budget' else name}</button></th>"
+            for name in words
+        )
     )
     pairs = _pairs(site)
     body = "\n".join(_line(row, words, columns, pairs[row.run]) for row in rows)
     table_notes = dict.fromkeys(note for table in site.tables for note in table.notes)
-    legend = "".join(f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].meaning}</dd>" for name in columns)
+    legend = "".join(
+        f"<dt>{COLUMNS[name].heading}</dt><dd>{COLUMNS[name].meaning}</dd>" for name in columns
+    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in table_notes)
-    timed = f"<li>{site.timed} timed runs are not here: --format html shows them.</li>" if site.timed else ""
-    skipped = "".join(f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.skipped)
+    timed = (
+        f"<li>{site.timed} timed runs are not here: --format html shows them.</li>"
+        if site.timed
+        else ""
+    )
+    skipped = "".join(
+        f"<li>{escape(f'{path.name}: {why}')}</li>" for path, why in site.runs.skipped
+    )
     yield page(
         "leaderboard.html",
         "Which method, at which cost?",
@@ -96,16 +142,19 @@ or more, nothing on samples that rank no methods, as the list above says, and no
 
 
 def _pairs(site: Site) -> dict[Run, str]:
-    """By arm a letter for each arm of its panel: + it is ahead of that, - it is behind, = neither by a paired test, ?
-    where they share too few samples for one; "" where too few rank it among any.
+    """By arm a letter for each arm of its panel: + it is ahead of that, - it is behind, = neither
+    by a paired test, ? where they share too few samples for one; "" where too few rank it among
+    any.
     """
     panels: dict[str, list[Row]] = {}
     for row in site.by_length:
         panels.setdefault(row.panel, []).append(row)
     return {
-        row.run: "".join(_letter(site, row, other) for other in panel_rows)
-        if row.is_choice and site.place(row, panel_rows)
-        else ""
+        row.run: (
+            "".join(_letter(site, row, other) for other in panel_rows)
+            if row.is_choice and site.place(row, panel_rows)
+            else ""
+        )
         for panel_rows in panels.values()
         for row in panel_rows
     }
@@ -120,7 +169,13 @@ def _letter(site: Site, row: Row, other: Row) -> str:
 
 def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) -> str:
     cells = "".join(_share(row, name) if name in SHARED else _cell(row, name) for name in columns)
-    keys = {"method": row.method, "budget": row.budget, "task": row.task, "model": row.model, "panel": row.panel}
+    keys = {
+        "method": row.method,
+        "budget": row.budget,
+        "task": row.task,
+        "model": row.model,
+        "panel": row.panel,
+    }
     keys |= {"variant": row.variant} if row.variant else {}
     keys |= {"whose": row.whose}
     keys |= {"choice": ""} if row.is_choice else {}
@@ -128,13 +183,23 @@ def _line(row: Row, words: Iterable[str], columns: Iterable[str], pairs: str) ->
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in keys.items())
     looks = " ".join(["yardstick"] * row.run.is_full + ["theirs"] * (row.of is not None))
     bare = f' class="{looks}"' if looks else ""
-    labels = "".join(f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words)
+    labels = "".join(
+        f'<td class="label wide" data-name="{name}">{escape(keys[name])}</td>' for name in words
+    )
     details = ", ".join(filter(None, [row.variant, *row.panel.split(", ")[2:]]))
     phone = ", ".join(
-        filter(None, [row.task if "task" in words else "", "" if row.budget == NONE else f"C = {row.budget}"])
+        filter(
+            None,
+            [
+                row.task if "task" in words else "",
+                "" if row.budget == NONE else f"C = {row.budget}",
+            ],
+        )
     )
     of = f' <small><a href="{anchor(row.of)}">checked</a></small>' if row.of else ""
-    head = f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(details)}{of}'
+    head = (
+        f'{linked(row.method, "")}<small class="phone">{escape(phone)}</small>{small(details)}{of}'
+    )
     return f'<tr{bare}{data}><th scope="row" data-name="method">{head}</th>{labels}{cells}</tr>'
 
 
@@ -150,17 +215,27 @@ def _share(row: Row, name: str) -> str:
     assert row.full is not None
     runs = f'data-run="{ids_of(row.run.folder_names)}" data-full="{ids_of(row.full.folder_names)}"'
     runs += f' data-length="{row.length}"' if row.length else ""
-    return f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}" {runs}>{share:.1f}</td>'
+    return (
+        f'<td data-name="{name}" class="{look.strip()}" data-value="{share!r}"'
+        f" {runs}>{share:.1f}</td>"
+    )
 
 
 def _filters(rows: Sequence[Row]) -> str:
     """The form above the table; a choice of one is none."""
 
-    def select(name: str, label: str, every: str, values: Sequence[str], shown: Callable[[str], str] = str) -> str:
+    def select(
+        name: str, label: str, every: str, values: Sequence[str], shown: Callable[[str], str] = str
+    ) -> str:
         if len(values) < 2:
             return ""
-        options = "".join(f'<option value="{escape(value)}">{escape(shown(value))}</option>' for value in values)
-        return f'<label>{label}<select name="{name}"><option value="">{every}</option>{options}</select></label>'
+        options = "".join(
+            f'<option value="{escape(value)}">{escape(shown(value))}</option>' for value in values
+        )
+        return (
+            f'<label>{label}<select name="{name}"><option'
+            f' value="">{every}</option>{options}</select></label>'
+        )
 
     def there(key: str) -> list[str]:
         return sorted({getattr(row, key) for row in rows} - {"-"}, key=order_of)

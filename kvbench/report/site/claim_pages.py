@@ -1,4 +1,6 @@
-"""A page for each claim of the papers: the criterion, what was measured, the verdict, and the runs it came from."""
+"""A page for each claim of the papers: the criterion, what was measured, the verdict, and the runs
+it came from.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,33 @@ def claim_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     for verdict in Verdict:
         if some := [judged for judged in site.judged if judged.verdict is verdict]:
             title = f"{verdict.value[0].upper()}{verdict.value[1:]}"
-            lists.append(f"<section><h2>{title}{small(str(len(some)))}</h2>{listed(some, '../')}</section>")
+            lists.append(
+                f"<section><h2>{title}{small(str(len(some)))}</h2>{listed(some, '../')}</section>"
+            )
         for judged in some:
             name = judged.claim.claim[0].upper() + judged.claim.claim[1:]
             yield page(f"claims/{judged.claim.id}.html", name, site, sections, _body(site, judged))
     body = (
-        f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that kvbench ships where they "
-        f"measure more: {counted(site.judged)}. A claim holds if the "
-        "whole interval meets its criterion, and does not hold if none of it does; otherwise, or with fewer samples "
-        "than its criterion asks for, it is undecided. Criteria were set before the runs; those of an older "
-        "rule are kept on a claim's page. A claim that needs a larger "
-        "model or a GPU is judged by a smaller test, and marked as one that a stand-in decided. Of ParisKV's paper a "
-        "summary by others and its authors' rebuttal were read.</p>" + incomplete(site) + "".join(lists)
+        f"<p>{len(site.judged)} claims of the papers, judged by these runs, or by those that"
+        f" kvbench ships where they measure more: {counted(site.judged)}. A claim holds if the"
+        " whole interval meets its criterion, and does not hold if none of it does; otherwise, or"
+        " with fewer samples than its criterion asks for, it is undecided. Criteria were set"
+        " before the runs; those of an older rule are kept on a claim's page. A claim that needs a"
+        " larger model or a GPU is judged by a smaller test, and marked as one that a stand-in"
+        " decided. Of ParisKV's paper a summary by others and its authors' rebuttal were read.</p>"
+        + incomplete(site)
+        + "".join(lists)
     )
     yield page("claims/index.html", "Do the papers' claims hold?", site, sections, body)
 
 
 def _body(site: Site, judged: Judged) -> str:
     claim = judged.claim
-    methods = " ".join(linked(method, "../", "#claims") for method in site.methods if concerns_method(claim, method))
+    methods = " ".join(
+        linked(method, "../", "#claims")
+        for method in site.methods
+        if concerns_method(claim, method)
+    )
     lacking = {"Why a stand-in": claim.original, "What the evidence lacks": claim.weaker}
     sections = {
         "Measured": _findings(judged, judged.criteria),
@@ -58,24 +68,41 @@ def _body(site: Site, judged: Judged) -> str:
         [
             f'<p class="name">{escape(claim.id)}: {escape(claim.source)}; {escape(claim.kind)}</p>',
             f'<p class="verdict">{shown(judged)}</p>',
-            *(f"<section><h2>{title}</h2>{body}</section>" for title, body in sections.items() if body),
+            *(
+                f"<section><h2>{title}</h2>{body}</section>"
+                for title, body in sections.items()
+                if body
+            ),
         ]
     )
 
 
 def _lacking(judged: Judged) -> str:
-    """Of each undecided criterion the samples that it asks for, where others do not decide the claim."""
+    """Of each undecided criterion the samples that it asks for, where others do not decide the
+    claim.
+    """
     if judged.verdict is not Verdict.UNDECIDED:
         return ""
-    words = {criterion.description: lacks(criterion, finding, judged.runs) for criterion, finding, _ in judged.criteria}
-    lines = (f"<li>{escape(description)}: {escape(text)}</li>" for description, text in words.items() if text)
+    words = {
+        criterion.description: lacks(criterion, finding, judged.runs)
+        for criterion, finding, _ in judged.criteria
+    }
+    lines = (
+        f"<li>{escape(description)}: {escape(text)}</li>"
+        for description, text in words.items()
+        if text
+    )
     return f"<ul>{''.join(lines)}</ul>"
 
 
 def _superseded(judged: Judged) -> str:
     """The criteria that no longer decide, with what they found, and why."""
     why = judged.claim.superseded.why
-    return f"<p>{escape(why[0].upper() + why[1:])}.</p>{_findings(judged, judged.superseded)}" if why else ""
+    return (
+        f"<p>{escape(why[0].upper() + why[1:])}.</p>{_findings(judged, judged.superseded)}"
+        if why
+        else ""
+    )
 
 
 def _findings(judged: Judged, parts: Sequence[Part]) -> str:
@@ -89,14 +116,25 @@ def _findings(judged: Judged, parts: Sequence[Part]) -> str:
             cells = f'<td class="label" colspan="3">{escape(why)}</td>{bounds_cell}<td></td>'
         else:
             part = "part" if decides else "superseded"
-            source = _source(judged, criterion, f'data-claim="{judged.claim.id}" data-{part}="{place}"')
+            source = _source(
+                judged, criterion, f'data-claim="{judged.claim.id}" data-{part}="{place}"'
+            )
             numbers = {"value": finding.value, "low": finding.low, "high": finding.high}
-            cells = "".join(_number(name, number, source) for name, number in numbers.items()) + bounds_cell
-            cells += _number("n", finding.n, source, f" of {criterion.n}" if finding.n < criterion.n else "")
+            cells = (
+                "".join(_number(name, number, source) for name, number in numbers.items())
+                + bounds_cell
+            )
+            cells += _number(
+                "n", finding.n, source, f" of {criterion.n}" if finding.n < criterion.n else ""
+            )
         look = LOOKS.get(verdict, "open") if decides else "open"
         decided = f'<td class="label"><b class="{look}">{verdict.value}</b></td>'
-        lines.append(f'<tr><th scope="row">{escape(criterion.description)}</th>{decided}{cells}</tr>')
-    notes = [finding.note for _, finding, _ in parts if isinstance(finding, Finding) and finding.note]
+        lines.append(
+            f'<tr><th scope="row">{escape(criterion.description)}</th>{decided}{cells}</tr>'
+        )
+    notes = [
+        finding.note for _, finding, _ in parts if isinstance(finding, Finding) and finding.note
+    ]
     items = "".join(f"<li>{escape(note)}</li>" for note in dict.fromkeys(notes))
     return table_of(head, lines, "claim") + (f"<ul class=notes>{items}</ul>" if items else "")
 
@@ -104,11 +142,16 @@ def _findings(judged: Judged, parts: Sequence[Part]) -> str:
 def _number(name: str, number: float | None, source: str, more: str = "") -> str:
     if number is None:
         return f'<td data-name="{name}" class="none">{NONE}</td>'
-    return f'<td data-name="{name}" data-value="{float(number)!r}" {source}>{number:.3g}{small(more)}</td>'
+    return (
+        f'<td data-name="{name}" data-value="{float(number)!r}"'
+        f" {source}>{number:.3g}{small(more)}</td>"
+    )
 
 
 def _source(judged: Judged, criterion: Criterion, place: str) -> str:
-    """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's tables."""
+    """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's
+    tables.
+    """
     if criterion.kind == "file":
         return f'{place} data-file="{escape(criterion.spec["file"])}"'
     if criterion.kind == "printed":
@@ -138,8 +181,14 @@ def _runs(judged: Judged) -> str:
             else:
                 ran = " ".join(f"<code>{escape(name)}</code>" for name in folders)
             words = f"<code>{escape(arm)}</code><br><small><code>{escape(shared)}</code></small>"
-            lines[shared, arm] = f'<tr><td class="label">{words}</td><td class="label">{ran}</td></tr>'
-    return table_of("<th class=label>arm</th><th class=label>runs</th>", lines.values(), "runs") if lines else ""
+            lines[shared, arm] = (
+                f'<tr><td class="label">{words}</td><td class="label">{ran}</td></tr>'
+            )
+    return (
+        table_of("<th class=label>arm</th><th class=label>runs</th>", lines.values(), "runs")
+        if lines
+        else ""
+    )
 
 
 def _commands(judged: Judged) -> str:

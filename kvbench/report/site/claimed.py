@@ -1,4 +1,6 @@
-"""The claims on a page: those about a method, and lists of claims, each with its verdict and a link to its page."""
+"""The claims on a page: those about a method, and lists of claims, each with its verdict and a link
+to its page.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,20 @@ from kvbench.report.site.rows import Site
 
 LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
 TURNED = {"ahead": "behind", "behind": "ahead"}
-ITS_PAPER, FOR, AGAINST, NEITHER = "its own paper's", "for it", "against it", "neither for nor against it"
-SIDES = {FOR: "favours", AGAINST: "against", NEITHER: ""}  # of other papers' claims: the field that names the methods
+ITS_PAPER, FOR, AGAINST, NEITHER = (
+    "its own paper's",
+    "for it",
+    "against it",
+    "neither for nor against it",
+)
+# of other papers' claims: the field that names the methods
+SIDES = {FOR: "favours", AGAINST: "against", NEITHER: ""}
 
 
 def by_side(site: Site, method: str) -> dict[str, list[Judged]]:
-    """The claims about a method: its own paper's, and those of others for it, against it, and neither."""
+    """The claims about a method: its own paper's, and those of others for it, against it, and
+    neither.
+    """
     sides: dict[str, list[Judged]] = {side: [] for side in (ITS_PAPER, *SIDES)}
     for judged in site.judged:
         if concerns_method(judged.claim, method):
@@ -34,8 +44,12 @@ def _side(claim: Claim, method: str) -> str:
 
 
 def concerns_method(claim: Claim, method: str) -> bool:
-    """Whether a claim is one of the method's own paper, says something for or against it, or is decided by its arms."""
-    return is_of(claim, method) or method in (*claim.favours, *claim.against) or _names(claim, method)
+    """Whether a claim is one of the method's own paper, says something for or against it, or is
+    decided by its arms.
+    """
+    return (
+        is_of(claim, method) or method in (*claim.favours, *claim.against) or _names(claim, method)
+    )
 
 
 def is_of(claim: Claim, method: str) -> bool:
@@ -45,12 +59,15 @@ def is_of(claim: Claim, method: str) -> bool:
 
 def _names(claim: Claim, method: str) -> bool:
     return any(
-        re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(criterion.spec)) for criterion in claim.criteria
+        re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(criterion.spec))
+        for criterion in claim.criteria
     )
 
 
 def counted(claims: Sequence[Judged]) -> str:
-    """How many claims have each verdict, in words; those that a stand-in decided count like all others."""
+    """How many claims have each verdict, in words; those that a stand-in decided count like all
+    others.
+    """
     counts = {verdict: sum(judged.verdict is verdict for judged in claims) for verdict in Verdict}
     return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
 
@@ -70,7 +87,8 @@ def shown(judged: Judged, turned: bool = False) -> str:
 def listed(claims: Iterable[Judged], root: str, turned: bool = False) -> str:
     """Claims under one another, each with its verdict; a claim leads to its page."""
     lines = (
-        f'<li>{shown(judged, turned)} <a href="{root}claims/{judged.claim.id}.html">{escape(judged.claim.claim)}</a>'
+        f"<li>{shown(judged, turned)} <a"
+        f' href="{root}claims/{judged.claim.id}.html">{escape(judged.claim.claim)}</a>'
         f"{small(judged.claim.source)}</li>"
         for judged in claims
     )
@@ -86,6 +104,10 @@ def claims_section(site: Site, method: str) -> str:
     none = "" if ITS_PAPER in sides else " None is of its own paper."
     lists = [f"<p>{counts}. A claim opens what was measured of it, and its runs.{none}</p>"]
     for side, some in sides.items():
-        title = f"Of {label_of(method)}'s own paper" if side == ITS_PAPER else f"Of other papers, {side}"
+        title = (
+            f"Of {label_of(method)}'s own paper"
+            if side == ITS_PAPER
+            else f"Of other papers, {side}"
+        )
         lists.append(f"<h3>{escape(title)}</h3>{listed(some, '../', turned=side == AGAINST)}")
     return "".join(lists)

@@ -15,13 +15,25 @@ from kvbench.runs.stored import DAMAGED, ResultsError
 MOST_METHODS = 20  # that a reader can distinguish in one picture
 # Of more than that, a method of each kind.
 REPRESENTATIVES = {
-    *("full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale", "lychee"),
+    *(
+        "full",
+        "topk",
+        "streaming_llm",
+        "snapkv",
+        "snapkv_racc",
+        "h2o",
+        "quest",
+        "arkvale",
+        "lychee",
+    ),
     *("icecache", "icecache_plus", "pariskv", "pqcache", "clusterkv", "magicpig"),
 }
 
 
 def legible(runs: Runs) -> Runs:
-    """The runs of as many methods as a picture has room for; those of a user's own are among them."""
+    """The runs of as many methods as a picture has room for; those of a user's own are
+    among them.
+    """
     methods = {run.arm["method"] for run in runs}
     if len(methods) <= MOST_METHODS:
         return runs

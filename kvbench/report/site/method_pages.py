@@ -1,4 +1,6 @@
-"""A page for each method: what it is, where it wins and loses, how near it stays, and what the papers print of it."""
+"""A page for each method: what it is, where it wins and loses, how near it stays, and what the
+papers print of it.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,19 @@ def method_pages(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
             yield File(f"methods/{slug(method)}-{name}.svg", picture)
         body = _body(site, method, rows, list(drawn), tables)
         yield page(f"methods/{slug(method)}.html", label_of(method), site, sections, body)
-        words = (f"<code>{escape(method)}</code>", escape(shipped.get(method, "")), "ran" if rows else "no run here")
+        words = (
+            f"<code>{escape(method)}</code>",
+            escape(shipped.get(method, "")),
+            "ran" if rows else "no run here",
+        )
         labels = "".join(f'<td class="label">{word}</td>' for word in words)
         lines.append(f'<tr><th scope="row">{linked(method, "../")}</th>{labels}</tr>')
     yield page("methods/index.html", "Methods", site, sections, table_of("", lines, "methods"))
 
 
-def _body(site: Site, method: str, rows: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]) -> str:
+def _body(
+    site: Site, method: str, rows: Sequence[Row], drawn: Sequence[str], tables: Sequence[Printed]
+) -> str:
     shipped = choices("method")
     figures = (figure(f"{slug(method)}-{name}.svg", FIGURES[name]) for name in drawn)
     blocks = {
@@ -42,7 +50,9 @@ def _body(site: Site, method: str, rows: Sequence[Row], drawn: Sequence[str], ta
         "Pictures": "".join(figures),
         "Claims": claims_section(site, method),
         "Published beside ours": published(method, tables),
-        "Where its paper leaves a choice": choices_taken(method_config(method).target) if method in shipped else "",
+        "Where its paper leaves a choice": choices_taken(method_config(method).target)
+        if method in shipped
+        else "",
         "Settings": _settings(method) if method in shipped else _options(rows),
     }
     blocks = {title: body for title, body in blocks.items() if body}
@@ -53,7 +63,10 @@ def _body(site: Site, method: str, rows: Sequence[Row], drawn: Sequence[str], ta
             f'<p class="name">{swatch(method)}<code>method={escape(method)}</code></p>',
             readme_entry(method) or f"<p>{escape(shipped.get(method) or _whose(rows))}</p>",
             f'<nav class="toc">{links}</nav>',
-            *(f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>' for title, body in blocks.items()),
+            *(
+                f'<section id="{ids[title]}"><h2>{title}</h2>{body}</section>'
+                for title, body in blocks.items()
+            ),
         ]
     )
 
@@ -61,7 +74,11 @@ def _body(site: Site, method: str, rows: Sequence[Row], drawn: Sequence[str], ta
 def _whose(rows: Sequence[Row]) -> str:
     """Whose a method is that kvbench does not ship."""
     people = " and ".join(dict.fromkeys(row.of.manifest.who for row in rows if row.of))
-    return f"A method of {people}, of which nothing but its runs is known." if people else "A method of your own."
+    return (
+        f"A method of {people}, of which nothing but its runs is known."
+        if people
+        else "A method of your own."
+    )
 
 
 def _options(rows: Sequence[Row]) -> str:
@@ -85,6 +102,9 @@ def _settings(method: str) -> str:
         "C where none is given": harness.get("preset"),
         "layers that its paper leaves dense": harness.get("published_dense_layers"),
     }
-    listed = "".join(f"<dt>{name}</dt><dd><code>{escape(show(value))}</code></dd>" for name, value in facts.items())
+    listed = "".join(
+        f"<dt>{name}</dt><dd><code>{escape(show(value))}</code></dd>"
+        for name, value in facts.items()
+    )
     source = (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
     return f"<dl>{listed}</dl><pre><code>{escape(source)}</code></pre>"

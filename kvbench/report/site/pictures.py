@@ -1,4 +1,6 @@
-"""The pictures: what a budget comes to, what is lost where, how answers go on, and from where a method is faster."""
+"""The pictures: what a budget comes to, what is lost where, how answers go on, and from where a
+method is faster.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ from kvbench.report.site.rows import Site
 class Shown(NamedTuple):
     """A figure of the page.
 
-    Attributes:
-        question: its heading.
-        caption: what it shows, a clause.
-        longest: a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
-        file: measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
-        archive: of the runs that kvbench ships, drawn where a site's own make no such picture.
+    Attributes
+    ----------
+    question
+        its heading.
+    caption
+        what it shows, a clause.
+    longest
+        a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
+    file
+        measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
+    archive
+        of the runs that kvbench ships, drawn where a site's own make no such picture.
     """
 
     question: str
@@ -34,28 +42,46 @@ class Shown(NamedTuple):
 
 
 SHOWN = {
-    "attended": Shown("What does a budget come to?", "Entries attended over C, against the C that was asked for"),
-    "frontier": Shown("What does a byte buy?", "KL, or the score, against the share of full attention's bytes"),
+    "attended": Shown(
+        "What does a budget come to?", "Entries attended over C, against the C that was asked for"
+    ),
+    "frontier": Shown(
+        "What does a byte buy?", "KL, or the score, against the share of full attention's bytes"
+    ),
     "question": Shown(
         "Does it survive a question that comes after?",
         "Score by when the question is read: with the context, or after it was compressed",
         archive="question.tar.xz",
     ),
-    "lost": Shown("Where is attention lost?", "Attention on what was not selected, by layer and query head"),
-    "drift": Shown("Does it stay as near?", "KL from full attention over the longest answers", longest="fidelity"),
-    "written": Shown("How long are the answers?", "New tokens of an answer, and how many end in a loop"),
-    "breakeven": Shown("From where is it faster?", "Time of a token against the length of the context"),
+    "lost": Shown(
+        "Where is attention lost?", "Attention on what was not selected, by layer and query head"
+    ),
+    "drift": Shown(
+        "Does it stay as near?",
+        "KL from full attention over the longest answers",
+        longest="fidelity",
+    ),
+    "written": Shown(
+        "How long are the answers?", "New tokens of an answer, and how many end in a loop"
+    ),
+    "breakeven": Shown(
+        "From where is it faster?", "Time of a token against the length of the context"
+    ),
     "search": Shown(
         "What does a search find in its time?",
         "Recall against time, beside that of reading",
         file="bench_index_cpu.json",
     ),
-    "published": Shown("Is it as published?", "Published scores against ours; a letter says what differs"),
+    "published": Shown(
+        "Is it as published?", "Published scores against ours; a letter says what differs"
+    ),
 }
 
 
 def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
-    """The page with its pictures: of the site's runs or, where these make none, of those that kvbench ships."""
+    """The page with its pictures: of the site's runs or, where these make none, of those that
+    kvbench ships.
+    """
     blocks = []
     for name, shown in SHOWN.items():
         image, note = _drawn(site, name, shown)
@@ -72,7 +98,9 @@ def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
     image = (
         b""
         if shown.file
-        else picture(lambda: draw(name, _chosen(site.without_submissions(site.joined), shown.longest)))
+        else picture(
+            lambda: draw(name, _chosen(site.without_submissions(site.joined), shown.longest))
+        )
     )
     return (image, "") if image else (_of_shipped(name), f" ({OURS})")
 

@@ -21,10 +21,14 @@ LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a p
 class Printed(NamedTuple):
     """A published table.
 
-    Attributes:
-        paper: as published.
-        merged: with ours.
-        why: ours are not there, a sentence, or "".
+    Attributes
+    ----------
+    paper
+        as published.
+    merged
+        with ours.
+    why
+        ours are not there, a sentence, or "".
     """
 
     paper: PaperTable
@@ -53,21 +57,27 @@ def published(method: str, tables: Sequence[Printed]) -> str:
         if not rows:
             continue
         models = set(frame["model"][frame["method"] == method])
-        shown = rows | set(frame["row"][(frame["method"] == YARDSTICK) & frame["model"].isin(models)])
+        shown = rows | set(
+            frame["row"][(frame["method"] == YARDSTICK) & frame["model"].isin(models)]
+        )
         cells = [cell for (place, _), cell in merged.cells.items() if merged.rows[place][0] in rows]
-        theirs, ours = (sum(name in cell.numbers for cell in cells) for name in ("published", "score"))
+        theirs, ours = (
+            sum(name in cell.numbers for cell in cells) for name in ("published", "score")
+        )
         all_theirs, all_ours = all_theirs + theirs, all_ours + ours
         notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*merged.notes, why]))
         counts = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
         blocks.append(
-            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(merged, shown)}"
-            f"<ul class=notes>{notes}<li><code>kvbench report --paper {paper.id}</code></li></ul></details>"
+            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(merged, shown)}<ul"
+            f" class=notes>{notes}<li><code>kvbench report --paper"
+            f" {paper.id}</code></li></ul></details>"
         )
     if not blocks:
         return "<p>No table that kvbench holds prints a number of it.</p>"
     return (
-        f"<p>{all_theirs} published numbers in {len(blocks)} tables, of which {all_ours or 'none'} has a run here that "
-        "matches: one of the same model, task and budget.</p>" + "".join(blocks)
+        f"<p>{all_theirs} published numbers in {len(blocks)} tables, of which {all_ours or 'none'}"
+        " has a run here that matches: one of the same model, task and budget.</p>"
+        + "".join(blocks)
     )
 
 
@@ -75,11 +85,17 @@ def _table(merged: ReportTable, shown: set[str]) -> str:
     heads = "".join(f"<th>{escape(column)}</th>" for column in merged.columns)
     lines = []
     for place, (label,) in enumerate(merged.rows):
-        row_cells = [merged.cells.get((place, column), Cell()) for column in range(len(merged.columns))]
+        row_cells = [
+            merged.cells.get((place, column), Cell()) for column in range(len(merged.columns))
+        ]
         for name, what in LINES.items():
             if label in shown and any(name in cell.numbers for cell in row_cells):
-                cells = "".join(_cell(merged, cell, name, column) for column, cell in enumerate(row_cells))
-                lines.append(f'<tr class="{name}"><th scope="row">{escape(what or label)}</th>{cells}</tr>')
+                cells = "".join(
+                    _cell(merged, cell, name, column) for column, cell in enumerate(row_cells)
+                )
+                lines.append(
+                    f'<tr class="{name}"><th scope="row">{escape(what or label)}</th>{cells}</tr>'
+                )
     return table_of(f"<th></th>{heads}", lines, "paper")
 
 
@@ -89,4 +105,7 @@ def _cell(merged: ReportTable, cell: Cell, name: str, column: int) -> str:
     first, _, rest = text(merged, cell, name, column).partition(" ")
     run = ids_of(Path(path).name for path in cell.run.split("; "))
     source = f'data-run="{run}"' if name == "score" else f'data-paper="{merged.id}"'
-    return f'<td data-name="{name}" data-value="{cell.numbers[name]!r}" {source}>{escape(first)}{small(rest)}</td>'
+    return (
+        f'<td data-name="{name}" data-value="{cell.numbers[name]!r}"'
+        f" {source}>{escape(first)}{small(rest)}</td>"
+    )

@@ -1,4 +1,6 @@
-"""What the pages of `methods/` say, as HTML: what a method is, where its paper leaves a choice, how to add one."""
+"""What the pages of `methods/` say, as HTML: what a method is, where its paper leaves a choice, how
+to add one.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,26 @@ def readme_entry(method: str) -> str:
 
 
 def choices_taken(target: str) -> str:
-    """Where a method's paper or code leaves a choice and which was taken, by its folder's page; "" without one.
+    """Where a method's paper or code leaves a choice and which was taken, by its folder's page; ""
+    without one.
 
-    Args:
-        target: its class, such as "methods.icecache.IceCache".
+    Parameters
+    ----------
+    target
+        its class, such as "methods.icecache.IceCache".
     """
     package, module = target.split(".")[:2]
     readme = FOLDER / module / "README.md" if package == "methods" else FOLDER / "none"
     sections = re.split(r"^## ", _text(readme), flags=re.MULTILINE)
-    return "".join(html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE))
+    return "".join(
+        html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE)
+    )
 
 
 def document(path: Path) -> tuple[str, str]:
-    """The title of a page and, as HTML, all that follows it: headings, paragraphs, lists and code."""
+    """The title of a page and, as HTML, all that follows it: headings, paragraphs, lists
+    and code.
+    """
     title, _, rest = _text(path).removeprefix("# ").partition("\n")
     parts = []
     for place, part in enumerate(re.split(r"^```.*\n", rest, flags=re.MULTILINE)):
@@ -51,7 +60,9 @@ def document(path: Path) -> tuple[str, str]:
 
 
 def html(markdown: str) -> str:
-    """Paragraphs and lists with code, and links as their words, for they lead to files that a site has not."""
+    """Paragraphs and lists with code, and links as their words, for they lead to files that a site
+    has not.
+    """
     out, listed = [], False
     for block in _blocks(markdown):
         item = block.startswith("- ")

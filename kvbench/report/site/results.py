@@ -1,4 +1,6 @@
-"""Where a method wins and loses: its place among the others, its scores by group, and its pictures."""
+"""Where a method wins and loses: its place among the others, its scores by group, and its
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvbench.report.site.rows import FAR_OVER, ORACLE, Row, Site
 from kvbench.report.tables.formats import NONE
 
 FIGURES = {
-    "budget": "Score against the budget and what was attended, beside full attention and the exact top-k",
+    "budget": (
+        "Score against the budget and what was attended, beside full attention and the exact top-k"
+    ),
     "fidelity": "KL from full attention, lower is nearer, beside the exact top-k",
 }
 SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "own_ms")
@@ -25,7 +29,10 @@ SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "
 def results(site: Site, method_rows: Sequence[Row]) -> str:
     """Every arm of a method, and its place among the sparse methods of its panel and budget."""
     names = [name for name in SHOWN if any(name in row.cell.numbers for row in method_rows)]
-    lines_of = {name: next(row.table.lines[name] for row in method_rows if name in row.table.lines) for name in names}
+    lines_of = {
+        name: next(row.table.lines[name] for row in method_rows if name in row.table.lines)
+        for name in names
+    }
     heads = "".join(f"<th>{line.narrow_heading}</th>" for line in lines_of.values())
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
     lines = []
@@ -39,20 +46,23 @@ def results(site: Site, method_rows: Sequence[Row]) -> str:
         )
     tests = sum(len(_rivals(site, row)) for row in method_rows if "data-place" in _place(site, row))
     return (
-        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else by score; from the "
-        f"best to the worst that paired tests leave open ({tests} here, each at {COVERAGE} %), and none of fewer than "
-        f"{FEWEST} samples. Arms that attend {FAR_OVER:g} times C or more are not ranked, nor is Top-k, which scores "
-        "every key exactly.</p>"
+        "<p>Place: among the sparse methods with the same budget, by KL where there is some, else"
+        f" by score; from the best to the worst that paired tests leave open ({tests} here, each at"
+        f" {COVERAGE} %), and none of fewer than {FEWEST} samples. Arms that attend {FAR_OVER:g}"
+        " times C or more are not ranked, nor is Top-k, which scores every key exactly.</p>"
         + protocols(site)
         + table_of(f"{heads}<th class=label>run</th>", lines)
-        + f"<p class=notes>A run is the folder of that name below {escape(site.folders)}, or its copy: <code>run.yaml"
-        "</code> there has all settings, and <code>samples.jsonl</code> what was measured of each sample. "
-        "<code>make reference</code> makes those anew that kvbench ships.</p>"
+        + f"<p class=notes>A run is the folder of that name below {escape(site.folders)}, or its"
+        " copy: <code>run.yaml</code> there has all settings, and <code>samples.jsonl</code>"
+        " what was measured of each sample. <code>make reference</code> makes those anew that"
+        " kvbench ships.</p>"
     )
 
 
 def _rivals(site: Site, row: Row) -> list[Row]:
-    """The arms of other sparse methods in its panel and budget, the best first; none for full attention."""
+    """The arms of other sparse methods in its panel and budget, the best first; none for full
+    attention.
+    """
     return [
         other
         for other in site.rows
@@ -72,10 +82,14 @@ def _place(site: Site, row: Row) -> str:
 
 
 def by_group(site: Site, method_rows: Sequence[Row]) -> str:
-    """The score of each group of samples, a table for each panel: marked where it is clear of the others' median."""
+    """The score of each group of samples, a table for each panel: marked where it is clear of the
+    others' median.
+    """
     tables = []
     for panel in dict.fromkeys(row.panel for row in method_rows):
-        rows = sorted((row for row in method_rows if row.panel == panel), key=lambda row: order_of(row.budget))
+        rows = sorted(
+            (row for row in method_rows if row.panel == panel), key=lambda row: order_of(row.budget)
+        )
         groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
         if len(groups) > 1:
             heads = "".join(f"<th>{escape(row.budget)}{small(row.variant)}</th>" for row in rows)
@@ -85,11 +99,13 @@ def by_group(site: Site, method_rows: Sequence[Row]) -> str:
                 + "</tr>"
                 for group in groups
             ]
-            tables.append(f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}")
+            tables.append(
+                f"<h3>{escape(panel)}</h3>{table_of(f'<th class=label>group</th>{heads}', lines)}"
+            )
     legend = (
-        "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>: of the median "
-        f"of the other sparse methods with the same budget, by a paired test at {COVERAGE} % over {FEWEST} samples or "
-        "more.</p>"
+        "<p>Scores by budget. <span class=ahead>Ahead</span> and <span class=behind>behind</span>:"
+        " of the median of the other sparse methods with the same budget, by a paired test at"
+        f" {COVERAGE} % over {FEWEST} samples or more.</p>"
     )
     return legend + "".join(tables) if tables else ""
 
@@ -109,15 +125,21 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 
 
 def pictures(site: Site, method_rows: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures of a method's runs, by name; only of panels with several of its budgets, if there are any."""
+    """The figures of a method's runs, by name; only of panels with several of its budgets, if there
+    are any.
+    """
     budgets: dict[str, set[str]] = {}
     for row in method_rows:
         budgets.setdefault(row.panel, set()).add(row.budget)
     panels = {panel for panel, there in budgets.items() if len(there) > 1} or budgets.keys()
     methods = {method_rows[0].method, YARDSTICK, ORACLE}
-    of_others = {row.of for row in method_rows if row.of} if all(row.of for row in method_rows) else set()
+    of_others = (
+        {row.of for row in method_rows if row.of} if all(row.of for row in method_rows) else set()
+    )
     shown = [row for row in site.rows if row.of is None or row.of in of_others]
-    runs = site.joined.only([row.run for row in shown if row.panel in panels and row.method in methods])
+    runs = site.joined.only(
+        [row.run for row in shown if row.panel in panels and row.method in methods]
+    )
     for name in FIGURES:
         if drawing := picture(partial(draw, name, runs)):
             yield name, drawing

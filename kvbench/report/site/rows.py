@@ -1,4 +1,6 @@
-"""The runs of a site as rows: every arm with its numbers, its panel, and full attention beside it."""
+"""The runs of a site as rows: every arm with its numbers, its panel, and full attention
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.report.tables.formats import NONE
 from kvbench.report.tables.runs import summary
 
-VALUES = ("score", "kl_mean", "device_kv_bytes", "index_bytes", "moved_bytes_per_step", "tpot_ms_p50", "recall", "n")
+VALUES = (
+    "score",
+    "kl_mean",
+    "device_kv_bytes",
+    "index_bytes",
+    "moved_bytes_per_step",
+    "tpot_ms_p50",
+    "recall",
+    "n",
+)
 ORACLE = "topk"  # scores every key exactly: what selection can come to, and no method to take
 FAR_OVER = 3.0  # attended / C from which an arm no longer counts as one of its budget
 AXES = ("model", "task", "method", "budget")
@@ -30,15 +41,24 @@ AXES = ("model", "task", "method", "budget")
 class Row(NamedTuple):
     """An arm: the settings that name it, its numbers, and the table that they are from.
 
-    Attributes:
-        run: of `Site.joined`.
-        panel: name of the arms that it can be compared with, of the same samples under the same protocol.
-        variant: the settings in which it differs from others of the same method, budget and panel, or "".
-        cell, table: its numbers, and how they are shown.
-        full: the run of full attention on the same samples, or None.
-        unranked: why no score on these samples ranks methods, or "" (`Run.ranks_none`).
-        length: of the prompts that its numbers are of; None: of all of them.
-        of: the submission that it is from; None for one of the board's own.
+    Attributes
+    ----------
+    run
+        of `Site.joined`.
+    panel
+        name of the arms that it can be compared with, of the same samples under the same protocol.
+    variant
+        the settings in which it differs from others of the same method, budget and panel, or "".
+    cell, table
+        its numbers, and how they are shown.
+    full
+        the run of full attention on the same samples, or None.
+    unranked
+        why no score on these samples ranks methods, or "" (`Run.ranks_none`).
+    length
+        of the prompts that its numbers are of; None: of all of them.
+    of
+        the submission that it is from; None for one of the board's own.
     """
 
     run: Run
@@ -57,15 +77,19 @@ class Row(NamedTuple):
 
     @property
     def is_choice(self) -> bool:
-        """Whether it is named among the best: not full attention, not the oracle, within a budget that applied, and on
-        samples that rank methods.
+        """Whether it is named among the best: not full attention, not the oracle, within a budget
+        that applied, and on samples that rank methods.
         """
-        within = self.cell.numbers.get("attended_share", 0.0) < FAR_OVER and not self.run.is_unbounded
+        within = (
+            self.cell.numbers.get("attended_share", 0.0) < FAR_OVER and not self.run.is_unbounded
+        )
         return within and not self.run.is_full and not self.unranked and self.method != ORACLE
 
     @property
     def has_lost(self) -> bool:
-        """Whether it scores so little that it is not to be recommended, be it the best; KL has no such bar."""
+        """Whether it scores so little that it is not to be recommended, be it the best; KL has no
+        such bar.
+        """
         return "kl_mean" not in self.cell.numbers and self.cell.numbers["score"] < LEAST
 
     @property
@@ -84,10 +108,14 @@ class Row(NamedTuple):
 class Site:
     """The runs that a site is made of.
 
-    Attributes:
-        runs: as collected.
-        folders: that they are from, in words.
-        submitted: what others gave: the runs that are theirs, and what was found wrong.
+    Attributes
+    ----------
+    runs
+        as collected.
+    folders
+        that they are from, in words.
+    submitted
+        what others gave: the runs that are theirs, and what was found wrong.
     """
 
     runs: Runs
@@ -97,10 +125,16 @@ class Site:
     @cached_property
     def theirs(self) -> dict[str, Submission]:
         """The submission of each run that is not the board's own, by the run's folder."""
-        return {str(run.arm["path"]): submission for submission in self.submitted for run in submission.rows}
+        return {
+            str(run.arm["path"]): submission
+            for submission in self.submitted
+            for run in submission.rows
+        }
 
     def without_submissions(self, runs: Runs) -> Runs:
-        """Those of these runs that are the board's own: claims, pictures and papers are held against no others."""
+        """Those of these runs that are the board's own: claims, pictures and papers are held
+        against no others.
+        """
         board_runs = (run for run in runs if str(run.arm["path"]) not in self.theirs)
         return runs.only(board_runs) if self.theirs else runs
 
@@ -121,8 +155,10 @@ class Site:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every arm. A task's panels are in order of their number of arms, the arms of a panel by nearness to full
-        attention or by score, the best first.
+        """Every arm.
+
+        A task's panels are in order of their number of arms, the arms of a panel by nearness to
+        full attention or by score, the best first.
         """
         run_of = {run.folders: run for run in self.joined}
         protocols = [what for _, what in by_protocol(self._untimed)]
@@ -131,31 +167,53 @@ class Site:
             for (place, _), cell in table.cells.items():
                 labels = dict(zip(table.axes, table.rows[place], strict=True))
                 run = run_of[cell.run]
-                words[run] = [f"{last_word(key)}={value}" for key, value in labels.items() if key not in AXES]
+                words[run] = [
+                    f"{last_word(key)}={value}" for key, value in labels.items() if key not in AXES
+                ]
                 full = run.full()
                 model, task, method, budget = (labels[key] for key in AXES)
                 panel = ", ".join(filter(None, [task, model, protocol]))
-                rows.append(Row(run, model, task, method, budget, panel, "", cell, table, full, run.ranks_none))
+                rows.append(
+                    Row(
+                        run,
+                        model,
+                        task,
+                        method,
+                        budget,
+                        panel,
+                        "",
+                        cell,
+                        table,
+                        full,
+                        run.ranks_none,
+                    )
+                )
         named = []
         for group in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
             shared = set.intersection(*(set(words[row.run]) for row in group))
             for row in group:
                 differing = [word for word in words[row.run] if word not in shared]
                 of = self.theirs.get(str(row.run.arm["path"]))
-                named.append(row._replace(variant=", ".join([*differing, *([of.by] if of else [])]), of=of))
+                named.append(
+                    row._replace(variant=", ".join([*differing, *([of.by] if of else [])]), of=of)
+                )
         size = Counter(row.panel for row in named)
         return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row)))
 
     @cached_property
     def by_length(self) -> list[Row]:
-        """The rows, and of arms with prompts of several lengths one for each, in a panel of that length."""
+        """The rows, and of arms with prompts of several lengths one for each, in a panel of that
+        length.
+        """
         named, length_rows = {row.run.folders: row for row in self.rows}, []
         for length, part in by_length(self.runs).items():
             for row in Site(part, self.folders).rows:
                 if (whole := named.get(row.run.folders)) is None:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
-                length_rows.append(row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of))
+                length_rows.append(
+                    row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of)
+                )
         panels = list(dict.fromkeys(row.panel for row in self.rows))
         place = {row.run.folders: panels.index(row.panel) for row in self.rows}
         return sorted(length_rows, key=lambda row: (place[row.run.folders], row.length or 0))
@@ -165,8 +223,8 @@ class Site:
         return {}
 
     def ahead(self, first: Row, other: Row) -> Estimate | None:
-        """How far an arm is ahead of another of its panel, paired by sample: in nats of KL, where both have some, or in
-        points of score; None where they share too few samples.
+        """How far an arm is ahead of another of its panel, paired by sample: in nats of KL, where
+        both have some, or in points of score; None where they share too few samples.
         """
         pair = first.run, other.run
         if pair not in self._paired:
@@ -177,7 +235,8 @@ class Site:
         return self._paired[pair]
 
     def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
-        """The best and the worst place that an arm may have among these: places differ where a paired test does.
+        """The best and the worst place that an arm may have among these: places differ where a
+        paired test does.
 
         None where too few samples rank it among any.
         """
@@ -189,9 +248,13 @@ class Site:
 
     @cached_property
     def methods(self) -> list[str]:
-        """The methods that ran, and all that kvbench ships, in the order in which they are drawn."""
+        """The methods that ran, and all that kvbench ships, in the order in which they
+        are drawn.
+        """
         order = {name: place for place, name in enumerate(STYLES)}
-        return sorted({*choices("method"), *self.ran}, key=lambda name: (order.get(name, len(order)), name))
+        return sorted(
+            {*choices("method"), *self.ran}, key=lambda name: (order.get(name, len(order)), name)
+        )
 
     @cached_property
     def ran(self) -> set[str]:
@@ -209,16 +272,21 @@ class Site:
 
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows; the name of a panel says in what its samples differ from others of its model and task."""
+    """The rows; the name of a panel says in what its samples differ from others of its model and
+    task.
+    """
     for panel_rows in _grouped(rows, lambda row: row.panel):
-        settings = {row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows}
+        settings = {
+            row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows
+        }
         keys = fewest_keys(list(settings.values()))
         names = {
             run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
             for run, setting in settings.items()
         }
         for same_samples in _grouped(panel_rows, lambda row: tuple(names[row.run])):  # noqa: B023
-            several = len({row.run.kind[-1] for row in same_samples}) > 1  # data, in which no setting differs
+            # data, in which no setting differs
+            several = len({row.run.kind[-1] for row in same_samples}) > 1
             for row in same_samples:
                 data = [f"data {row.run.kind[-1]}"] if several else []
                 yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
@@ -233,12 +301,17 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
 
 
 def _rank(row: Row) -> tuple[bool, bool, float, float]:
-    """What arms of a panel are ordered by: KL, where there is some, or the score; then device memory. Those whose
-    budget never applied come last.
+    """What arms of a panel are ordered by: KL, where there is some, or the score; then device
+    memory. Those whose budget never applied come last.
     """
     numbers = row.cell.numbers
     nearness = numbers.get("kl_mean", -numbers["score"])
-    return row.run.is_unbounded, "kl_mean" not in numbers, nearness, numbers.get("device_kv_bytes", 0.0)
+    return (
+        row.run.is_unbounded,
+        "kl_mean" not in numbers,
+        nearness,
+        numbers.get("device_kv_bytes", 0.0),
+    )
 
 
 def dense_of(run: Run) -> float:
@@ -247,25 +320,35 @@ def dense_of(run: Run) -> float:
 
 
 def share_of(row: Row, indexed: bool = False) -> float | None:
-    """Per cent of the keys and values that full attention held on the device for the same samples, in the layers that
-    the method selects in: none that the arm leaves dense, none with a window.
+    """Per cent of the keys and values that full attention held on the device for the same samples,
+    in the layers that the method selects in: none that the arm leaves dense, none with a window.
 
-    None without full attention's bytes, where samples failed, and where dense layers hold codes of unknown size.
+    None without full attention's bytes, where samples failed, and where dense layers hold codes of
+    unknown size.
 
-    Args:
-        indexed: with the bytes of the method's index, wherever it lies.
+    Parameters
+    ----------
+    indexed
+        with the bytes of the method's index, wherever it lies.
     """
     same_kv_run = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
     if row.full is None or same_kv_run is None:
         return None
-    audit, full, same_kv = row.run.arm, row.full.on_samples_of(row.run), same_kv_run.on_samples_of(row.run)
+    audit, full, same_kv = (
+        row.run.arm,
+        row.full.on_samples_of(row.run),
+        same_kv_run.on_samples_of(row.run),
+    )
     if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (audit, full, same_kv)):
         return None
     windowed = _number(audit, "windowed_kv_bytes")
     unwindowed = 1 - _number(audit, "windowed_share")
-    dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0  # of the layers without a window
+    # of the layers without a window
+    dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0
     whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
-    sparse_bytes = audit["device_kv_bytes"] - windowed - (same_kv["device_kv_bytes"] - windowed) * dense
+    sparse_bytes = (
+        audit["device_kv_bytes"] - windowed - (same_kv["device_kv_bytes"] - windowed) * dense
+    )
     index = _number(audit, "index_bytes") if indexed else 0.0
     return float(100 * (sparse_bytes + index) / whole) if whole else None
 

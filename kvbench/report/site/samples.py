@@ -1,4 +1,6 @@
-"""Two arms against each other, paired by sample, and what they answered: a page for the arms of the same samples."""
+"""Two arms against each other, paired by sample, and what they answered: a page for the arms of the
+same samples.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     for number, (title, rows) in enumerate(panels.items(), 1):
         path = f"samples/{number}.html"
         whole, outputs = _panel(site, rows)
-        links[outputs].append(f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>')
+        links[outputs].append(
+            f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>'
+        )
         yield page(path, f"Two arms: {title}", site, sections, whole)
     lists = {
-        True: "Two arms against each other, paired by sample, and what they answered, side by side:",
+        True: (
+            "Two arms against each other, paired by sample, and what they answered, side by side:"
+        ),
         False: "Of these without what was answered:",
     }
-    body = "".join(f"<p>{lists[outputs]}</p><ul>{''.join(some)}</ul>" for outputs, some in links.items() if some)
+    body = "".join(
+        f"<p>{lists[outputs]}</p><ul>{''.join(some)}</ul>"
+        for outputs, some in links.items()
+        if some
+    )
     yield page("samples/index.html", "Two arms", site, sections, body)
 
 
@@ -43,7 +53,9 @@ def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
     seeds = {seed for row in rows for seed in row.run.scores.seeds}
     stored = [_records(row.run, len(seeds) > 1) for row in rows]
     ids = list(dict.fromkeys(id for records in stored for id in records))
-    ids = sorted(ids, key=lambda id: -_spread([records[id]["score"] for records in stored if id in records]))
+    ids = sorted(
+        ids, key=lambda id: -_spread([records[id]["score"] for records in stored if id in records])
+    )
     shown = ids[:MOST_SAMPLES]
     arms = [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows]
     first = {id: next(records[id] for records in stored if id in records) for id in shown}
@@ -53,19 +65,38 @@ def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
             "group": first[id]["group"],
             "expected": first[id]["expected"],
             "prompt": first[id]["prompt"],
-            "arms": [[records[id]["score"], records[id]["output"]] if id in records else None for records in stored],
+            "arms": [
+                [records[id]["score"], records[id]["output"]] if id in records else None
+                for records in stored
+            ],
         }
         for id in shown
     ]
-    dropped = not any(answer and answer[1] is not None for entry in entries for answer in entry["arms"])
+    dropped = not any(
+        answer and answer[1] is not None for entry in entries for answer in entry["arms"]
+    )
     kl = any("kl_mean" in row.cell.numbers for row in rows)
-    measure = {"name": "KL" if kl else "score", "unit": "nats" if kl else "points", "digits": 4 if kl else 1}
-    whole = {"arms": arms, "samples": entries, "outputs": not dropped, "measure": measure, "pairs": _pairs(site, rows)}
+    measure = {
+        "name": "KL" if kl else "score",
+        "unit": "nats" if kl else "points",
+        "digits": 4 if kl else 1,
+    }
+    whole = {
+        "arms": arms,
+        "samples": entries,
+        "outputs": not dropped,
+        "measure": measure,
+        "pairs": _pairs(site, rows),
+    }
     data = json.dumps(whole, ensure_ascii=False).replace("<", "\\u003c")
-    few = f" The {len(shown)} of {len(ids)} on which arms differ most." if len(shown) < len(ids) else ""
+    few = (
+        f" The {len(shown)} of {len(ids)} on which arms differ most."
+        if len(shown) < len(ids)
+        else ""
+    )
     missing = (
-        "<p class=notes>No outputs are stored in these runs: the task generates none, or they were left out of a copy "
-        "of the runs. Scores are there.</p>"
+        "<p class=notes>No outputs are stored in these runs: the task generates none, or they were"
+        " left out of a copy of the runs. Scores are there.</p>"
         if dropped
         else ""
     )
@@ -81,13 +112,16 @@ would differ by chance alone.</p>
 
 
 def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[float | int | str] | None]]:
-    """Of each arm against each after it how far it is ahead: mean, ends, samples, and what that says."""
+    """Of each arm against each after it how far it is ahead: mean, ends, samples, and what that
+    says.
+    """
     pairs: list[list[list[float | int | str] | None]] = []
     for number, row in enumerate(rows):
         ahead = (site.ahead(row, other) for other in rows[number + 1 :])
         pairs.append(
             [
-                lead and [*(float(f"{end:.5g}") for end in lead[:3]), lead.n, lead.is_range, _says(lead)]
+                lead
+                and [*(float(f"{end:.5g}") for end in lead[:3]), lead.n, lead.is_range, _says(lead)]
                 for lead in ahead
             ]
         )  # type: ignore[arg-type,str-format]
@@ -101,14 +135,18 @@ def _says(lead: Estimate) -> str:
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
-    """What a run stored of each sample: score 0-100, group, prompt, what was expected, output; None: not stored.
+    """What a run stored of each sample: score 0-100, group, prompt, what was expected, output;
+    None: not stored.
 
-    By the sample's id; among runs of several seeds with the word for its content, as seeds share ids.
+    By the sample's id; among runs of several seeds with the word for its content, as seeds share
+    ids.
     """
     stored = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
-        answers = record.get("answers") or [key for key in [(record.get("meta") or {}).get("key")] if key is not None]
+        answers = record.get("answers") or [
+            key for key in [(record.get("meta") or {}).get("key")] if key is not None
+        ]
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
         stored[f"{record['id']}{which}"] = {

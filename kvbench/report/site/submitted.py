@@ -11,7 +11,10 @@ from kvbench.report.site.rows import Site
 from kvbench.report.submissions.checked import CHECKS, Submission
 
 PATH = "submissions.html"
-NO_PROOF = "No check shows that a number was measured: only who runs it again can. A repeat says so beside its row."
+NO_PROOF = (
+    "No check shows that a number was measured: only who runs it again can. A repeat says so beside"
+    " its row."
+)
 
 
 def add_yours(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -22,7 +25,10 @@ def add_yours(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def submissions(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """What each submission gave, or by what it fails."""
-    checks = "".join(f"<dt>{escape(name)}</dt><dd>{escape(description)}</dd>" for name, description in CHECKS.items())
+    checks = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(description)}</dd>"
+        for name, description in CHECKS.items()
+    )
     body = f"""<p>Runs that others made and gave. Nothing of one is run here; it is read as data and held against the
 board's own runs. {NO_PROOF}</p>
 <details><summary>What was checked of each that has rows</summary><dl>{checks}</dl></details>
@@ -37,16 +43,32 @@ def anchor(submission: Submission) -> str:
 
 def _section(submission: Submission) -> str:
     who, link, version = submission.manifest
-    signed = f'<a href="{escape(link)}" rel="nofollow noopener">{escape(who)}</a>' if link else escape(who)
-    facts = {"by": signed, "kvbench": escape(version), "on": escape(" and ".join(submission.machines))}
+    signed = (
+        f'<a href="{escape(link)}" rel="nofollow noopener">{escape(who)}</a>'
+        if link
+        else escape(who)
+    )
+    facts = {
+        "by": signed,
+        "kvbench": escape(version),
+        "on": escape(" and ".join(submission.machines)),
+    }
     listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in facts.items() if words)
     rows = [
-        f"<li>{linked(run.arm['method'], '')} {escape(run.label('budget'))}, {escape(run.label('task'))}, "
-        f"{run.arm['n']} samples: all checks passed; {escape(code)} <small>{escape(run.folder_names[0])}</small></li>"
+        f"<li>{linked(run.arm['method'], '')} {escape(run.label('budget'))},"
+        f" {escape(run.label('task'))}, {run.arm['n']} samples: all checks passed; {escape(code)}"
+        f" <small>{escape(run.folder_names[0])}</small></li>"
         for run, code in zip(submission.rows, submission.code, strict=True)
     ]
-    trusted = [f"<li>Taken on trust: {escape(submission.taken_on_trust)}</li>"] if submission.unread else []
-    repeats = [f"<li>Repeats, and has no row of its own: {escape(words)}</li>" for words in submission.repeats]
+    trusted = (
+        [f"<li>Taken on trust: {escape(submission.taken_on_trust)}</li>"]
+        if submission.unread
+        else []
+    )
+    repeats = [
+        f"<li>Repeats, and has no row of its own: {escape(words)}</li>"
+        for words in submission.repeats
+    ]
     reasons = [f"<li>{escape(reason)}</li>" for reason in submission.reasons]
     failed = '<p class="warning">It fails, and gives no rows.</p>' if submission.reasons else ""
     return f"""<section id="{slug(submission.name)}"><h2>{escape(submission.name)}</h2><dl>{listed}</dl>{failed}

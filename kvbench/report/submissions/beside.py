@@ -1,7 +1,8 @@
-"""What a run of others must share with a board to stand on it: protocol, prompts, a name of its own, its own times.
+"""What a run of others must share with a board to stand on it: protocol, prompts, a name of its
+own, its own times.
 
-The board's full attention is the yardstick: a run belongs beside it if it has the same model, task, prompts and
-protocol. Nothing of a submission stands in for a run of the board's.
+The board's full attention is the yardstick: a run belongs beside it if it has the same model, task,
+prompts and protocol. Nothing of a submission stands in for a run of the board's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvbench.runs.stored import Record, read_run_yaml
 from kvbench.runs.versions import HARNESS, versions_in
 
 ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
-# What a run may have otherwise and still be the same arm: how it was computed, and what one run of several is.
+# What a run may have otherwise and still be the same arm: how it was computed, and what one run of
+# several is.
 NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "probe.every"}
 NAME = r"[a-z][a-z0-9_]{0,39}"
 SLACK = 0.05  # of bytes: a later turn and an answer's length move their mean by up to 2 %
@@ -33,9 +35,18 @@ PAIRS = {"rn": "m", "vv": "w"}  # letters that together look like another
 
 # What each check is about, for readers.
 BOARD_CHECKS = {
-    "protocol": "the board has full attention of this model, revision, dtype, task and seed; sparse arms count alike",
-    "samples": "the board's prompts, all and no others, by group, length and facts; scores and KL of the task's kind",
-    "memory": "no less than the dense layers and what is attended take; as many dense layers as the board's arms leave",
+    "protocol": (
+        "the board has full attention of this model, revision, dtype, task and seed; sparse arms"
+        " count alike"
+    ),
+    "samples": (
+        "the board's prompts, all and no others, by group, length and facts; scores and KL of the"
+        " task's kind"
+    ),
+    "memory": (
+        "no less than the dense layers and what is attended take; as many dense layers as the"
+        " board's arms leave"
+    ),
     "name": "a shipped method's name is of that method, and no other name looks like one",
     "times": "no sample has the times of another arm's, of the board or of the submission",
 }
@@ -43,34 +54,52 @@ BOARD_CHECKS = {
 
 def protocol_of(run: Run) -> dict[str, Any]:
     """The settings that runs beside each other share."""
-    return {key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)}
+    return {
+        key: value for key, value in run.settings.items() if is_shared(key) and not missing(value)
+    }
 
 
 def arm_of(run: Run) -> str:
     """A word for an arm: two runs with one are repeats of each other."""
-    settings = {key: value for key, value in run.settings.items() if key not in NOT_OF_ARM and not missing(value)}
+    settings = {
+        key: value
+        for key, value in run.settings.items()
+        if key not in NOT_OF_ARM and not missing(value)
+    }
     if run.is_full:
-        settings = {"full": True, **{key: value for key, value in protocol_of(run).items() if key not in NOT_OF_ARM}}
+        settings = {
+            "full": True,
+            **{key: value for key, value in protocol_of(run).items() if key not in NOT_OF_ARM},
+        }
     return json.dumps(settings, sort_keys=True, default=str)
 
 
 class Board:
     """The runs that a submission is held against.
 
-    Args:
-        runs: of the board, which are trusted.
+    Parameters
+    ----------
+    runs
+        of the board, which are trusted.
     """
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self.arms = {arm_of(run): run for run in runs if not run.arm["probe_every"]}
-        self._full = [run for run in runs if run.is_full and not run.is_timed and not run.arm["probe_every"]]
+        self._full = [
+            run for run in runs if run.is_full and not run.is_timed and not run.arm["probe_every"]
+        ]
         self._sparse: dict[int, list[Run]] = {}
 
     @functools.cached_property
     def _timed(self) -> dict[tuple[float, ...], Run]:
         """The run of which a sample took these times."""
-        return {times: run for run in self.runs for record in run.samples() if (times := times_of(record))}
+        return {
+            times: run
+            for run in self.runs
+            for record in run.samples()
+            if (times := times_of(record))
+        }
 
     def yardstick(self, run: Run) -> tuple[Run | None, list[str]]:
         """The nearest run of full attention, and the settings in which it differs."""
@@ -78,20 +107,33 @@ class Board:
 
         def differing_keys(full: Run) -> list[str]:
             theirs = protocol_of(full)
-            return [key for key in {*ORDER, *run_settings, *theirs} if run_settings.get(key) != theirs.get(key)]
+            return [
+                key
+                for key in {*ORDER, *run_settings, *theirs}
+                if run_settings.get(key) != theirs.get(key)
+            ]
 
         nearest = min(
-            self._full, key=lambda full: (run.scored_as != full.scored_as, len(differing_keys(full))), default=None
+            self._full,
+            key=lambda full: (run.scored_as != full.scored_as, len(differing_keys(full))),
+            default=None,
         )
         ranked = {key: place for place, key in enumerate(ORDER)}
-        return nearest, sorted(differing_keys(nearest), key=lambda key: (ranked.get(key, 9), key)) if nearest else []
+        return nearest, (
+            sorted(differing_keys(nearest), key=lambda key: (ranked.get(key, 9), key))
+            if nearest
+            else []
+        )
 
     def faults(self, run: Run, submission_runs: Iterable[Run]) -> list[str]:
         """What keeps a run off the board, a clause each.
 
-        Args:
-            run: whole by itself.
-            submission_runs: the runs of its submission.
+        Parameters
+        ----------
+        run
+            whole by itself.
+        submission_runs
+            the runs of its submission.
         """
         return [*self._protocol(run, submission_runs), *_name(run), *self._times(run)]
 
@@ -101,8 +143,14 @@ class Board:
             yield "the board has no full attention to stand beside"
             return
         if differing == ["device"]:
-            if not any(other.is_full and protocol_of(other) == protocol_of(run) for other in submission_runs):
-                yield f"device={run.label('device')}: the board has {full.label('device')}; add your method=full"
+            if not any(
+                other.is_full and protocol_of(other) == protocol_of(run)
+                for other in submission_runs
+            ):
+                yield (
+                    f"device={run.label('device')}: the board has {full.label('device')}; add your"
+                    " method=full"
+                )
         elif differing:
             more = (
                 f"; {len(differing) - 1} more settings differ: {', '.join(differing[1:4])}"
@@ -123,7 +171,11 @@ class Board:
             yield from _of_sparse(run, full, [other for other in sparse if not other.is_full])
 
     def _times(self, run: Run) -> Iterator[str]:
-        matches = [self._timed[times] for record in run.samples() if (times := times_of(record)) in self._timed]
+        matches = [
+            self._timed[times]
+            for record in run.samples()
+            if (times := times_of(record)) in self._timed
+        ]
         if other := next((twin for twin in matches if arm_of(twin) != arm_of(run)), None):
             run_of = f"{other.label('method')}'s run {other.folder_names[0]}"
             yield f"{len(matches)} samples have the times of {run_of}, to the last digit"
@@ -136,7 +188,9 @@ class Board:
         """Take runs in: who repeats or copies one later is found."""
         for run in runs:
             self.arms[arm_of(run)] = run
-            self._timed.update({times: run for record in run.samples() if (times := times_of(record))})
+            self._timed.update(
+                {times: run for record in run.samples() if (times := times_of(record))}
+            )
 
 
 def _shown(run: Run, key: str) -> str:
@@ -148,7 +202,10 @@ def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
     if lacks := sorted(theirs.keys() - prompts.keys()):
         yield f"lacks {len(lacks)} of the board's {len(theirs)} samples, such as {lacks[0]}"
     if more := sorted(prompts.keys() - theirs.keys()):
-        yield f"has {len(more)} samples that the board has not, such as {more[0]}; task.limit={len(theirs)}"
+        yield (
+            f"has {len(more)} samples that the board has not, such as {more[0]};"
+            f" task.limit={len(theirs)}"
+        )
     if other := sorted(id for id in prompts.keys() & theirs.keys() if prompts[id] != theirs[id]):
         yield f"{len(other)} prompts are not the board's, such as that of {other[0]}"
     if not graded and set(run.scores.values) - {0.0, 100.0}:
@@ -156,8 +213,9 @@ def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
 
 
 def _prompts(run: Run) -> dict[str, Any]:
-    """What is known of each answer's prompt: its name and group, its length, how much of it was cut, and the facts that
-    its task notes; and whether a KL was taken there, of how many steps."""
+    """What is known of each answer's prompt: its name and group, its length, how much of it was
+    cut, and the facts that its task notes; and whether a KL was taken there, of how many steps.
+    """
     facts = ("sample", "group", "prompt_tokens", "cut_tokens", "meta")
     return {
         record["id"]: rounded([*(record.get(name) or None for name in facts), _kl_steps(record)])
@@ -180,7 +238,9 @@ def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
             return
     share = run.arm["dense_share"]
     shares = {
-        other.arm["dense_share"] for other in sparse if _shown(other, "dense_layers") == _shown(run, "dense_layers")
+        other.arm["dense_share"]
+        for other in sparse
+        if _shown(other, "dense_layers") == _shown(run, "dense_layers")
     }
     if shares and not any(missing(other) or abs(other - share) < NEAR for other in shares):
         yield f"its audit has {share:.3g} of the layers dense, and the board's {max(shares):.3g}"
@@ -189,10 +249,11 @@ def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
 
 
 def _too_little(run: Run, full: Run) -> Iterator[str]:
-    """What a sample holds or attends less than the model's shape has it: its dense layers the whole prompt, the others
-    what it says that they attended.
+    """What a sample holds or attends less than the model's shape has it: its dense layers the whole
+    prompt, the others what it says that they attended.
 
-    What an entry takes is full attention's bytes over its entries, of the same sample and all layers.
+    What an entry takes is full attention's bytes over its entries, of the same sample and all
+    layers.
     """
     least = 1.0 if run.settings["kv"] == full.settings["kv"] else FEWEST_BITS
     theirs = {record["id"]: record.get("audit") or {} for record in full.samples()}
@@ -206,18 +267,24 @@ def _too_little(run: Run, full: Run) -> Iterator[str]:
                 continue
             floor = least * whole[name] / whole[counted] * entries
             if audit[name] < floor * (1 - SLACK):
-                reason = f"its dense layers, and {attended:g} attended entries in the others, take {floor:.0f} or more"
+                reason = (
+                    f"its dense layers, and {attended:g} attended entries in the others, take"
+                    f" {floor:.0f} or more"
+                )
                 yield f"sample {record['id']}: {name}={audit[name]:.0f}; {reason}"
                 return
 
 
-# -- names and code ----------------------------------------------------------------------------------------------------
+# -- names and code --------------------------------------------------------------------------------
 
 
 def target_of(run: Run) -> str:
     """The class of a run's method, a word that nothing looks up."""
     written = read_run_yaml(Path(run.arm["path"]))
-    named = (part["method"].get("_target_") for part in (written["identity"]["config"], written["config"]))
+    named = (
+        part["method"].get("_target_")
+        for part in (written["identity"]["config"], written["config"])
+    )
     return str(next(filter(None, named), ""))
 
 
@@ -226,7 +293,10 @@ def _name(run: Run) -> Iterator[str]:
     methods = choices("method")
     if name in methods:
         if target != (right := method_config(name).target):
-            yield f"is called {name}, kvbench's {right}, and is {target or 'nothing'}; name it otherwise"
+            yield (
+                f"is called {name}, kvbench's {right}, and is {target or 'nothing'}; name it"
+                " otherwise"
+            )
     elif not re.fullmatch(NAME, name):
         yield f"method {name[:60]}: expected a name of small letters, digits and _, of at most 40"
     elif twin := next((method for method in methods if _looks(method) == _looks(name)), ""):
@@ -241,9 +311,15 @@ def _looks(name: str) -> str:
 
 
 def code_of(run: Run) -> str:
-    """Whose code a run says that it ran: this kvbench's, another version's, or a method of its own."""
+    """Whose code a run says that it ran: this kvbench's, another version's, or a method
+    of its own.
+    """
     versions = versions_in(read_run_yaml(Path(run.arm["path"]))["identity"])
-    harness = "this kvbench's harness" if versions["harness"] == HARNESS else "a harness of another version"
+    harness = (
+        "this kvbench's harness"
+        if versions["harness"] == HARNESS
+        else "a harness of another version"
+    )
     if run.arm["method"] not in choices("method"):
         return f"a method of its own, {show(versions['method'])[:12]}; {harness}"
     same = versions["method"] == method_config(run.arm["method"]).harness["version"]

@@ -1,6 +1,7 @@
 """Submissions held against a board: which rows each gives, what it repeats, and by what it fails.
 
-A submission fails as a whole: who changed one run may have changed others. Its files are read in memory as data.
+A submission fails as a whole: who changed one run may have changed others. Its files are read in
+memory as data.
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ NOBODY = Manifest("", "", "")
 class Submission:
     """A submission as it was found.
 
-    Attributes:
-        name: of its file.
-        manifest: what it says of itself; of a damaged one nothing.
-        reasons: why it gives no rows; [] for one that does, or only repeats what is there.
-        rows: the runs that stand on the board.
-        repeats: what it repeats of the board, or of an earlier submission, with both numbers.
-        code: whose code each row's run says that it ran.
-        unread: rows without the outputs of their samples: nobody can score these anew.
-        machines: that its times are of.
+    Attributes
+    ----------
+    name
+        of its file.
+    manifest
+        what it says of itself; of a damaged one nothing.
+    reasons
+        why it gives no rows; [] for one that does, or only repeats what is there.
+    rows
+        the runs that stand on the board.
+    repeats
+        what it repeats of the board, or of an earlier submission, with both numbers.
+    code
+        whose code each row's run says that it ran.
+    unread
+        rows without the outputs of their samples: nobody can score these anew.
+    machines
+        that its times are of.
     """
 
     name: str
@@ -51,7 +61,10 @@ class Submission:
         """Which scores no check can make anew, in words; "" for none."""
         if not self.unread:
             return ""
-        return f"scores of {len(self.unread)} rows as {self.manifest.who} gives them: no outputs are packed to check"
+        return (
+            f"scores of {len(self.unread)} rows as {self.manifest.who} gives them: no outputs are"
+            " packed to check"
+        )
 
     @property
     def by(self) -> str:
@@ -62,9 +75,12 @@ class Submission:
 def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submission], Runs]:
     """What these submissions come to beside a board, and the board with their rows.
 
-    Args:
-        archives: in the order in which they came: the first to have an arm has its row.
-        shipped: the board's own runs.
+    Parameters
+    ----------
+    archives
+        in the order in which they came: the first to have an arm has its row.
+    shipped
+        the board's own runs.
     """
     board, submissions = Board(shipped), list[Submission]()
     owners, names_by_digest = dict[str, Submission](), dict[str, str]()
@@ -72,7 +88,9 @@ def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submission], 
         submission = Submission(printable(archive.name.removesuffix(SUFFIX)))
         try:
             submission.manifest = read(archive)
-            if first := names_by_digest.get(digest := hashlib.sha256(contents(archive)).hexdigest()):
+            if first := names_by_digest.get(
+                digest := hashlib.sha256(contents(archive)).hexdigest()
+            ):
                 raise ResultsError(f"the same file as {first}")
             names_by_digest[digest] = submission.name
             _take(submission, collect([archive], unfinished=True), board, owners)
@@ -83,7 +101,11 @@ def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submission], 
         if submission.reasons:
             submission.rows, submission.repeats, submission.code, submission.unread = [], [], [], []
         board.add(submission.rows)
-        owners |= {row.arm["method"]: submission for row in submission.rows if row.arm["method"] not in owners}
+        owners |= {
+            row.arm["method"]: submission
+            for row in submission.rows
+            if row.arm["method"] not in owners
+        }
         submissions.append(submission)
     return submissions, gathered(
         [*shipped, *(row for submission in submissions for row in submission.rows)], shipped.skipped
@@ -98,13 +120,15 @@ def _take(submission: Submission, runs: Runs, board: Board, owners: dict[str, Su
     for run in runs:
         reasons = faults(run) or board.faults(run, runs)
         submission.reasons += [
-            f"{named(run)}: {reason}" for reason in [*reasons, *_taken(submission, run, board, owners)]
+            f"{named(run)}: {reason}"
+            for reason in [*reasons, *_taken(submission, run, board, owners)]
         ]
     for run in runs if not submission.reasons else ():
         if other := board.arms.get(arm_of(run)) or _first(run, submission.rows):
             copy = ", and its times: a copy" if board.is_copy(run) else ""
             submission.repeats.append(
-                f"{named(run)} has the arm of {other.folder_names[0]}: {main_numbers(run, other)}{copy}"
+                f"{named(run)} has the arm of {other.folder_names[0]}:"
+                f" {main_numbers(run, other)}{copy}"
             )
         else:
             run.arm["submitted"] = True
@@ -114,11 +138,17 @@ def _take(submission: Submission, runs: Runs, board: Board, owners: dict[str, Su
                 submission.unread.append(run)
 
 
-def _taken(submission: Submission, run: Run, board: Board, owners: dict[str, Submission]) -> Iterable[str]:
+def _taken(
+    submission: Submission, run: Run, board: Board, owners: dict[str, Submission]
+) -> Iterable[str]:
     """Whether a method of one's own has the name of an earlier submission's."""
     method = run.arm["method"]
     owner = owners.get(method)
-    if owner and owner.manifest.who != submission.manifest.who and code_of(run).startswith("a method of its own"):
+    if (
+        owner
+        and owner.manifest.who != submission.manifest.who
+        and code_of(run).startswith("a method of its own")
+    ):
         theirs = next(row for row in owner.rows if row.arm["method"] == method)
         if code_of(theirs) != code_of(run):
             yield f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"
@@ -128,11 +158,16 @@ def _copied(runs: Runs) -> Iterator[str]:
     """Runs that are copies of another arm's of their submission."""
     first = dict[tuple[float, ...], Run]()
     for run in runs:
-        sources = [first.setdefault(times, run) for record in run.samples() if (times := times_of(record))]
+        sources = [
+            first.setdefault(times, run) for record in run.samples() if (times := times_of(record))
+        ]
         if other := next((source for source in sources if arm_of(source) != arm_of(run)), None):
             yield f"{named(run)}: samples have the times of {named(other)}, to the last digit"
 
 
 def _first(run: Run, rows: Iterable[Run]) -> Run | None:
     """The run of the same arm and seed that its submission has already."""
-    return next((row for row in rows if arm_of(row) == arm_of(run) and row.arm["seed"] == run.arm["seed"]), None)
+    return next(
+        (row for row in rows if arm_of(row) == arm_of(run) and row.arm["seed"] == run.arm["seed"]),
+        None,
+    )

@@ -1,4 +1,6 @@
-"""A submission: an archive of runs with a manifest, which says whose they are and has the SHA-256 of each file."""
+"""A submission: an archive of runs with a manifest, which says whose they are and has the SHA-256
+of each file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from kvbench.runs.stored import ResultsError, contents, json_of, printable, what
 NAME = "submission.json"
 FORMAT = 1
 MOST_LETTERS = 100  # of a name or a link
-ALPHABETS = {"LATIN", "CYRILLIC", "GREEK", "ARMENIAN", "COPTIC", "CHEROKEE", "LISU"}  # that share shapes of letters
+# that share shapes of letters
+ALPHABETS = {"LATIN", "CYRILLIC", "GREEK", "ARMENIAN", "COPTIC", "CHEROKEE", "LISU"}
 # kvbench, also in letters of other alphabets that look like its own.
 _OURS = re.compile(
     "[k\u03ba\u043a\u1d0b][v\u03bd\u0475\u1d20][b\u0432\u044c\u03b2\u1d03\u0299][e3\u0435\u03b5\u0454\u04bd][n\u043f\u0578\u03b7\u0274][c\u0441\u03f2\u1d04][h\u04bb\u0570\u043d\u029c]"
@@ -27,10 +30,14 @@ _OURS = re.compile(
 class Manifest(NamedTuple):
     """What a submission says of itself.
 
-    Attributes:
-        who: made the runs, as they say.
-        link: to a paper, code or a person, or "".
-        version: of kvbench, which packed it.
+    Attributes
+    ----------
+    who
+        made the runs, as they say.
+    link
+        to a paper, code or a person, or "".
+    version
+        of kvbench, which packed it.
     """
 
     who: str
@@ -41,8 +48,10 @@ class Manifest(NamedTuple):
 def signed(who: str) -> tuple[str, str]:
     """The name and the link in "NAME, https://...".
 
-    Raises:
-        ValueError: says what would be right.
+    Raises
+    ------
+    ValueError
+        says what would be right.
     """
     name, _, link = who.partition(", ")
     name, link = name.strip(), link.strip()
@@ -58,37 +67,55 @@ def _unfit(who: str, link: str) -> str:
         return "expected your own name, as kvbench's runs are the board's"
     if mixed := next((word for word in who.split() if len(_scripts(word)) > 1), ""):
         return (
-            f"{printable(mixed)}: letters of {' and '.join(sorted(_scripts(mixed)))} in one word; expected one script"
+            f"{printable(mixed)}: letters of {' and '.join(sorted(_scripts(mixed)))} in one word;"
+            " expected one script"
         )
     plain = link.isascii() and link.isprintable() and not set(link) & set(" \"'<>\\")
     if link and not (link.startswith("https://") and plain and len(link) <= MOST_LETTERS):
-        return f"expected a link https://... of at most {MOST_LETTERS} letters, without spaces and quotes"
+        return (
+            f"expected a link https://... of at most {MOST_LETTERS} letters, without spaces and"
+            " quotes"
+        )
     return ""
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a text without marks, wide or styled forms, and what stands between them."""
+    """The letters and digits of a text without marks, wide or styled forms, and what stands between
+    them.
+    """
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
     return "".join(letter for letter in plain if letter.isalnum())
 
 
 def _scripts(word: str) -> set[str]:
     """The alphabets that letters look alike in, of a word."""
-    return {script for letter in word if (script := unicodedata.name(letter, "").partition(" ")[0]) in ALPHABETS}
+    return {
+        script
+        for letter in word
+        if (script := unicodedata.name(letter, "").partition(" ")[0]) in ALPHABETS
+    }
 
 
 def with_manifest(files: Mapping[str, bytes], who: str, link: str) -> dict[str, bytes]:
     """These files and the manifest of them."""
     hashes = {name: _sha256(data) for name, data in sorted(files.items())}
-    manifest = {"format": FORMAT, "kvbench": kvbench.__version__, "who": who, "link": link, "files": hashes}
+    manifest = {
+        "format": FORMAT,
+        "kvbench": kvbench.__version__,
+        "who": who,
+        "link": link,
+        "files": hashes,
+    }
     return {**files, NAME: (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()}
 
 
 def read(archive: Path) -> Manifest:
     """The manifest of a submission, whose files are those that it lists.
 
-    Raises:
-        ResultsError: why it is none.
+    Raises
+    ------
+    ResultsError
+        why it is none.
     """
     try:
         files = unpacked(contents(archive))
@@ -99,8 +126,13 @@ def read(archive: Path) -> Manifest:
     except (OSError, MemoryError, LookupError, TypeError, ValueError) as error:
         raise ResultsError(f"no submission: kvbench submit packs one ({what_of(error)})") from error
     if format_of != FORMAT or not texts or not isinstance(listed, dict):
-        raise ResultsError(f"of format {printable(str(format_of)[:40])}; this kvbench reads submissions of {FORMAT}")
-    if reason := _unfit(manifest.who, manifest.link) or (not manifest.version.isprintable() and "a strange version"):
+        raise ResultsError(
+            f"of format {printable(str(format_of)[:40])}; this kvbench reads submissions of"
+            f" {FORMAT}"
+        )
+    if reason := _unfit(manifest.who, manifest.link) or (
+        not manifest.version.isprintable() and "a strange version"
+    ):
         raise ResultsError(f"not as kvbench submit writes it: {reason}")
     if reason := _changed(files, listed):
         raise ResultsError(reason)

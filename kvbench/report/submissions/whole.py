@@ -1,4 +1,5 @@
-"""What is wrong with a run by itself: unfinished, damaged, or with numbers that do not agree with one another.
+"""What is wrong with a run by itself: unfinished, damaged, or with numbers that do not agree with
+one another.
 
 `kvbench submit` asks before it packs, `kvbench board` asks again of what came.
 """
@@ -24,7 +25,10 @@ ALONE = {
     "fit": "no probe, no smoke run, no random weights, no timed run",
     "audit": "no method broke its own budget rule, and C is what was asked for",
     "identity": "the run's id is the hash of the settings that it shows",
-    "numbers": "finite and possible; scores from 0 to 1, KL the mean of its steps, no more attended than there is",
+    "numbers": (
+        "finite and possible; scores from 0 to 1, KL the mean of its steps, no more attended than"
+        " there is"
+    ),
     "summary": "says what the samples say",
 }
 
@@ -38,8 +42,10 @@ def named(run: Run) -> str:
 def faults(run: Run) -> list[str]:
     """What is wrong with a run, a clause each; [] for a whole one.
 
-    Args:
-        run: of one folder, as `kvbench.report.data.frame.collect` reads it.
+    Parameters
+    ----------
+    run
+        of one folder, as `kvbench.report.data.frame.collect` reads it.
     """
     path, records = Path(run.arm["path"]), run.samples()
     problems = [*_unfit(run, path), *_audits(records), *_identity(path)]
@@ -52,9 +58,15 @@ def _unfit(run: Run, path: Path) -> Iterator[str]:
         yield f"unfinished, {arm['n']} samples so far; the same command goes on"
     if arm["failed"]:
         first = next(str(record["error"]) for record in run.samples() if record.get("error"))
-        yield f"{arm['failed']} of {arm['n']} samples failed ({first[:120]}); the same command tries them again"
+        yield (
+            f"{arm['failed']} of {arm['n']} samples failed ({first[:120]}); the same command tries"
+            " them again"
+        )
     if arm["probe_every"]:
-        yield f"probe.every={arm['probe_every']}: probes cost time and memory; expected a run with probe.every=0"
+        yield (
+            f"probe.every={arm['probe_every']}: probes cost time and memory; expected a run with"
+            " probe.every=0"
+        )
     if read_run_yaml(path)["config"].get("smoke"):
         yield "smoke=true: a paper's experiment made small; expected the whole one"
     if arm["weights"] == "random":
@@ -86,13 +98,17 @@ def _identity(path: Path) -> Iterator[str]:
 def times_of(record: Mapping[str, Any]) -> tuple[float, ...]:
     """The times of a sample: no two samples have the same ones."""
     parts = (record.get(name) for name in TIMES)
-    times: Iterator[Any] = (time for part in parts for time in (part.values() if isinstance(part, dict) else [part]))
+    times: Iterator[Any] = (
+        time for part in parts for time in (part.values() if isinstance(part, dict) else [part])
+    )
     return tuple(float(time) for time in times if is_number(time))
 
 
 def _summary(run: Run, path: Path, records: list[Record]) -> Iterator[str]:
     stored, recomputed = json_in(path / "summary.json"), summarise(records, run.arm["metric"])
-    if run.arm["finished"] and (wrong := next(_differences(_comparable(recomputed), _comparable(stored)), "")):
+    if run.arm["finished"] and (
+        wrong := next(_differences(_comparable(recomputed), _comparable(stored)), "")
+    ):
         yield f"summary.json does not say what its samples say: {wrong}"
 
 
@@ -100,15 +116,21 @@ def _comparable(summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a summary of any version has: how many samples, scores, KL, and the audit."""
     near = summary.get("fidelity")
     kl = near.get("kl_mean") if isinstance(near, dict) else None
-    return {name: summary.get(name) for name in ("score", "n", "failed", "scores", "audit")} | {"kl_mean": kl}
+    return {name: summary.get(name) for name in ("score", "n", "failed", "scores", "audit")} | {
+        "kl_mean": kl
+    }
 
 
 def _differences(recomputed: Any, stored: Any, where: str = "") -> Iterator[str]:
     if isinstance(recomputed, dict):
         for key, value in recomputed.items():
-            yield from _differences(value, stored.get(key) if isinstance(stored, dict) else None, f"{where}.{key}")
+            yield from _differences(
+                value, stored.get(key) if isinstance(stored, dict) else None, f"{where}.{key}"
+            )
     elif is_number(recomputed) and is_number(stored):
         if not is_near(recomputed, stored, TINY):
             yield f"{where.lstrip('.')} is {stored:g}, and {recomputed:g} of the samples"
     elif recomputed != stored and not missing(recomputed):
-        yield f"{where.lstrip('.')} is {str(stored)[:40]}, and {str(recomputed)[:40]} of the samples"
+        yield (
+            f"{where.lstrip('.')} is {str(stored)[:40]}, and {str(recomputed)[:40]} of the samples"
+        )

@@ -1,6 +1,8 @@
-"""What tables are made of: cells with numbers, how a score is put into one, and the notes below a table.
+"""What tables are made of: cells with numbers, how a score is put into one, and the notes below a
+table.
 
-`kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a table is printed.
+`kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a
+table is printed.
 """
 
 from __future__ import annotations
@@ -17,26 +19,44 @@ from kvbench.report.data.run import NOT_OF_FULL, YARDSTICK, Run, missing
 from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, Quantity
 
-# What every table shows beside a score: its interval, the difference to full attention, attended / C, its samples.
+# What every table shows beside a score: its interval, the difference to full attention, attended /
+# C, its samples.
 WITH_SCORE = {
     "interval": Quantity("interval", "", f"{COVERAGE} % interval", digits=1),
     "against_full": Quantity("against_full", "", "against full", digits=1),
     "attended_share": QUANTITIES["attended_share"],
     "samples": Quantity("samples", "", "samples", digits=0),
 }
-SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}  # where any has several
+# where any has several
+SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}
 
 # Of the settings that a caption says these come first.
-FIRST = ("model", "task", "method", "budget", "task.lengths", "protocol.question", "protocol.accounting", "seed")
+FIRST = (
+    "model",
+    "task",
+    "method",
+    "budget",
+    "task.lengths",
+    "protocol.question",
+    "protocol.accounting",
+    "seed",
+)
 
 Place = tuple[int, int]  # row and column
 WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
-# The same in less room: with its interval, and a star where it surely differs from full attention's.
+# The same in less room: with its interval, and a star where it surely differs from full
+# attention's.
 BRIEFEST_SCORE = {
-    "brief_score": Quantity("brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]")
+    "brief_score": Quantity(
+        "brief_score", "", "score", digits=1, better="more", label=f"score [{COVERAGE} % interval]"
+    )
 }
 # Where it is the share of tokens at which full attention has the same most likely one.
-SAME_TOP = {"brief_score": BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")}
+SAME_TOP = {
+    "brief_score": (
+        BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")
+    )
+}
 BRIEF_SCORE = {
     **BRIEFEST_SCORE,
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
@@ -44,26 +64,35 @@ BRIEF_SCORE = {
 }
 
 # What a score is shown by that can be asked for alone.
-PARTS = {name: line for name, line in {**WITH_SCORE, **BRIEF_SCORE}.items() if name not in QUANTITIES} | {
-    "gain": Quantity("gain", "", f"gain over {CONTROL}", digits=1, better="more")
-}
+PARTS = {
+    name: line for name, line in {**WITH_SCORE, **BRIEF_SCORE}.items() if name not in QUANTITIES
+} | {"gain": Quantity("gain", "", f"gain over {CONTROL}", digits=1, better="more")}
 
 
 @dataclass(frozen=True)
 class Cell:
     """The numbers at one row and column of a table.
 
-    Attributes:
-        numbers: by the name of a quantity, in the unit of its heading; its interval, or the least and largest of
-            several runs or repeats, has the same name with "_low" and "_high", an error over tokens "_error"; a
-            difference to full attention has its "pairs" of samples, a published number "published" and "difference".
-        marks: letters of `MARKS`, by the name of the quantity that they stand at.
-        run: the folder that the score, or else the first of the numbers, is from, of several seeds all of them; ""
-            where nothing of ours stands.
-        mapped: a run of ours could stand here.
-        machine: that its times are of; "" where it has none.
-        seed: of its run, of several all of them.
-        settings: of its run, as labels (`settings_of`).
+    Attributes
+    ----------
+    numbers
+        by the name of a quantity, in the unit of its heading; its interval, or the least and
+        largest of several runs or repeats, has the same name with "_low" and "_high", an error over
+        tokens "_error"; a difference to full attention has its "pairs" of samples, a published
+        number "published" and "difference".
+    marks
+        letters of `MARKS`, by the name of the quantity that they stand at.
+    run
+        the folder that the score, or else the first of the numbers, is from, of several seeds all
+        of them; "" where nothing of ours stands.
+    mapped
+        a run of ours could stand here.
+    machine
+        that its times are of; "" where it has none.
+    seed
+        of its run, of several all of them.
+    settings
+        of its run, as labels (`settings_of`).
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -79,17 +108,28 @@ class Cell:
 class ReportTable:
     """Rows and columns of cells.
 
-    Attributes:
-        id: a word for file names and labels.
-        title: one line.
-        axes: what the labels of a row are, such as ("method", "budget").
-        rows: the labels of each row.
-        columns: the labels; [""] where the quantities stand side by side instead.
-        cells: by row and column; where there is none, nothing was found.
-        lines: the quantities that each cell shows, by name.
-        notes: what a reader must know, a sentence each.
-        heads: the labels of each column one by one, where it has several.
-        shared: how many labels of a row, from the first, may be printed once above all rows that have them.
+    Attributes
+    ----------
+    id
+        a word for file names and labels.
+    title
+        one line.
+    axes
+        what the labels of a row are, such as ("method", "budget").
+    rows
+        the labels of each row.
+    columns
+        the labels; [""] where the quantities stand side by side instead.
+    cells
+        by row and column; where there is none, nothing was found.
+    lines
+        the quantities that each cell shows, by name.
+    notes
+        what a reader must know, a sentence each.
+    heads
+        the labels of each column one by one, where it has several.
+    shared
+        how many labels of a row, from the first, may be printed once above all rows that have them.
     """
 
     id: str
@@ -107,23 +147,34 @@ class ReportTable:
         """The labels that a row shares with its neighbours, in words."""
         shared = zip(self.axes[: self.shared], self.rows[row], strict=False)
         return ", ".join(
-            label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}" for axis, label in shared
+            label if axis in ("model", "task") else f"{axis.rpartition('.')[2]}={label}"
+            for axis, label in shared
         )
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings of a run that change what it is, as labels: of full attention none that it does not depend on."""
+    """The settings of a run that change what it is, as labels: of full attention none that it does
+    not depend on.
+    """
     idle = NOT_OF_FULL if run.arm["method"] == YARDSTICK else ()
-    return {key: run.label(key) for key, value in run.settings.items() if not missing(value) and key not in idle}
+    return {
+        key: run.label(key)
+        for key, value in run.settings.items()
+        if not missing(value) and key not in idle
+    }
 
 
 def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[str]) -> list[str]:
-    """What the labels of a table do not say of its runs: the settings that all have; those that all of a part have; and
-    those in which runs differ for another reason. Options in which methods differ are left to CSV.
+    """What the labels of a table do not say of its runs: the settings that all have; those that all
+    of a part have; and those in which runs differ for another reason. Options in which methods
+    differ are left to CSV.
 
-    Args:
-        parts: of each cell, what its row is of, such as "tiny, passkey".
-        labelled: the settings that its labels say.
+    Parameters
+    ----------
+    parts
+        of each cell, what its row is of, such as "tiny, passkey".
+    labelled
+        the settings that its labels say.
     """
     of_parts: dict[str, list[Mapping[str, str]]] = {}
     for cell, part in zip(cells, parts, strict=True):
@@ -143,14 +194,25 @@ def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[s
     keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in labelled]
     shared = [f"{key}={value}" for key in keys for value in _single_value(values(key, every))]
     others = [key for key in keys if len(values(key, every)) > 1 and not key.startswith("method.")]
-    by_part = [key for key in others if all(len(values(key, part_settings)) < 2 for part_settings in of_parts.values())]
+    by_part = [
+        key
+        for key in others
+        if all(len(values(key, part_settings)) < 2 for part_settings in of_parts.values())
+    ]
     lines = {"The same in all rows": shared}
     for part, part_settings in of_parts.items():
-        lines[part] = [f"{key}={value}" for key in by_part for value in _single_value(values(key, part_settings))]
+        lines[part] = [
+            f"{key}={value}"
+            for key in by_part
+            for value in _single_value(values(key, part_settings))
+        ]
     lines["Not the same in all rows"] = [
         f"{key}={' | '.join(values(key, every))}" for key in others if key not in by_part
     ]
-    origins = {run_settings["model"]: weights_origin(run_settings.get("model.revision", "")) for run_settings in every}
+    origins = {
+        run_settings["model"]: weights_origin(run_settings.get("model.revision", ""))
+        for run_settings in every
+    }
     weights = [f"Weights of {model}: {words}." for model, words in origins.items() if words]
     return weights + [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
 
@@ -167,14 +229,25 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
 
 def kl_numbers(kl: Estimate) -> dict[str, float]:
     """A KL divergence and its interval over samples, as `Cell.numbers`."""
-    numbers = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high, "kl_mean_samples": kl.n}
-    return {name: float(value) for name, value in numbers.items() if value is not None and kl.low is not None}
+    numbers = {
+        "kl_mean": kl.mean,
+        "kl_mean_low": kl.low,
+        "kl_mean_high": kl.high,
+        "kl_mean_samples": kl.n,
+    }
+    return {
+        name: float(value)
+        for name, value in numbers.items()
+        if value is not None and kl.low is not None
+    }
 
 
 def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
     gain = gain_of(run, groups)
-    numbers = {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    numbers = (
+        {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    )
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
@@ -198,25 +271,39 @@ def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if not missing(value)}
 
 
-def mark_machines(cells: Mapping[Place, Cell], times: Collection[str]) -> tuple[dict[Place, Cell], list[str]]:
+def mark_machines(
+    cells: Mapping[Place, Cell], times: Collection[str]
+) -> tuple[dict[Place, Cell], list[str]]:
     """The cells, and a note on the machines that these times of theirs were taken on.
 
     Of several machines each has a number, which marks its times.
     """
-    timed = {place: cell for place, cell in cells.items() if cell.machine and not cell.numbers.keys().isdisjoint(times)}
+    timed = {
+        place: cell
+        for place, cell in cells.items()
+        if cell.machine and not cell.numbers.keys().isdisjoint(times)
+    }
     counts = Counter(cell.machine for cell in timed.values()).most_common()
     if len(counts) < 2:
         return dict(cells), [f"Times are of {name}." for name, _ in counts]
     number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
     marked = {}
     for place, cell in timed.items():
-        letters = {name: cell.marks.get(name, "") + number[cell.machine] for name in times if name in cell.numbers}
+        letters = {
+            name: cell.marks.get(name, "") + number[cell.machine]
+            for name in times
+            if name in cell.numbers
+        }
         marked[place] = replace(cell, marks={**cell.marks, **letters})
     names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
-    return {**cells, **marked}, [f"Times are of several machines, and those of two are not comparable: {names}."]
+    return {**cells, **marked}, [
+        f"Times are of several machines, and those of two are not comparable: {names}."
+    ]
 
 
-def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]) -> dict[str, float]:
+def ends(
+    spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]
+) -> dict[str, float]:
     """The ends of a spread as `Cell.numbers` has them, of these quantities."""
     return {
         f"{name}_{end}": lines[name].scaled(value)
@@ -227,21 +314,28 @@ def ends(spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity
 
 
 def beyond_noise(cell: Cell) -> bool:
-    """Whether a score differs from full attention's by more than chance, on samples that may rank methods."""
-    names, numbers = ("against_full", "against_full_low", "against_full_high", "pairs"), cell.numbers
+    """Whether a score differs from full attention's by more than chance, on samples that may rank
+    methods.
+    """
+    names, numbers = (
+        ("against_full", "against_full_low", "against_full_high", "pairs"),
+        cell.numbers,
+    )
     is_complete = all(name in numbers for name in names) and ranks_methods(cell)
     return is_complete and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
 
 
 def ranks_methods(cell: Cell) -> bool:
-    """Whether it may rank a method by its score: its budget applied, full attention answers its samples, and methods
-    differ there.
+    """Whether it may rank a method by its score: its budget applied, full attention answers its
+    samples, and methods differ there.
     """
     return was_bounded(cell) and "w" not in cell.marks.get("score", "")
 
 
 def was_bounded(cell: Cell) -> bool:
-    """Whether its budget applied in any of its samples, or it has none; else no number of it ranks a method."""
+    """Whether its budget applied in any of its samples, or it has none; else no number of it ranks
+    a method.
+    """
     return not any("x" in letters for letters in cell.marks.values())
 
 
@@ -258,30 +352,36 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     notes = []
     if any("score_low" in cell.numbers for cell in cells):
         notes.append(
-            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all scores of a task "
-            f"are 0 or 100, else a bootstrap over the samples of each group ({RESAMPLES:,} resamples), with what those "
-            "that all scored alike may hide."
+            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where"
+            " all scores of a task are 0 or 100, else a bootstrap over the samples of each group"
+            f" ({RESAMPLES:,} resamples), with what those that all scored alike may hide."
         )
     if any("kl_mean_low" in cell.numbers for cell in cells):
         notes.append(
-            f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full attention's own row "
-            "there is 0, and its score 100, by construction: no score is compared with it."
+            f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full"
+            " attention's own row there is 0, and its score 100, by construction: no score is"
+            " compared with it."
         )
     if any(f"{name}_error" in cell.numbers for cell in cells for name in lines):
         notes.append(
-            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not independent."
+            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not"
+            " independent."
         )
     if any("seeds" in cell.numbers for cell in cells):
         notes.append(
-            "Seeds: how many there are, and the lowest and highest score of one; intervals are over the samples of "
-            "all. Other numbers are means, times medians, with the least and largest of the seeds."
+            "Seeds: how many there are, and the lowest and highest score of one; intervals are over"
+            " the samples of all. Other numbers are means, times medians, with the least and"
+            " largest of the seeds."
         )
     if any("against_full" in cell.numbers for cell in cells):
-        notes.append("Against full: points, paired on the same samples under full attention, where it was run on them.")
+        notes.append(
+            "Against full: points, paired on the same samples under full attention, where it was"
+            " run on them."
+        )
     if "brief_score" in lines and any(map(beyond_noise, cells)):
         notes.append(
-            f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the {COVERAGE} % interval "
-            f"of the paired differences. {compared(cells)}."
+            f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the"
+            f" {COVERAGE} % interval of the paired differences. {compared(cells)}."
         )
     if any("own_ms" in cell.numbers for cell in cells):
         notes.append(f"{METHOD_TIME.capitalize()}.")
@@ -289,5 +389,8 @@ def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
     probes = {name for name, line in lines.items() if line.part == "probe"}
     if any(probes & cell.numbers.keys() for cell in cells):
-        notes.append("Recall and the other probes are of runs with probe.every, which may have other samples.")
+        notes.append(
+            "Recall and the other probes are of runs with probe.every, which may have other"
+            " samples."
+        )
     return notes

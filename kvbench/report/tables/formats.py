@@ -1,6 +1,7 @@
 """A table as text: for the console, in Markdown and as CSV.
 
-All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers unrounded.
+All but CSV print the same grid of strings. CSV is for machines: a line for each cell, numbers
+unrounded.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ NOT_RUN, NONE = "not run", "-"
 class Line(NamedTuple):
     """A printed line.
 
-    Attributes:
-        labels: of its row; empty but in the first line of a row.
-        texts: what stands in its columns.
+    Attributes
+    ----------
+    labels
+        of its row; empty but in the first line of a row.
+    texts
+        what stands in its columns.
     """
 
     labels: tuple[str, ...]
@@ -40,10 +44,14 @@ class Line(NamedTuple):
 class Grid(NamedTuple):
     """A table as strings.
 
-    Attributes:
-        head: of the labels.
-        columns: the headings over the texts.
-        rows: the lines of each row.
+    Attributes
+    ----------
+    head
+        of the labels.
+    columns
+        the headings over the texts.
+    rows
+        the lines of each row.
     """
 
     head: tuple[str, ...]
@@ -52,10 +60,16 @@ class Grid(NamedTuple):
 
 
 def grid(table: ReportTable) -> Grid:
-    """The strings of a table: values side by side where it has no columns, else a line for each value."""
+    """The strings of a table: values side by side where it has no columns, else a line for each
+    value.
+    """
     cells = table.cells
     if table.columns == [""]:
-        names = [name for name in table.lines if any(text(table, cell, name, 0) != NONE for cell in cells.values())]
+        names = [
+            name
+            for name in table.lines
+            if any(text(table, cell, name, 0) != NONE for cell in cells.values())
+        ]
         rows = [
             [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
             for row, labels in enumerate(table.rows)
@@ -66,7 +80,10 @@ def grid(table: ReportTable) -> Grid:
     for row, labels in enumerate(table.rows):
         lines: list[Line] = []
         for name, value in table.lines.items():
-            texts = [text(table, cells.get((row, column)), name, column) for column in range(len(table.columns))]
+            texts = [
+                text(table, cells.get((row, column)), name, column)
+                for column in range(len(table.columns))
+            ]
             if any(word != NONE for word in texts):
                 shown = labels if not lines else ("",) * len(labels)
                 lines.append(Line((*shown, value.heading) if several else shown, texts))
@@ -75,7 +92,9 @@ def grid(table: ReportTable) -> Grid:
 
 
 def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
-    """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be beside a paper's."""
+    """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be
+    beside a paper's.
+    """
     if cell is None:
         return NONE
     numbers, value = cell.numbers, table.lines[name]
@@ -116,7 +135,11 @@ def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
 
 
 def _interval(numbers: Mapping[str, float], name: str, value: Quantity) -> str:
-    ends = [f"{numbers[end]:.{value.digits}f}" for end in (f"{name}_low", f"{name}_high") if end in numbers]
+    ends = [
+        f"{numbers[end]:.{value.digits}f}"
+        for end in (f"{name}_low", f"{name}_high")
+        if end in numbers
+    ]
     return f"[{', '.join(ends)}]" if ends else ""
 
 
@@ -128,18 +151,20 @@ def _digits(table: ReportTable, name: str, column: int) -> int:
     """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
-    numbers = [cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column]
+    numbers = [
+        cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column
+    ]
     return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 def console(tables: Sequence[ReportTable], target: Console) -> list[str]:
     """Print tables. Returns the headings of the columns for which an overview had no room.
 
-    A table that is wider than the console comes in several boxes, each with the labels of its rows; a box of one column
-    that is still wider runs over: no number is cut.
+    A table that is wider than the console comes in several boxes, each with the labels of its rows;
+    a box of one column that is still wider runs over: no number is cut.
     """
     omitted = []
     for table in tables:
@@ -154,25 +179,40 @@ def console(tables: Sequence[ReportTable], target: Console) -> list[str]:
 
 
 def _fitting(whole: Grid, encoding: str) -> Grid:
-    """The same as a console of this encoding shows it, so that columns are as wide as what stands in them."""
+    """The same as a console of this encoding shows it, so that columns are as wide as what stands
+    in them.
+    """
 
     def fit(texts: Iterable[str]) -> list[str]:
         return [fitting(word, encoding) for word in texts]
 
-    rows = [[Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows]
+    rows = [
+        [Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows
+    ]
     return Grid(tuple(fit(whole.head)), fit(whole.columns), rows)
 
 
 def _overview(table: ReportTable, target: Console) -> list[str]:
-    """Print a table as wide as a page at most, with the labels that rows share on lines of their own."""
+    """Print a table as wide as a page at most, with the labels that rows share on lines of their
+    own.
+    """
     whole = _fitting(grid(table), target.encoding)
     widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
     room = min(target.width, PAGE_WIDTH)
-    fits = [column for column in range(heads, len(widths)) if sum(widths[: column + 1]) + 2 * column <= room]
-    shown_widths = widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
+    fits = [
+        column
+        for column in range(heads, len(widths))
+        if sum(widths[: column + 1]) + 2 * column <= room
+    ]
+    shown_widths = (
+        widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
+    )
 
     def show(cells: Sequence[str], style: str = "") -> None:
-        aligned = (f"{cell:{'<' if index < heads else '>'}{shown_widths[index]}}" for index, cell in enumerate(cells))
+        aligned = (
+            f"{cell:{'<' if index < heads else '>'}{shown_widths[index]}}"
+            for index, cell in enumerate(cells)
+        )
         target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
 
     names = (*whole.head[table.shared :], *whole.columns)[: len(shown_widths)]
@@ -206,11 +246,16 @@ def _in_boxes(table: ReportTable, target: Console) -> None:
             drawn.add_column(Text(name), justify="right", no_wrap=True)
         for lines in whole.rows:
             for line in lines:
-                drawn.add_row(*map(Text, (*line.labels, *(line.texts[column] for column in columns))))
+                drawn.add_row(
+                    *map(Text, (*line.labels, *(line.texts[column] for column in columns)))
+                )
             if len(lines) > 1:
                 drawn.add_section()
         min_width = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
-        width, target.width = target.width, max(target.width, min_width + GAP * (heads + len(columns)) + 1)
+        width, target.width = (
+            target.width,
+            max(target.width, min_width + GAP * (heads + len(columns)) + 1),
+        )
         target.print(drawn, crop=False)
         target.width = width
 
@@ -223,7 +268,9 @@ def _widths(whole: Grid) -> list[int]:
 
 
 def _boxes(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """The columns of each box, at most `width` characters wide with its labels; at least one column in each."""
+    """The columns of each box, at most `width` characters wide with its labels; at least one column
+    in each.
+    """
     room = width - sum(heads) - GAP * len(heads) - 1
     box: list[int] = []
     for column, size in enumerate(widths):
@@ -251,15 +298,20 @@ def _markdown(table: ReportTable) -> str:
 
 
 def plain_markdown(words: str) -> str:
-    """Words as Markdown shows them, in one line: nothing in them is markup, nor a formula to GitHub.
+    """Words as Markdown shows them, in one line: nothing in them is markup, nor a formula to
+    GitHub.
 
     A _ between letters is none, so that names stay readable.
     """
-    return re.sub(r"[\\`*\[\]<>&~|$#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(words.split()))
+    return re.sub(
+        r"[\\`*\[\]<>&~|$#]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(words.split())
+    )
 
 
 def plain_csv(value: str | float) -> str | float:
-    """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe, a number never."""
+    """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe,
+    a number never.
+    """
     if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
         return value
     try:
@@ -277,15 +329,19 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def csv_text(tables: Sequence[ReportTable]) -> str:
-    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine that times are of,
-    every setting that is no label, and the seed and run that it is from. Numbers are as stored: bytes, or in the unit
-    that ends their name.
+    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine
+    that times are of, every setting that is no label, and the seed and run that it is from. Numbers
+    are as stored: bytes, or in the unit that ends their name.
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
-    names = {name: None for table in tables for cell in table.cells.values() for name in cell.numbers}
+    names = {
+        name: None for table in tables for cell in table.cells.values() for name in cell.numbers
+    }
     axes = {axis or "row": None for table in tables for axis in table.axes}
-    settings = {key: None for table in tables for cell in table.cells.values() for key in cell.settings}
+    settings = {
+        key: None for table in tables for cell in table.cells.values() for key in cell.settings
+    }
     keys = [key for key in settings if key not in axes and key != "seed"]
     start = ["table", *axes, "column", "status", "seed"]
     rows: list[Sequence[Any]] = [[*start, *names, "marks", "timed_on", *keys, "run"]]
@@ -297,12 +353,16 @@ def csv_text(tables: Sequence[ReportTable]) -> str:
             start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
             status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
             values = [cell.settings.get(key, "") for key in keys]
-            rows.append([*start, status, cell.seed, *numbers, marks, cell.machine, *values, cell.run])
+            rows.append(
+                [*start, status, cell.seed, *numbers, marks, cell.machine, *values, cell.run]
+            )
     return csv_lines(rows)
 
 
 def _stored(table: ReportTable, cell: Cell, name: str) -> float | str:
-    """A number of a cell as it was stored, where a printed table has it in the unit of its heading."""
+    """A number of a cell as it was stored, where a printed table has it in the unit of
+    its heading.
+    """
     names = [name, *(name.removesuffix(end) for end in ("_low", "_high", "_error"))]
     line = next((table.lines[candidate] for candidate in names if candidate in table.lines), None)
     return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""

@@ -1,7 +1,8 @@
 """A table as LaTeX prints it, ready for a paper: booktabs, and no other package.
 
-A row is a method (or whatever the rows are), a score stands in one cell with its interval, the best of a column is bold
-and the second best underlined. What else a score comes with stands in the notes below.
+A row is a method (or whatever the rows are), a score stands in one cell with its interval, the best
+of a column is bold and the second best underlined. What else a score comes with stands in the notes
+below.
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import Cell, ReportTable, beyond_noise, compared, ranks_methods, was_bounded
+from kvbench.report.tables.cells import (
+    Cell,
+    ReportTable,
+    beyond_noise,
+    compared,
+    ranks_methods,
+    was_bounded,
+)
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.widths import tabular_width
 from kvbench.runs.quantities import Quantity
 
 Column = tuple[int, str]  # of a table, and the number that it shows
-IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}  # of a score: in its cell and in the notes
+# of a score: in its cell and in the notes
+IN_CELL = {"interval", "against_full", "brief_against_full", "samples"}
 SCORES = {"score", "brief_score"}
 LINE = r"\\"  # ends one
 STAR = r"$\ast$"
@@ -38,11 +47,16 @@ TEXT_WIDTH = 345.0  # points, of LaTeX's article; the pages of conferences are w
 class Letters:
     """How a tabular is set.
 
-    Attributes:
-        command: LaTeX's, after \\centering.
-        em: width of the letters, in points; small ones are wider than their size says.
-        gap: between columns, in points.
-        line: characters of a label or of a number with its interval on one line.
+    Attributes
+    ----------
+    command
+        LaTeX's, after \\centering.
+    em
+        width of the letters, in points; small ones are wider than their size says.
+    gap
+        between columns, in points.
+    line
+        characters of a label or of a number with its interval on one line.
     """
 
     command: str
@@ -52,18 +66,28 @@ class Letters:
 
 
 SIZES = (Letters("", 10.0), Letters(r"\small", 9.25), Letters(r"\footnotesize", 8.5))
-TIGHT = Letters(r"\scriptsize\setlength{\tabcolsep}{2pt}", 8.0, 4.0, 12)  # where labels leave no room for two
+# where labels leave no room for two
+TIGHT = Letters(r"\scriptsize\setlength{\tabcolsep}{2pt}", 8.0, 4.0, 12)
 
 
 def latex(tables: Sequence[ReportTable]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs}; columns without room stand in a tabular below."""
+    """Tables for LaTeX with \\usepackage{booktabs}; columns without room stand in a
+    tabular below.
+    """
     return "\n".join(map(_latex, tables))
 
 
 def _latex(table: ReportTable) -> str:
-    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [*table.lines][:1]
-    stacked = "published" in table.lines  # published numbers stand below ours, all others side by side
-    columns = [(column, name) for column in range(len(table.columns)) for name in ([""] if stacked else lines)]
+    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [
+        *table.lines
+    ][:1]
+    # published numbers stand below ours, all others side by side
+    stacked = "published" in table.lines
+    columns = [
+        (column, name)
+        for column in range(len(table.columns))
+        for name in ([""] if stacked else lines)
+    ]
     ranks = {} if stacked else _ranks(table, lines)
     made = partial(_tabular, table, lines if stacked else [], ranks)
     size, tabulars = _fitting(columns, made)
@@ -85,7 +109,9 @@ def _latex(table: ReportTable) -> str:
 def _fitting(
     columns: Sequence[Column], make: Callable[[Sequence[Column], Letters], list[str]]
 ) -> tuple[Letters, list[list[str]]]:
-    """The largest letters in which these columns fit a page, and their tabular; of small ones as many as it takes."""
+    """The largest letters in which these columns fit a page, and their tabular; of small ones as
+    many as it takes.
+    """
 
     def fits(some: Sequence[Column], size: Letters) -> bool:
         return tabular_width(make(some, size), size.em, size.gap) <= TEXT_WIDTH
@@ -96,7 +122,11 @@ def _fitting(
     has_room = len(columns) > 1 and all(fits(two, SIZES[-1]) for two in itertools.pairwise(columns))
     size = SIZES[-1] if has_room else TIGHT
     groups = [list(group) for _, group in itertools.groupby(columns, key=lambda column: column[0])]
-    parts = [part for group in groups for part in ([group] if fits(group, size) else [[column] for column in group])]
+    parts = [
+        part
+        for group in groups
+        for part in ([group] if fits(group, size) else [[column] for column in group])
+    ]
     blocks: list[list[Column]] = []
     for part in parts:
         if blocks and fits([*blocks[-1], *part], size):
@@ -115,8 +145,10 @@ def _tabular(
 ) -> list[str]:
     """The lines of a tabular with these columns.
 
-    Args:
-        stacked: what stands one below another in each cell; (): each column has a number of its own.
+    Parameters
+    ----------
+    stacked
+        what stands one below another in each cell; (): each column has a number of its own.
     """
     names = [*(last_word(axis) for axis in table.axes[table.shared :]), *([""] if stacked else [])]
     body: list[str] = []
@@ -127,13 +159,17 @@ def _tabular(
         if begins:
             section = rf"\emph{{{escaped(table.section(row))}}}"
             body.append(rf"\multicolumn{{{len(names) + len(columns)}}}{{@{{}}l}}{{{section}}} \\")
-        row_labels = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][table.shared :]
+        row_labels = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][
+            table.shared :
+        ]
         for number, line in enumerate(stacked or [""]):
             shown = [
                 *([""] * len(row_labels) if number else row_labels),
                 *([table.lines[line].heading] if stacked else []),
             ]
-            cells = [_cell(table, row, column, name or line, ranks, size) for column, name in columns]
+            cells = [
+                _cell(table, row, column, name or line, ranks, size) for column, name in columns
+            ]
             words = [_stacked(word, size.line, "l") for word in shown]
             body.append(" & ".join([*words, *cells]) + r" \\")
     return [
@@ -157,16 +193,25 @@ def _label(axis: str, label: str) -> str:
     return STYLES[label].label if axis == "method" and label in STYLES else label
 
 
-def _head(table: ReportTable, names: Sequence[str], columns: Sequence[tuple[int, str]]) -> Iterator[str]:
-    """The lines of the head: the labels of each column, one below the other, and what stands in it."""
+def _head(
+    table: ReportTable, names: Sequence[str], columns: Sequence[tuple[int, str]]
+) -> Iterator[str]:
+    """The lines of the head: the labels of each column, one below the other, and what
+    stands in it.
+    """
     several = len({name for _, name in columns}) > 1
     labels = [
-        (*_labels(table, column), *([_heading(table, name)] if several or table.columns == [""] else []))
+        (
+            *_labels(table, column),
+            *([_heading(table, name)] if several or table.columns == [""] else []),
+        )
         for column, name in columns
     ]
     for level in range(len(labels[0]) - 1):
         above, rules, place = [""] * len(names), "", len(names) + 1
-        for label, group in itertools.groupby(column_labels[: level + 1] for column_labels in labels):
+        for label, group in itertools.groupby(
+            column_labels[: level + 1] for column_labels in labels
+        ):
             end = place + len(list(group))
             above.append(rf"\multicolumn{{{end - place}}}{{c}}{{{escaped(label[-1])}}}")
             rules += rf"\cmidrule(lr){{{place}-{end - 1}}}"
@@ -174,13 +219,20 @@ def _head(table: ReportTable, names: Sequence[str], columns: Sequence[tuple[int,
         yield " & ".join(above) + r" \\"
         yield rules
     yield (
-        " & ".join([*map(escaped, names), *(_stacked(column_labels[-1], NARROW, "r") for column_labels in labels)])
+        " & ".join(
+            [
+                *map(escaped, names),
+                *(_stacked(column_labels[-1], NARROW, "r") for column_labels in labels),
+            ]
+        )
         + r" \\"
     )
 
 
 def _labels(table: ReportTable, column: int) -> tuple[str, ...]:
-    """The labels of a column, one for each of its settings; none where the values stand side by side."""
+    """The labels of a column, one for each of its settings; none where the values stand side by
+    side.
+    """
     if table.heads:
         return table.heads[column]
     return (table.columns[column],) if table.columns != [""] else ()
@@ -191,7 +243,9 @@ def _heading(table: ReportTable, name: str) -> str:
 
 
 def _stacked(text: str, most: int, side: str) -> str:
-    """A heading or a label; of one with more than so many characters the words one below the other."""
+    """A heading or a label; of one with more than so many characters the words one below
+    the other.
+    """
     spaced = text if len(text) <= most else _spaced(text)
     words = [escaped(line) for line in textwrap.wrap(spaced, most, break_long_words=False)]
     return rf"\shortstack[{side}]{{{LINE.join(words)}}}" if len(words) > 1 else escaped(text)
@@ -203,9 +257,16 @@ def _spaced(text: str) -> str:
 
 
 def _cell(
-    table: ReportTable, row: int, column: int, name: str, ranks: Mapping[tuple[int, int, str], str], size: Letters
+    table: ReportTable,
+    row: int,
+    column: int,
+    name: str,
+    ranks: Mapping[tuple[int, int, str], str],
+    size: Letters,
 ) -> str:
-    """What stands in a cell: a number with its letters, a score with its interval and a star, too."""
+    """What stands in a cell: a number with its letters, a score with its interval and a
+    star, too.
+    """
     cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
     letters = cell.marks.get("score" if name in SCORES else name, "") if cell else ""
     if cell is None or name not in SCORES or "score" not in cell.numbers:
@@ -216,7 +277,9 @@ def _cell(
     mean, digits = cell.numbers["score"], table.lines[name].digits
     shown = _ranked(f"{mean:.{digits}f}", rank)
     if "score_low" in cell.numbers:
-        up, down = (f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low"))
+        up, down = (
+            f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low")
+        )
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
     marks = STAR * beyond_noise(cell) + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
@@ -229,9 +292,10 @@ def _ranked(shown: str, rank: str) -> str:
 def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:
     """The command for the best and for the second best of each column, by row, column and line.
 
-    Rivals are the methods of rows that are alike in all else; full attention is none, nor a method whose budget never
-    applied. What prints alike ranks alike; where more than two and more than half of them are best none is, and so with
-    the second best; nor is anything among times of several machines, nor what `_is_sure` is not.
+    Rivals are the methods of rows that are alike in all else; full attention is none, nor a method
+    whose budget never applied. What prints alike ranks alike; where more than two and more than
+    half of them are best none is, and so with the second best; nor is anything among times of
+    several machines, nor what `_is_sure` is not.
     """
     if "method" not in table.axes:
         return {}
@@ -244,7 +308,11 @@ def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str
     commands = {}
     for rows, column, name in itertools.product(rivals.values(), range(len(table.columns)), lines):
         quantity = table.lines[name]
-        cells = {row: cell for row in rows if (cell := table.cells.get((row, column))) and was_bounded(cell)}
+        cells = {
+            row: cell
+            for row in rows
+            if (cell := table.cells.get((row, column))) and was_bounded(cell)
+        }
         numbers = {row: _number(cell, name, quantity.digits) for row, cell in cells.items()}
         shown = {row: value for row, value in numbers.items() if not math.isnan(value)}
         best = sorted(set(shown.values()), reverse=quantity.better != "less")[:2]
@@ -264,7 +332,9 @@ def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     count_key = "samples" if name == "score" else f"{name}_samples"
     n = cell.numbers.get(count_key, cell.numbers.get("samples", 0))
     ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
-    return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or ranks_methods(cell)))
+    return quantity.part == "audit" or (
+        ranks(n, *ends) and (name != "score" or ranks_methods(cell))
+    )
 
 
 def _number(cell: Cell | None, name: str, digits: int) -> float:
@@ -280,26 +350,39 @@ def _notes(table: ReportTable, ranked: bool) -> Iterator[str]:
         yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
     counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
     if counts:
-        yield f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
+        yield (
+            f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
+        )
     if any(map(beyond_noise, cells)):
         yield (
-            rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not in the {COVERAGE} \% "
+            rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not"
+            rf" in the {COVERAGE} \% "
             f"interval of the paired differences; {escaped(compared(cells))})."
         )
     if ranked:
         methods = {row[table.axes.index("method")] for row in table.rows} - {YARDSTICK}
         yield (
-            rf"\textbf{{Bold}}: best, \underline{{underlined}}: second best of a column's {len(methods)} methods, full "
-            f"attention aside, where it is counted or of {FEWEST} samples or more; not always by more than chance."
+            r"\textbf{Bold}: best, \underline{underlined}: second best of a column's"
+            rf" {len(methods)} methods, full "
+            f"attention aside, where it is counted or of {FEWEST} samples or more; not always by"
+            " more than chance."
         )
 
 
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
 _SPECIAL |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 
 
 def escaped(word: str) -> str:
     """A word as LaTeX prints it, in one line."""
     word = " ".join(word.split())
-    word = re.sub(r"[\\~^±<>|]|[&%$#_{}]", lambda match: _SPECIAL.get(match[0], "\\" + match[0]), word)
-    return "{}" + word if word.startswith(("[", "*")) else word  # which \\ before it would take for its own
+    word = re.sub(
+        r"[\\~^±<>|]|[&%$#_{}]", lambda match: _SPECIAL.get(match[0], "\\" + match[0]), word
+    )
+    # which \\ before it would take for its own
+    return "{}" + word if word.startswith(("[", "*")) else word

@@ -56,13 +56,19 @@ def merge_published(
 ) -> ReportTable:
     """A published table, and in each cell that kvbench can run what it found there.
 
-    Args:
-        runs: None: there are none, and the published numbers stand alone.
-        paper: the table.
-        where, allow_mixed: as `tables.pivot`.
+    Parameters
+    ----------
+    runs
+        None: there are none, and the published numbers stand alone.
+    paper
+        the table.
+    where, allow_mixed
+        as `tables.pivot`.
 
-    Raises:
-        ConfigError: several runs fit one cell, or runs of several protocols fit the table.
+    Raises
+    ------
+    ConfigError
+        several runs fit one cell, or runs of several protocols fit the table.
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
@@ -72,9 +78,14 @@ def merge_published(
         for row, group_names in frame.groupby("row", sort=False)["group"]
     }
     fitting = _fitting(paper, chosen, whole)
-    used = sorted({run for candidates in fitting.values() for run in candidates}, key=lambda run: run.index)
+    used = sorted(
+        {run for candidates in fitting.values() for run in candidates}, key=lambda run: run.index
+    )
     requested_keys = {word.partition("=")[0] for words in frame["settings"] for word in words}
-    mixed, decoding_marks = marks_of_mixed(used, sorted(requested_keys), allow_mixed), marks_of_decoding(used)
+    mixed, decoding_marks = (
+        marks_of_mixed(used, sorted(requested_keys), allow_mixed),
+        marks_of_decoding(used),
+    )
     mixed = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
@@ -86,16 +97,22 @@ def merge_published(
             if "score" in numbers and not {"g", "s"} & set(ours.marks["score"]):
                 numbers["difference"] = numbers["score"] - line.value
         mapped = bool(line.metric and line.method and line.model)
-        cells[rows.index(line.row), columns.index(line.column)] = replace(ours, numbers=numbers, mapped=mapped)
+        cells[rows.index(line.row), columns.index(line.column)] = replace(
+            ours, numbers=numbers, mapped=mapped
+        )
     lines = COMPARED_SECONDS if paper.timed else COMPARED_LINES | seeds_of(cells.values())
     cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
     notes += captions(cells.values(), [""] * len(cells), ["method", "budget"])
-    return ReportTable(paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes)
+    return ReportTable(
+        paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes
+    )
 
 
 def ran(table: ReportTable) -> ReportTable:
-    """The rows of a published table that ran here, and a line that counts the others; all rows where none ran."""
+    """The rows of a published table that ran here, and a line that counts the others; all rows
+    where none ran.
+    """
     there = [
         row
         for row in range(len(table.rows))
@@ -103,17 +120,33 @@ def ran(table: ReportTable) -> ReportTable:
     ]
     if len(there) in (0, len(table.rows)):
         return table
-    cells = {(there.index(row), column): cell for (row, column), cell in table.cells.items() if row in there}
+    cells = {
+        (there.index(row), column): cell
+        for (row, column), cell in table.cells.items()
+        if row in there
+    }
     others = len(table.rows) - len(there)
     note = f"{others} rows that did not run here are not shown; --format html and csv have them."
-    return replace(table, rows=[table.rows[row] for row in there], cells=cells, notes=[note, *table.notes])
+    return replace(
+        table, rows=[table.rows[row] for row in there], cells=cells, notes=[note, *table.notes]
+    )
 
 
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
-    """The chosen runs of full attention, and those whose model, method and task some cell of a published table has."""
+    """The chosen runs of full attention, and those whose model, method and task some cell of a
+    published table has.
+    """
     lines = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
-    there = {(model, *rest) for published_model, *rest in lines for model in (published_model, paper.stand_in)}
-    return [run for run in chosen if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there]
+    there = {
+        (model, *rest)
+        for published_model, *rest in lines
+        for model in (published_model, paper.stand_in)
+    }
+    return [
+        run
+        for run in chosen
+        if run.arm["method"] == YARDSTICK or tuple(run.arm[key] for key in KIND) in there
+    ]
 
 
 def _required_groups(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -121,13 +154,17 @@ def _required_groups(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[s
     return whole[line.row] if line.metric == "macro" else _groups_of(line.group)
 
 
-def _fitting(paper: PaperTable, chosen: Sequence[Run], whole: Mapping[str, tuple[str, ...]]) -> dict[int, list[Run]]:
+def _fitting(
+    paper: PaperTable, chosen: Sequence[Run], whole: Mapping[str, tuple[str, ...]]
+) -> dict[int, list[Run]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
     runs_by_line = {}
     for line in paper.frame.itertuples():
         required = _required_groups(line, whole)
         fitting = [run for run in chosen if _fits(run, line, required, line.model)]
-        runs_by_line[line.Index] = fitting or [run for run in chosen if _fits(run, line, required, paper.stand_in)]
+        runs_by_line[line.Index] = fitting or [
+            run for run in chosen if _fits(run, line, required, paper.stand_in)
+        ]
     return runs_by_line
 
 
@@ -141,14 +178,22 @@ def _fits(run: Run, line: Any, required: tuple[str, ...], model: str | None) -> 
         budget = (shipped("method", line.method) or {}).get("preset")
     if arm["budget"] != budget:
         return False
-    requested = {"kv": str(NATIVE)} | {key: value for key, _, value in (word.partition("=") for word in line.settings)}
-    if any(run.label(key) != value for key, value in requested.items() if key not in CHOOSE_SAMPLES):
+    requested = {"kv": str(NATIVE)} | {
+        key: value for key, _, value in (word.partition("=") for word in line.settings)
+    }
+    if any(
+        run.label(key) != value for key, value in requested.items() if key not in CHOOSE_SAMPLES
+    ):
         return False
     return set(required) <= set(run.scores.groups)
 
 
 def _ours(
-    paper: PaperTable, line: Any, groups: tuple[str, ...], candidates: Sequence[Run], mixed: dict[Run, str]
+    paper: PaperTable,
+    line: Any,
+    groups: tuple[str, ...],
+    candidates: Sequence[Run],
+    mixed: dict[Run, str],
 ) -> Cell:
     """What the one run that fits a published cell found there, in these groups of samples."""
     candidates = same_decode_mode(candidates)
@@ -168,21 +213,29 @@ def _ours(
 
 
 def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
-    """Whether samples of these groups (all: ()) are of generated texts, where RULER has files of its own."""
+    """Whether samples of these groups (all: ()) are of generated texts, where RULER has files of
+    its own.
+    """
     if run.arm["task"] != "ruler" or not missing(run.settings.get("task.data_dir")):
         return False
     subsets = {group.partition("/")[0] for group in groups or run.scores.groups}
-    files = {key: run.settings.get(f"task.{key}") for key in READERS}  # missing: by a kvbench that had no such option
-    return any(subsets & READERS[key] for key, file in files.items() if missing(file) or file == GENERATED)
+    # missing: by a kvbench that had no such option
+    files = {key: run.settings.get(f"task.{key}") for key in READERS}
+    return any(
+        subsets & READERS[key] for key, file in files.items() if missing(file) or file == GENERATED
+    )
 
 
 def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
-    """What a timed run found of a published time, in seconds; nothing where a term of the sum is missing.
+    """What a timed run found of a published time, in seconds; nothing where a term of the sum is
+    missing.
 
     Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
-    there = [measured for cell, measured in run.cells().items() if (cell.tokens, cell.batch) == place]
+    there = [
+        measured for cell, measured in run.cells().items() if (cell.tokens, cell.batch) == place
+    ]
     best = max(there, key=lambda measured: (measured["disturbed"] not in (True,), measured["n"]))
     names = line.metric.split(" + ")
     times = [best[name] for name in names if not missing(best.get(name))]
@@ -210,6 +263,8 @@ def _notes(paper: PaperTable, cells: Iterable[Cell]) -> list[str]:
     )
     return [
         *notes,
-        f"Ours: {'; '.join(requested)}, with each row's model, method and budget. Rows and cells without are published "
-        "only: kvbench has no such method, model or task.",
+        (
+            f"Ours: {'; '.join(requested)}, with each row's model, method and budget. Rows and"
+            " cells without are published only: kvbench has no such method, model or task."
+        ),
     ]

@@ -1,6 +1,7 @@
 """Tables of runs: everything found, by group, and any selection of rows, columns and numbers.
 
-A table is made of cells with numbers, and knows nothing of how it is printed (`kvbench.report.tables.formats`).
+A table is made of cells with numbers, and knows nothing of how it is printed
+(`kvbench.report.tables.formats`).
 """
 
 from __future__ import annotations
@@ -56,13 +57,24 @@ from kvbench.runs.quantities import LESS, PASSED, Quantity, named
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
 NEARNESS = ("kl_mean", "kl_p99", "perplexity_ratio", "delta_p_rms")  # of `task=fidelity`
-SUMMARY = ("score", *SEVERAL, *NEARNESS, "kl_p50", "perplexity", *COSTS, "new_tokens", "new_tokens_median", "looped")
+SUMMARY = (
+    "score",
+    *SEVERAL,
+    *NEARNESS,
+    "kl_p50",
+    "perplexity",
+    *COSTS,
+    "new_tokens",
+    "new_tokens_median",
+    "looped",
+)
 # The most important first: what has no room on a console is left out from the end.
 OVERVIEW = (
     *("score", *SEVERAL, "kl_mean", "attended_share", "device_kv_bytes", "tpot_ms_mean", "recall"),
     *("moved_bytes_per_step", "ttft_s", "new_tokens", "new_tokens_median"),
 )
-OF_NEAR = ("score", *NEARNESS, "device_kv_bytes", "kl_p50", "attended_share", "tpot_ms_mean")  # of task=fidelity alone
+# of task=fidelity alone
+OF_NEAR = ("score", *NEARNESS, "device_kv_bytes", "kl_p50", "attended_share", "tpot_ms_mean")
 MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
@@ -70,11 +82,14 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
-    """One table for all runs but timed ones, by model and task: a row for each method and budget, or where these are
-    many, a row for each method with only the scores. Where all runs are timed, their own tables.
+    """One table for all runs but timed ones, by model and task: a row for each method and budget,
+    or where these are many, a row for each method with only the scores. Where all runs are timed,
+    their own tables.
 
-    Raises:
-        ConfigError: as `select`.
+    Raises
+    ------
+    ConfigError
+        as `select`.
     """
     selected = select(runs, where)
     chosen = [run for run in selected if not run.is_timed]
@@ -100,32 +115,45 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     return [table]
 
 
-def summary(runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY) -> list[ReportTable]:
-    """Everything found, a line for each model, task, method and budget and for what else differs; a table for each
-    protocol. Timed runs follow in tables of their own.
+def summary(
+    runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY
+) -> list[ReportTable]:
+    """Everything found, a line for each model, task, method and budget and for what else differs; a
+    table for each protocol. Timed runs follow in tables of their own.
 
-    Args:
-        values: names of `kvbench.runs.quantities.NUMBERS`, of runs that are not timed.
+    Parameters
+    ----------
+    values
+        names of `kvbench.runs.quantities.NUMBERS`, of runs that are not timed.
 
-    Raises:
-        ConfigError: as `select`.
+    Raises
+    ------
+    ConfigError
+        as `select`.
     """
     _, selected = over_seeds(runs, select(runs, where))
     tables = []
-    for number, (chosen, what) in enumerate(by_protocol([run for run in selected if not run.is_timed]), 1):
+    for number, (chosen, what) in enumerate(
+        by_protocol([run for run in selected if not run.is_timed]), 1
+    ):
         axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
         tables.append(_table(chosen, axes, [], _with_method_time(values, chosen), id, title, {}))
-    for number, (chosen, what) in enumerate(by_protocol([run for run in selected if run.is_timed]), 1):
+    for number, (chosen, what) in enumerate(
+        by_protocol([run for run in selected if run.is_timed]), 1
+    ):
         tables += timed_tables(chosen, str(number) if what else "", what)
     return tables
 
 
 def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
-    """The scores of each group of samples (subset, length); a table for each task that has some, and each protocol.
+    """The scores of each group of samples (subset, length); a table for each task that has some,
+    and each protocol.
 
-    Raises:
-        ConfigError: as `select`.
+    Raises
+    ------
+    ConfigError
+        as `select`.
     """
     _, selected = over_seeds(runs, select(runs, where))
     tables = []
@@ -141,9 +169,13 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
 
 
 def _with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
-    """These values, and after a time of a whole token what runs that decoded together have in its place."""
+    """These values, and after a time of a whole token what runs that decoded together have in its
+    place.
+    """
     any_joint = any(run.shares_decode for run in chosen)
-    pairs = ([name, "own_ms"] if any_joint and name.startswith("tpot_ms") else [name] for name in values)
+    pairs = (
+        [name, "own_ms"] if any_joint and name.startswith("tpot_ms") else [name] for name in values
+    )
     return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
 
 
@@ -164,20 +196,33 @@ def pivot(
 ) -> ReportTable:
     """Any selection: runs, or their groups, by some of their settings.
 
-    Args:
-        rows, columns: settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without columns
-            the values stand side by side. Runs that differ in their seed alone are one, unless "seed" is among these.
-        values: names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, names of
-            `kvbench.report.tables.cells.PARTS`, parts of a step such as "breakdown_ms.select", and numbers of a
-            method's own such as "audit.candidates"; of the last two what follows the dot is enough.
-        where: as `select` takes them; rows and columns stand in the order in which values are written there.
-        allow_mixed: runs of several protocols may stand together, marked.
-        score_lines: what a score is shown by.
-        best_first: rows stand by the first value in the first column, the best first, in place of their labels' order.
+    Parameters
+    ----------
+    rows, columns
+        settings such as "method", "budget", "task.lengths" or "page_size", and "group". Without
+        columns the values stand side by side. Runs that differ in their seed alone are one, unless
+        "seed" is among these.
+    values
+        names of `kvbench.runs.quantities.NUMBERS`, "fidelity" for all of its own, names of
+        `kvbench.report.tables.cells.PARTS`, parts of a step such as "breakdown_ms.select", and
+        numbers of a method's own such as "audit.candidates"; of the last two what follows the dot
+        is enough.
+    where
+        as `select` takes them; rows and columns stand in the order in which values are written
+        there.
+    allow_mixed
+        runs of several protocols may stand together, marked.
+    score_lines
+        what a score is shown by.
+    best_first
+        rows stand by the first value in the first column, the best first, in place of their labels'
+        order.
 
-    Raises:
-        ConfigError: no such key or value; several runs in one cell of the table, which says in what they differ;
-            several protocols.
+    Raises
+    ------
+    ConfigError
+        no such key or value; several runs in one cell of the table, which says in what they differ;
+        several protocols.
     """
     chosen = select(runs, where)
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
@@ -187,13 +232,25 @@ def pivot(
     names = [name for value_names in meant.values() for name in value_names]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
     if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
-        down.append("decode")  # what decoded together and what decoded alone are two runs, and both are shown
+        # what decoded together and what decoded alone are two runs, and both are shown
+        down.append("decode")
     for labels, cell_runs in by_labels(chosen, [*down, *across]).items():
         refuse_several(cell_runs, ", ".join(labels), "add it to --rows or --columns, or ")
     label_order = [label for word in where for label in word.partition("=")[2].split(",")]
-    titles = [_line(value_names[0]).title if len(value_names) == 1 else word for word, value_names in meant.items()]
+    titles = [
+        _line(value_names[0]).title if len(value_names) == 1 else word
+        for word, value_names in meant.items()
+    ]
     table = _table(
-        chosen, down, across, names, "table", _title(chosen, titles, [*down, *across]), mixed, score_lines, label_order
+        chosen,
+        down,
+        across,
+        names,
+        "table",
+        _title(chosen, titles, [*down, *across]),
+        mixed,
+        score_lines,
+        label_order,
     )
     return _best_first(table) if best_first else table
 
@@ -204,8 +261,8 @@ def _line(name: str) -> Quantity:
 
 
 def _best_first(table: ReportTable) -> ReportTable:
-    """The same table, its rows by the first value in the first column; last those without one, and those whose budget
-    never applied.
+    """The same table, its rows by the first value in the first column; last those without one, and
+    those whose budget never applied.
     """
     first = next(iter(table.lines))
     number = "score" if first == "brief_score" else first
@@ -213,7 +270,11 @@ def _best_first(table: ReportTable) -> ReportTable:
 
     def place(row: int) -> float:
         cell = table.cells.get((row, 0))
-        return sign * cell.numbers[number] if cell and number in cell.numbers and was_bounded(cell) else math.inf
+        return (
+            sign * cell.numbers[number]
+            if cell and number in cell.numbers and was_bounded(cell)
+            else math.inf
+        )
 
     order = sorted(range(len(table.rows)), key=place)
     cells = {(order.index(row), column): cell for (row, column), cell in table.cells.items()}
@@ -221,12 +282,16 @@ def _best_first(table: ReportTable) -> ReportTable:
 
 
 def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
-    """What a selection shows, in words: the numbers, the settings they stand by, and the one task and model of all."""
+    """What a selection shows, in words: the numbers, the settings they stand by, and the one task
+    and model of all.
+    """
     what, by = (
         " and ".join(map(str, filter(None, [", ".join(words[:-1]), words[-1]])))
         for words in (titles, [last_word(key) for key in axes])
     )
-    shared = [label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)]
+    shared = [
+        label for key in ("task", "model") if key not in axes for label in labels_of(chosen, key)
+    ]
     of = f" ({', '.join(shared)})" if 0 < len(shared) <= 2 else ""
     return f"{what[:1].upper()}{what[1:]} by {by}{of}"
 
@@ -245,9 +310,12 @@ def _table(
 ) -> ReportTable:
     """The table of these runs, of which at most one without probes and one with them share a cell.
 
-    Args:
-        score_lines: what a score is shown by.
-        label_order: labels in the order in which they were asked for; others follow.
+    Parameters
+    ----------
+    score_lines
+        what a score is shown by.
+    label_order
+        labels in the order in which they were asked for; others follow.
     """
     decoding_marks = marks_of_decoding(chosen, [*rows, *columns])
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
@@ -257,35 +325,52 @@ def _table(
     places = {label: place for place, label in enumerate(label_order)}
 
     def order(labels: Iterable[str]) -> list[Any]:
-        return [(appeared.get(label, -1), places.get(label, len(places)), order_of(label)) for label in labels]
+        return [
+            (appeared.get(label, -1), places.get(label, len(places)), order_of(label))
+            for label in labels
+        ]
 
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(cell_runs, groups, values, marks)
+        (row_labels.index(row), column_labels.index(column)): _cell(
+            cell_runs, groups, values, marks
+        )
         for (row, column, groups), cell_runs in cells_of.items()
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: _line(name)}
+        lines |= (
+            {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: _line(name)}
+        )
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
-    notes += [NO_TIMES] if times and not decoding_marks and any(run.shares_decode for run in chosen) else []
+    notes += (
+        [NO_TIMES]
+        if times and not decoding_marks and any(run.shares_decode for run in chosen)
+        else []
+    )
     axes = [*rows, *columns]
     parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
     notes += captions(cells.values(), parts, axes)
     heads = tuple(column_labels) if len(columns) > 1 else ()
     names = list(map(", ".join, column_labels))
-    return ReportTable(id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared)
+    return ReportTable(
+        id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared
+    )
 
 
 def _part(axes: Sequence[str], labels: Sequence[str]) -> str:
     """The model and task that a cell is of, as far as its labels say."""
-    return ", ".join(label for axis, label in zip(axes, labels, strict=True) if axis in ("model", "task"))
+    return ", ".join(
+        label for axis, label in zip(axes, labels, strict=True) if axis in ("model", "task")
+    )
 
 
-def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence[str]) -> dict[Where, list[Run]]:
+def _runs_of_cells(
+    chosen: Sequence[Run], rows: Sequence[str], columns: Sequence[str]
+) -> dict[Where, list[Run]]:
     """The runs of each cell, in the order in which they and their groups appear.
 
     A method that has no budget stands in the column of each budget, if its row names the method.
@@ -294,28 +379,45 @@ def _runs_of_cells(chosen: Sequence[Run], rows: Sequence[str], columns: Sequence
     for run in chosen:
         for group in dict.fromkeys(run.scores.groups) if "group" in (*rows, *columns) else [None]:
             row, column = (
-                tuple(group if key == "group" and group is not None else run.label(key) for key in axes)
+                tuple(
+                    group if key == "group" and group is not None else run.label(key)
+                    for key in axes
+                )
                 for axes in (rows, columns)
             )
-            runs_by_cell.setdefault((row, column, () if group is None else (group,)), []).append(run)
+            runs_by_cell.setdefault((row, column, () if group is None else (group,)), []).append(
+                run
+            )
     if "budget" not in columns or "method" not in rows:
         return runs_by_cell
     place = columns.index("budget")
-    budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}  # the columns that differ in the budget alone
+    # the columns that differ in the budget alone
+    budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for column in dict.fromkeys(column for _, column, _ in runs_by_cell if column[place] != "-"):
         budgets.setdefault((*column[:place], *column[place + 1 :]), []).append(column)
     return {
         (row, target, groups): cell_runs
         for (row, column, groups), cell_runs in runs_by_cell.items()
-        for target in (column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))) or [column]
+        for target in (
+            column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))
+        )
+        or [column]
     }
 
 
-def _cell(cell_runs: Sequence[Run], groups: tuple[str, ...], values: Sequence[str], of_runs: Mapping[Run, str]) -> Cell:
-    """The numbers of one cell: scores and times of its run without probes, probes of its run with them.
+def _cell(
+    cell_runs: Sequence[Run],
+    groups: tuple[str, ...],
+    values: Sequence[str],
+    of_runs: Mapping[Run, str],
+) -> Cell:
+    """The numbers of one cell: scores and times of its run without probes, probes of its run with
+    them.
 
-    Args:
-        of_runs: marks that stand at the first number of a run.
+    Parameters
+    ----------
+    of_runs
+        marks that stand at the first number of a run.
     """
     first: Run | None = None
     machine, unsaid = "", dict[Run, str]()

@@ -1,7 +1,8 @@
 """LongProc's countdown: four numbers, each used once, reach a target; the search is written out.
 
-The reference is a depth-first search that tries +, -, * and / on each pair, the larger number first. A solution is
-checked by its arithmetic; without a right one a search gets the share of its lines that take the reference's steps.
+The reference is a depth-first search that tries +, -, * and / on each pair, the larger number
+first. A solution is checked by its arithmetic; without a right one a search gets the share of its
+lines that take the reference's steps.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ STRINGS: dict[str, Any] = yaml.safe_load(
 
 LARGEST = 2000  # results from here on are dropped
 TITLE = "# Search Procedure"
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}  # in the order they are sought
+# in the order they are sought
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 @functools.cache
 def examples() -> str:
     """The solved examples of the prompt."""
     return "\n\n".join(
-        STRINGS["example"].format(numbers=numbers, target=target, text=demonstration(numbers, target))
+        STRINGS["example"].format(
+            numbers=numbers, target=target, text=demonstration(numbers, target)
+        )
         for numbers, target in STRINGS["examples"]
     )
 
@@ -36,8 +40,10 @@ def examples() -> str:
 def demonstration(numbers: Sequence[int], target: int) -> str:
     """The search for the target, written out, and its solution.
 
-    Raises:
-        ValueError: there is none.
+    Raises
+    ------
+    ValueError
+        there is none.
     """
     log = [STRINGS["start"].format(numbers=list(numbers), target=target, options=_options(numbers))]
     steps = _explored(list(numbers), target, 1, log)
@@ -48,14 +54,18 @@ def demonstration(numbers: Sequence[int], target: int) -> str:
 
 
 def _explored(numbers: list[int], target: int, depth: int, log: list[str]) -> list[str] | None:
-    """The steps from these numbers to the target, or None; `log` gets what is tried, from this depth on."""
+    """The steps from these numbers to the target, or None; `log` gets what is tried, from this
+    depth on.
+    """
     for first, second in combinations(range(len(numbers)), 2):
         a, b = numbers[first], numbers[second]
         remaining = [number for place, number in enumerate(numbers) if place not in (first, second)]
         if remaining:
             log.append(_indent(depth) + STRINGS["pick"].format(a=a, b=b, left=remaining))
         for value, step in _operations(max(a, b), min(a, b)):
-            if (steps := _tried(value, step, remaining, target, depth + bool(remaining), log)) is not None:
+            if (
+                steps := _tried(value, step, remaining, target, depth + bool(remaining), log)
+            ) is not None:
                 return [step, *steps]
     return None
 
@@ -68,7 +78,9 @@ def _tried(
     numbers = [] if value is None else [int(value), *remaining]
     text = STRINGS[name].format(step=step, value=value, numbers=numbers, target=target)
     if name == "add":
-        text += STRINGS["last" if len(numbers) == 2 else "options"].format(options=_options(numbers))
+        text += STRINGS["last" if len(numbers) == 2 else "options"].format(
+            options=_options(numbers)
+        )
     log.append(_indent(depth) + text)
     if name == "add":
         return _explored(numbers, target, depth + 1, log)
@@ -132,8 +144,8 @@ def is_solution(numbers: Sequence[int], target: int, text: str) -> bool:
 def share_of_search(output: str, reference: str) -> float:
     """How much of the reference's search an output repeats before its first other step, 0..1.
 
-    As officially the first line must be the same, and of the lines after it those before the last one that was read
-    count: a whole search has not quite 1.
+    As officially the first line must be the same, and of the lines after it those before the last
+    one that was read count: a whole search has not quite 1.
     """
     searched = output.split(TITLE)[-1].strip().split("\n")
     right = reference.split(TITLE)[-1].split("Now we have found the target")[0].strip().split("\n")

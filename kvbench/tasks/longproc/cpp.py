@@ -1,8 +1,10 @@
-"""Programs that a model wrote, compiled by g++ and run on test cases, for LongProc's pseudo_to_code.
+"""Programs that a model wrote, compiled by g++ and run on test cases, for LongProc's
+pseudo_to_code.
 
-Nothing of it runs unless `task.execute=true` allows it. A program runs in a folder of its own that is deleted, without
-environment, in a session of its own that ends with it, and with limits on processor time, memory, files and their size.
-That is no jail: it could read what the user can read, so run it where nothing is secret.
+Nothing of it runs unless `task.execute=true` allows it. A program runs in a folder of its own that
+is deleted, without environment, in a session of its own that ends with it, and with limits on
+processor time, memory, files and their size. That is no jail: it could read what the user can read,
+so run it where nothing is secret.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ INCLUDES: list[str] = yaml.safe_load(
 HEADER = "".join(f"#include <{name}>\n" for name in INCLUDES) + "using namespace std;\n"
 
 MOST_CASES = 10
-# Seconds of processor time for a test case (officially of any time) and for the compiler; KiB of memory; blocks of 512
-# bytes that a file may have; open files; no core dumps. The clock alone ends what sleeps.
+# Seconds of processor time for a test case (officially of any time) and for the compiler; KiB of
+# memory; blocks of 512 bytes that a file may have; open files; no core dumps. The clock alone ends
+# what sleeps.
 CASE_LIMITS = "ulimit -t 3; ulimit -v 1048576; ulimit -f 16384; ulimit -n 16; ulimit -c 0"
 COMPILER_LIMITS = "ulimit -t 60; ulimit -v 4194304; ulimit -f 131072; ulimit -c 0"
 PATIENCE = 120
@@ -48,9 +51,12 @@ def program_in(output: str) -> str | None:
 def passes(program: str, cases: Sequence[Sequence[Sequence[str]]]) -> bool:
     """Whether a program compiles and prints for the first ten test cases what it should.
 
-    Args:
-        program: its lines, without includes.
-        cases: of each the lines of its input and of its output.
+    Parameters
+    ----------
+    program
+        its lines, without includes.
+    cases
+        of each the lines of its input and of its output.
     """
     with tempfile.TemporaryDirectory(prefix="kvbench-cpp-") as folder:
         home = Path(folder)
@@ -67,20 +73,28 @@ def is_case(case: Any) -> bool:
     return (
         isinstance(case, list)
         and len(case) == 2
-        and all(isinstance(lines, list) and all(isinstance(line, str) for line in lines) for lines in case)
+        and all(
+            isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+            for lines in case
+        )
     )
 
 
 def _prints(home: Path, input_lines: Sequence[str], expected: Sequence[str]) -> bool:
-    if _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(input_lines) + "\n").encode(), {}) in OUT_OF_TIME:
+    if (
+        _run(f"{CASE_LIMITS}; exec ./program", home, ("\n".join(input_lines) + "\n").encode(), {})
+        in OUT_OF_TIME
+    ):
         return False
     return (home / "printed").read_bytes() == ("\n".join(expected) + "\n").encode()
 
 
 def _run(command: str, home: Path, stdin: bytes, environment: dict[str, str]) -> int | None:
-    """Run a command there with its output in the file "printed"; its exit code, or None if it was ended by the clock.
+    """Run a command there with its output in the file "printed"; its exit code, or None if it was
+    ended by the clock.
 
-    A program that another signal than that of a time limit ended has what it printed until then, as officially.
+    A program that another signal than that of a time limit ended has what it printed until then, as
+    officially.
     """
     (home / "given").write_bytes(stdin)
     with open(home / "given", "rb") as source, open(home / "printed", "wb") as printed:

@@ -1,7 +1,9 @@
-"""LongProc's scores but for countdown's: rows of a table, a route, a trace of beliefs. Each number is 0..1.
+"""LongProc's scores but for countdown's: rows of a table, a route, a trace of beliefs.
 
-As the official evaluators count, quirks included: a route gets credit for its first wrong line, too, and a table whose
-columns are others, or without a row, gets nothing.
+Each number is 0..1.
+
+As the official evaluators count, quirks included: a route gets credit for its first wrong line,
+too, and a table whose columns are others, or without a row, gets nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def rows_in(table: str) -> list[tuple[str, ...]]:
     if rows and len(rows[-1]) != len(header):
         rows.pop()
     fitting = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
-    return [tuple("".join(ARTICLES.sub(" ", _plain(cell)).split()) for cell in row) for row in fitting]
+    return [
+        tuple("".join(ARTICLES.sub(" ", _plain(cell)).split()) for cell in row) for row in fitting
+    ]
 
 
 def _plain(text: str) -> str:
@@ -70,25 +74,42 @@ def path_traversal(output: str, reference: str) -> dict[str, float]:
         return _accuracy(1.0, 1.0)
     right, lines = reference.strip().split("\n"), route.split("\n")
     pairs = list(zip(right, lines, strict=False))
-    wrong = next((place for place, (expected, other) in enumerate(pairs) if expected != other), len(pairs) - 1)
+    wrong = next(
+        (place for place, (expected, other) in enumerate(pairs) if expected != other),
+        len(pairs) - 1,
+    )
     return _accuracy(0.0, (wrong + 1) / len(right))
 
 
 def tom_tracking(output: str, reference: str) -> dict[str, float]:
-    """Whether each line of the trace says the same, and the share of those before the first that does not."""
+    """Whether each line of the trace says the same, and the share of those before the first that
+    does not.
+    """
     trace, right = beliefs(output), beliefs(reference)
     if trace == right:
         return _accuracy(1.0, 1.0)
     pairs = list(zip(trace, right, strict=False))
-    same = next((place for place, (belief, other) in enumerate(pairs) if belief != other), len(pairs))
+    same = next(
+        (place for place, (belief, other) in enumerate(pairs) if belief != other), len(pairs)
+    )
     return _accuracy(0.0, same / len(right))
 
 
 def beliefs(text: str) -> list[str]:
     """What the lines that begin with a hyphen say, without small words."""
-    lines = "\n".join(line for line in text.splitlines() if line.strip().startswith("-")).strip().split("\n")
-    statements = [_plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")]
-    return [words for statement in statements if (words := " ".join(SMALL_WORDS.sub(" ", statement).split()))]
+    lines = (
+        "\n".join(line for line in text.splitlines() if line.strip().startswith("-"))
+        .strip()
+        .split("\n")
+    )
+    statements = [
+        _plain(line[1:].strip()).replace("’", "") for line in lines if line.startswith("-")
+    ]
+    return [
+        words
+        for statement in statements
+        if (words := " ".join(SMALL_WORDS.sub(" ", statement).split()))
+    ]
 
 
 def _accuracy(right: float, partly: float, extracted: bool = True) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""LongProc (princeton-pli/LongProc, Ye et al. 2025): outputs of 500 to 8,000 tokens that follow a procedure.
+"""LongProc (princeton-pli/LongProc, Ye et al. 2025): outputs of 500 to 8,000 tokens that follow a
+procedure.
 
-Data and prompts are read from the repository's own folder `data`; all is asked in a chat and scored by rules. Not here:
-its travel planning.
+Data and prompts are read from the repository's own folder `data`; all is asked in a chat and scored
+by rules. Not here: its travel planning.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ PUBLISHED = {  # rows of the files that lie in the repository
     "html_to_tsv_2k": 189,
     "html_to_tsv_8k": 120,
     "pseudo_to_code_0.5k": 199,
-    **dict.fromkeys(("pseudo_to_code_2k", "path_traversal_0.5k", "tom_tracking_0.5k", "tom_tracking_2k"), 200),
+    **dict.fromkeys(
+        ("pseudo_to_code_2k", "path_traversal_0.5k", "tom_tracking_0.5k", "tom_tracking_2k"), 200
+    ),
     **dict.fromkeys(("countdown_0.5k", "countdown_2k", "countdown_8k"), 200),
 }
 RUN = "pseudo_to_code"  # scored by running what was written
@@ -43,7 +46,15 @@ READ = tuple(name for name in SUBSETS if not name.startswith(RUN))
 
 FIELDS: dict[str, dict[str, type]] = {
     "html_to_tsv": dict.fromkeys(
-        ("html_path", "task_topic", "task_description", "filtering_instruction", "tsv_header", "gt"), str
+        (
+            "html_path",
+            "task_topic",
+            "task_description",
+            "filtering_instruction",
+            "tsv_header",
+            "gt",
+        ),
+        str,
     ),
     "pseudo_to_code": {"pseudocode_lines": list, "code_lines": list, "testcases": list},
     "path_traversal": {"context_nl": str, "question_repr": list, "answer_nl": str},
@@ -65,10 +76,13 @@ SCORES: dict[str, Callable[[str, str], dict[str, float]]] = {
 
 
 class LongProc(Task):
-    """All samples of some subsets, a group each; the score is the F1 of html_to_tsv, and accuracy else.
+    """All samples of some subsets, a group each; the score is the F1 of html_to_tsv, and accuracy
+    else.
 
-    Attributes:
-        sources: the files of the subsets, and their prompts. The web pages of html_to_tsv are none of them.
+    Attributes
+    ----------
+    sources
+        the files of the subsets, and their prompts. The web pages of html_to_tsv are none of them.
     """
 
     name = "longproc"
@@ -85,25 +99,34 @@ class LongProc(Task):
     ) -> None:
         """Check the options.
 
-        Args:
-            subsets: names, of `SUBSETS`.
-            execute: programs that a model wrote may be run here.
-            max_new_tokens: tokens to generate at most; None: the level's own.
-            data_dir: the repository's folder data.
+        Parameters
+        ----------
+        subsets
+            names, of `SUBSETS`.
+        execute
+            programs that a model wrote may be run here.
+        max_new_tokens
+            tokens to generate at most; None: the level's own.
+        data_dir
+            the repository's folder data.
         """
         check_subsets(subsets, SUBSETS)
         for name in subsets:
             if name.startswith(RUN) and not execute:
                 raise ValueError(
-                    f"task.execute=false: {name} is scored by running the programs that the model writes; use true "
-                    "where nothing is secret, or leave it out"
+                    f"task.execute=false: {name} is scored by running the programs that the model"
+                    " writes; use true where nothing is secret, or leave it out"
                 )
         if execute and cpp.compiler() is None:
             raise ValueError("task.execute=true: no g++ on the path; install it, or use false")
         if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
-            raise ValueError(f"task.max_new_tokens={max_new_tokens}: a whole number, 1 or more, or null")
+            raise ValueError(
+                f"task.max_new_tokens={max_new_tokens}: a whole number, 1 or more, or null"
+            )
         if data_dir is None:
-            raise ValueError("task.data_dir=null: needs the folder data of the repository princeton-pli/LongProc")
+            raise ValueError(
+                "task.data_dir=null: needs the folder data of the repository princeton-pli/LongProc"
+            )
         self.subsets, self.max_new_tokens, self.execute = tuple(subsets), max_new_tokens, execute
         self.data_dir = Path(str(data_dir)).expanduser()
         files = {name: self._file(name) for name in self.subsets}
@@ -114,30 +137,44 @@ class LongProc(Task):
         return sum(len(self._rows(name)) for name in self.subsets)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever the others are.
+        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever
+        the others are.
 
-        Raises:
-            ValueError: a file cannot be had or read as what it should be.
+        Raises
+        ------
+        ValueError
+            a file cannot be had or read as what it should be.
         """
         templates = {name: self._template(kind_of(name)) for name in self.subsets}
-        groups = {name: [self._sample(name, row, templates[name]) for row in self._rows(name)] for name in self.subsets}
+        groups = {
+            name: [self._sample(name, row, templates[name]) for row in self._rows(name)]
+            for name in self.subsets
+        }
         return in_turn(self.name, seed, groups)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The subset's own numbers, and the first of them as "score".
 
-        Raises:
-            ValueError: a program would have to run, and none may.
+        Raises
+        ------
+        ValueError
+            a program would have to run, and none may.
         """
         kind, (reference, *_) = kind_of(sample.group), sample.answers
         if kind == "countdown":
             values = _countdown(output, reference, sample.meta["nums"], sample.meta["target"])
         elif kind == RUN:
             if not self.execute:  # a stored sample may be of another subset than the options name
-                raise ValueError(f"task.execute=false: {sample.id} is scored by running a program; use true")
+                raise ValueError(
+                    f"task.execute=false: {sample.id} is scored by running a program; use true"
+                )
             program = cpp.program_in(output)
             right = float(program is not None and cpp.passes(program, sample.meta["testcases"]))
-            values = {"accuracy": right, "partial_accuracy": right, "extraction_rate": float(program is not None)}
+            values = {
+                "accuracy": right,
+                "partial_accuracy": right,
+                "extraction_rate": float(program is not None),
+            }
         else:
             values = SCORES[kind](output, reference)
         return {"score": next(iter(values.values())), **values}
@@ -145,7 +182,9 @@ class LongProc(Task):
     def _file(self, name: str) -> LocalFile:
         kind = kind_of(name)
         others = tuple(f"{kind}_{level}" for level in LEVELS[kind])
-        return LocalFile(self.data_dir / kind / f"{name}.json", "task.data_dir", others, PUBLISHED.get(name))
+        return LocalFile(
+            self.data_dir / kind / f"{name}.json", "task.data_dir", others, PUBLISHED.get(name)
+        )
 
     def _prompts(self, kind: str) -> LocalFile:
         return LocalFile(self.data_dir / kind / "prompts.yaml", "task.data_dir")
@@ -159,7 +198,9 @@ class LongProc(Task):
         try:
             return str(yaml.safe_load(path.read_text(encoding="utf-8"))["USER_PROMPT"])
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-            raise ValueError(f"task.data_dir: {path}: no prompt by the name USER_PROMPT in it") from error
+            raise ValueError(
+                f"task.data_dir: {path}: no prompt by the name USER_PROMPT in it"
+            ) from error
 
     def _sample(self, name: str, row: DataRow, template: str) -> Sample:
         id, kind = f"{name}-{row.line - 1}", kind_of(name)
@@ -167,26 +208,41 @@ class LongProc(Task):
         try:
             parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
             prompt = "" if row.error else template.format(**parts)
-            question = "" if row.error else template.partition(CONTEXT.get(kind, template))[2].format(**parts)
+            question = (
+                ""
+                if row.error
+                else template.partition(CONTEXT.get(kind, template))[2].format(**parts)
+            )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            row = row._replace(error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}")
+            row = row._replace(
+                error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}"
+            )
         if row.error:
             return Sample(id, "", (), new_tokens, group=name, error=row.error)
-        return Sample(id, prompt, (reference,), new_tokens, question, group=name, meta=meta, chat=True)
+        return Sample(
+            id, prompt, (reference,), new_tokens, question, group=name, meta=meta, chat=True
+        )
 
-    def _filled(self, kind: str, data: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    def _filled(
+        self, kind: str, data: dict[str, Any]
+    ) -> tuple[dict[str, Any], str, dict[str, Any]]:
         """What a prompt's places are filled with, the reference, and what scoring needs besides."""
         if kind == "html_to_tsv":
             page = self.data_dir / kind / data["html_path"]
             if not page.resolve().is_relative_to(self.data_dir.resolve()):
-                raise ValueError(f"html_path={data['html_path']}: out of the folder; expected one of its pages")
+                raise ValueError(
+                    f"html_path={data['html_path']}: out of the folder; expected one of its pages"
+                )
             if not scores.rows_in(data["gt"]):
                 raise ValueError("field gt: no row below a header")
             return {**data, "html_str": page.read_text(encoding="utf-8")}, data["gt"], {}
         if kind == "pseudo_to_code":
             cases = data["testcases"][: cpp.MOST_CASES]
             if not cases or not all(map(cpp.is_case, cases)):
-                raise ValueError("field testcases: expected one or more, each the lines of an input and of its output")
+                raise ValueError(
+                    "field testcases: expected one or more, each the lines of an input and of its"
+                    " output"
+                )
             return (
                 {"pseudocode": "\n".join(data["pseudocode_lines"])},
                 "\n".join(data["code_lines"]),
@@ -196,7 +252,11 @@ class LongProc(Task):
             start, end = data["question_repr"]
             if not data["answer_nl"].strip():
                 raise ValueError("field answer_nl: blank")
-            return {"city_context": data["context_nl"], "src_city": start, "dst_city": end}, data["answer_nl"], {}
+            return (
+                {"city_context": data["context_nl"], "src_city": start, "dst_city": end},
+                data["answer_nl"],
+                {},
+            )
         if kind == "tom_tracking":
             if not scores.beliefs(data["solution"]):
                 raise ValueError("field solution: no line that begins with a hyphen")
@@ -211,10 +271,16 @@ def kind_of(subset: str) -> str:
     return subset.rpartition("_")[0]
 
 
-def _countdown(output: str, reference: str, numbers: Sequence[int], target: int) -> dict[str, float]:
+def _countdown(
+    output: str, reference: str, numbers: Sequence[int], target: int
+) -> dict[str, float]:
     """A right solution has everything; without one the search counts."""
     solution = scores.tagged(output, "Solution")
     if solution is not None and countdown.is_solution(numbers, target, solution):
         return {"accuracy": 1.0, "partial_accuracy": 1.0, "extraction_rate": 1.0}
     partly = countdown.share_of_search(output, reference) if countdown.TITLE in output else 0.0
-    return {"accuracy": 0.0, "partial_accuracy": partly, "extraction_rate": float(solution is not None)}
+    return {
+        "accuracy": 0.0,
+        "partial_accuracy": partly,
+        "extraction_rate": float(solution is not None),
+    }

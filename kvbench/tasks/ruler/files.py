@@ -1,8 +1,9 @@
-"""RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the hub.
+"""RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the
+hub.
 
-A file ends every prompt in the answer prefix, or has it in a field of its own; the set, made by NVIDIA/kvpress, has it
-and the question in columns. A file's `index` is not read: for needles RULER overwrites it by the place of the answer in
-the text.
+A file ends every prompt in the answer prefix, or has it in a field of its own; the set, made by
+NVIDIA/kvpress, has it and the question in columns. A file's `index` is not read: for needles RULER
+overwrites it by the place of the answer in the text.
 """
 
 from __future__ import annotations
@@ -49,13 +50,19 @@ class ValidationFile(LocalFile):
 
 
 def source(
-    data_dir: str, subset: str, lengths: Sequence[int], length: int, samples: int, subsets: Sequence[str] = ()
+    data_dir: str,
+    subset: str,
+    lengths: Sequence[int],
+    length: int,
+    samples: int,
+    subsets: Sequence[str] = (),
 ) -> File:
     """The file of a subset and a length, or the hub's file with all subsets of a length.
 
-    In a folder it is `<length>/<subset>.jsonl`, or, of RULER's scripts, `<length>/data/<subset>/validation.jsonl`, also
-    without `data`, and without the length where that is the only one of `lengths`. It has as many samples as are
-    read; `subsets` are those that could be chosen in its place.
+    In a folder it is `<length>/<subset>.jsonl`, or, of RULER's scripts,
+    `<length>/data/<subset>/validation.jsonl`, also without `data`, and without the length where
+    that is the only one of `lengths`. It has as many samples as are read; `subsets` are those that
+    could be chosen in its place.
     """
     if data_dir == HUB:
         return HubFile(REPOSITORY, f"{length}/test-00000-of-00001.parquet", MEGABYTES[length], KEY)
@@ -63,7 +70,9 @@ def source(
     file = folder / str(length) / f"{subset}.jsonl"
     roots = [folder / str(length), *([folder] if len(lengths) == 1 else [])]
     written = (root / data / subset / "validation.jsonl" for root in roots for data in ("data", ""))
-    validation_file = next((path for path in written if path.is_file() and not file.is_file()), None)
+    validation_file = next(
+        (path for path in written if path.is_file() and not file.is_file()), None
+    )
     if validation_file is not None:
         return ValidationFile(validation_file, KEY, lines=samples)
     return LocalFile(file, KEY, tuple(subsets), lines=samples)
@@ -72,8 +81,10 @@ def source(
 def stored(file: File, subset: str, samples: int, length: int) -> list[Stored]:
     """The first samples of a subset and a length, in the order of the file.
 
-    Raises:
-        ValueError: it has fewer, or was made for another length, or for a model's chat template.
+    Raises
+    ------
+    ValueError
+        it has fewer, or was made for another length, or for a model's chat template.
     """
     rows = _table(file, subset) if isinstance(file, HubFile) else _lines(file, subset, length)
     chosen = list(islice(rows, samples))
@@ -104,21 +115,36 @@ def _lines(file: LocalFile, subset: str, length: int) -> Iterator[Stored]:
 
 
 def _mismatch(data: Mapping[str, Any], subset: str, length: int | None) -> str:
-    """Why a line is of another file than is asked for, or ""; `length` where no folder's name says it."""
+    """Why a line is of another file than is asked for, or ""; `length` where no folder's name says
+    it.
+    """
     if length is not None and not length // 2 < data["length"] <= length:
-        return f"field length: {data['length']}; of prompts for task.lengths=[{length}] expected more than half of it"
+        return (
+            f"field length: {data['length']}; of prompts for task.lengths=[{length}] expected more"
+            " than half of it"
+        )
     start = STRINGS[family(subset)]["template"].partition("{")[0].partition("\n")[0]
-    before = min((data["input"].partition(text)[0] for text in (start, start.replace("Some", "A", 1))), key=len)
+    before = min(
+        (data["input"].partition(text)[0] for text in (start, start.replace("Some", "A", 1))),
+        key=len,
+    )
     if before and before != data["input"]:
-        return f"field input: {before[:40]!r} stands before the task; expected --model_template_type base"
+        return (
+            f"field input: {before[:40]!r} stands before the task; expected --model_template_type"
+            " base"
+        )
     return ""
 
 
 def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:
-    """What is wrong with the fields of a line that need not be there, or hold anything; "" if nothing."""
+    """What is wrong with the fields of a line that need not be there, or hold anything; "" if
+    nothing.
+    """
     if not isinstance(prefix, str):
         return f"field answer_prefix: expected str, not {type(prefix).__name__}"
-    if not outputs or not all(isinstance(output, str | int | float) and str(output).strip() for output in outputs):
+    if not outputs or not all(
+        isinstance(output, str | int | float) and str(output).strip() for output in outputs
+    ):
         return "field outputs: expected one text or number, or more, not blank"
     return ""
 

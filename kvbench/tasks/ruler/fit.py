@@ -1,7 +1,7 @@
 """The length fit of RULER's prompts: how large a haystack a number of tokens has room for.
 
-Counting tokens is nearly all that a sample costs, so sizes are guessed from the tokens that a word, a line or a
-document has taken so far, and counted once or twice.
+Counting tokens is nearly all that a sample costs, so sizes are guessed from the tokens that a word,
+a line or a document has taken so far, and counted once or twice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ Rule = Literal["official", "tight"]
 
 NEAR_ENOUGH = 100  # a tight sample may leave a hundredth of its length
 ATTEMPTS = 12
-EVEN = 100  # so many words or lines never take half the tokens that is usual, which need not be counted
+# so many words or lines never take half the tokens that is usual, which need not be counted
+EVEN = 100
 
 
 @dataclass(frozen=True)
 class Fit:
     """How large the samples of a cell may be.
 
-    Attributes:
-        rule: "official", what fits the cell's first sample, and RULER's unit less until it fits; "tight", what fits
-            each sample, to about a hundredth of the length.
+    Attributes
+    ----------
+    rule
+        "official", what fits the cell's first sample, and RULER's unit less until it fits; "tight",
+        what fits each sample, to about a hundredth of the length.
     """
 
     cell: RulerCell
@@ -36,8 +39,10 @@ class Fit:
     def check(self) -> None:
         """Refuse a length that leaves no room for a small haystack, before any sample is made.
 
-        Raises:
-            ValueError: names the smallest length that does.
+        Raises
+        ------
+        ValueError
+            names the smallest length that does.
         """
         minimum = self._tokens(self.writer.shortest(self.cell))
         if self.cell.length < minimum:
@@ -46,8 +51,10 @@ class Fit:
     def fitted(self, index: int) -> tuple[Written, int]:
         """Sample `index` and the size of its haystack.
 
-        Raises:
-            ValueError: not even the least haystack fits.
+        Raises
+        ------
+        ValueError
+            not even the least haystack fits.
         """
         draft = self.writer.draft(self.cell, index)
         tight = self._tight(draft) if self.rule == "tight" else None
@@ -65,7 +72,8 @@ class Fit:
                 return written, size
             if size <= least:
                 raise self._too_short(tokens)
-            # RULER subtracts a unit however small the rest, and of a unit or less it takes the same again for ever.
+            # RULER subtracts a unit however small the rest, and of a unit or less it takes the same
+            # again for ever.
             unit = self.writer.unit(length)
             step = min(unit if size > unit else max(1, size // 4), size - least)
             size -= step
@@ -73,11 +81,14 @@ class Fit:
                 return draft.write(size), size
 
     def _tight(self, draft: Draft) -> tuple[Written, int] | None:
-        """From the first sample's size by the tokens that are left or too many; None if nothing is found to fit."""
+        """From the first sample's size by the tokens that are left or too many; None if nothing is
+        found to fit.
+        """
         best: tuple[Written, int] | None = None
         free_tokens = 0
         length, (size, rate) = self.cell.length, self._first
-        low, high = self.writer.least - 1, 2 * size + 2  # the largest known to fit, the smallest known not to
+        # the largest known to fit, the smallest known not to
+        low, high = self.writer.least - 1, 2 * size + 2
         size -= size // (2 * NEAR_ENOUGH)  # so that most fit at once
         for _ in range(ATTEMPTS):
             written = draft.write(size)
@@ -98,7 +109,9 @@ class Fit:
 
     @functools.cached_property
     def _first(self) -> tuple[int, float]:
-        """The largest size that fits the first sample, and its tokens for each word, line or document."""
+        """The largest size that fits the first sample, and its tokens for each word, line or
+        document.
+        """
         draft = self.writer.draft(self.cell, 0)
 
         def tokens(size: int) -> int:
@@ -108,18 +121,24 @@ class Fit:
 
     def _tokens(self, written: Written) -> int:
         """Of prompt and answer, with the longest of its questions."""
-        return max(self.cell.count(variant.text) for variant in (written, *written.others)) + self.writer.new_tokens
+        return (
+            max(self.cell.count(variant.text) for variant in (written, *written.others))
+            + self.writer.new_tokens
+        )
 
     def _too_short(self, minimum: int) -> ValueError:
         name, length = self.cell.name, self.cell.length
-        return ValueError(f"task.lengths: {length} tokens are too few, {name} needs at least {minimum}")
+        return ValueError(
+            f"task.lengths: {length} tokens are too few, {name} needs at least {minimum}"
+        )
 
 
 def _largest(tokens: Callable[[int], int], length: int, least: int) -> tuple[int, float]:
-    """The largest size of at most `length` tokens, but `least` at least, and the tokens that one more takes.
+    """The largest size of at most `length` tokens, but `least` at least, and the tokens that one
+    more takes.
 
-    By interpolation between a size that fits and one that does not, as tokens grow nearly evenly with the size; every
-    third time by half, in case they do not.
+    By interpolation between a size that fits and one that does not, as tokens grow nearly evenly
+    with the size; every third time by half, in case they do not.
     """
     low, few = least, tokens(least)
     if few > length:

@@ -38,15 +38,24 @@ DEPTHS = tuple(round(100 * point / 39) for point in range(40))
 
 @dataclass(frozen=True)
 class Needles(Writer):
-    """How one task of the niah family hides and asks; field names follow RULER's `type_*` and `num_needle_*`.
+    """How one task of the niah family hides and asks; field names follow RULER's `type_*` and
+    `num_needle_*`.
 
-    Attributes:
-        haystack: noise, essay, or needle: lines that look like the needle.
-        key, value: what they are drawn from.
-        keys, values, queries: keys hidden, values of each key, keys asked for.
-        essay: gives the first n words of a sample's essay.
-        source: what results call the essays.
-        questions: about the needles of a sample, each for other keys; where there are too few, more are hidden.
+    Attributes
+    ----------
+    haystack
+        noise, essay, or needle: lines that look like the needle.
+    key, value
+        what they are drawn from.
+    keys, values, queries
+        keys hidden, values of each key, keys asked for.
+    essay
+        gives the first n words of a sample's essay.
+    source
+        what results call the essays.
+    questions
+        about the needles of a sample, each for other keys; where there are too few, more are
+        hidden.
     """
 
     haystack: Literal["noise", "essay", "needle"]
@@ -85,22 +94,34 @@ class Needles(Writer):
         return Draft(functools.partial(writer.write, cell.stream(index), cell.seed))
 
     def write(self, cell: str, seed: int, size: int) -> Written:
-        """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with the size."""
+        """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with
+        the size.
+        """
         rng = random.Random(f"ruler/{cell}")
         keys = draw(self.key, self.hidden, rng)
         drawn = draw(self.value, self.hidden * self.values, rng)
         values = [drawn[first : first + self.values] for first in range(0, len(drawn), self.values)]
         queried = rng.sample(range(self.hidden), self.queries * self.questions)
 
-        needles = [(self.needle(key, value), value) for key, row in zip(keys, values, strict=True) for value in row]
+        needles = [
+            (self.needle(key, value), value)
+            for key, row in zip(keys, values, strict=True)
+            for value in row
+        ]
         random.Random(seed).shuffle(needles)  # RULER: the same permutation in every sample
         if self.haystack == "essay":
-            context, depths = _in_sentences(self.essay(cell, size), [text for text, _ in needles], rng)
+            context, depths = _in_sentences(
+                self.essay(cell, size), [text for text, _ in needles], rng
+            )
         else:
-            context, depths = _in_lines(self._lines(cell, size, keys, drawn), [text for text, _ in needles], rng)
+            context, depths = _in_lines(
+                self._lines(cell, size, keys, drawn), [text for text, _ in needles], rng
+            )
         depth_of = {value: depth for (_, value), depth in zip(needles, depths, strict=True)}
 
-        meta: dict[str, Any] = {"haystack": self.source if self.haystack == "essay" else self.haystack}
+        meta: dict[str, Any] = {
+            "haystack": self.source if self.haystack == "essay" else self.haystack
+        }
         if "words" in (self.key, self.value):
             meta["words"] = WORDS
 
@@ -108,51 +129,74 @@ class Needles(Writer):
             answers = tuple(value for key in queries for value in values[key])
             frame, question, prefix = self._asking([keys[key] for key in queries])
             depths = {"depths": [depth_of[answer] for answer in answers]}
-            return Written(frame.format(context=context) + question, question, prefix, answers, {**depths, **meta})
+            return Written(
+                frame.format(context=context) + question,
+                question,
+                prefix,
+                answers,
+                {**depths, **meta},
+            )
 
-        return Written.all([ask(queried[first :: self.questions]) for first in range(self.questions)])
+        return Written.all(
+            [ask(queried[first :: self.questions]) for first in range(self.questions)]
+        )
 
     def needle(self, key: str, value: str) -> str:
         """The sentence that hides a value."""
         return str(_NIAH["needle"]).format(type=self.value, key=key, value=value)
 
     def asking(self, queries: Sequence[str]) -> tuple[str, str]:
-        """The text around `{context}`, and the question with the answer prefix, in the right number."""
+        """The text around `{context}`, and the question with the answer prefix, in the right
+        number.
+        """
         frame, question, prefix = self._asking(queries)
         return frame, question + prefix
 
     def _lines(self, cell: str, size: int, keys: Sequence[str], values: Sequence[str]) -> list[str]:
-        """`size` lines of haystack; those that look like needles have keys and values of their own."""
+        """`size` lines of haystack; those that look like needles have keys and values of
+        their own.
+        """
         if self.haystack == "noise":
             return [_NIAH["noise"]] * size
         rng = random.Random(f"ruler/{cell}/haystack")
-        others = zip(draw(self.key, size, rng, keys), draw(self.value, size, rng, values), strict=True)
+        others = zip(
+            draw(self.key, size, rng, keys), draw(self.value, size, rng, values), strict=True
+        )
         return [self.needle(key, value) for key, value in others]
 
     def _asking(self, queries: Sequence[str]) -> tuple[str, str, str]:
         """The text around `{context}`, the question and the answer prefix.
 
-        The number is set in RULER's own strings, before any other text is near: neither a haystack nor a chat template
-        has its "are" replaced.
+        The number is set in RULER's own strings, before any other text is near: neither a haystack
+        nor a chat template has its "are" replaced.
         """
-        texts, kind = [_NIAH[key] for key in ("template", "question", "answer_prefix")], str(self.value)
+        texts, kind = (
+            [_NIAH[key] for key in ("template", "question", "answer_prefix")],
+            str(self.value),
+        )
         if self.queries * self.values == 1:
             kind = kind.removesuffix("s")
             for many, singular in _NIAH["singular"]:
                 texts = [text.replace(many, singular) for text in texts]
-        query = queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
-        frame, question, prefix = (text.format(type=kind, query=query, context="{context}") for text in texts)
+        query = (
+            queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
+        )
+        frame, question, prefix = (
+            text.format(type=kind, query=query, context="{context}") for text in texts
+        )
         return frame, question, prefix
 
 
-# -- keys and values ---------------------------------------------------------------------------------------------------
+# -- keys and values -------------------------------------------------------------------------------
 
 
 def draw(kind: Kind, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
     """`count` different ones of a kind, none of them `taken`.
 
-    Raises:
-        ValueError: so many that drawing different ones would take for ever.
+    Raises
+    ------
+    ValueError
+        so many that drawing different ones would take for ever.
     """
     make, variety = _DRAWS[kind]
     return different(make, variety, kind, count, rng, taken)
@@ -178,11 +222,13 @@ _DRAWS: dict[Kind, tuple[Callable[[random.Random], str], int]] = {
 }
 
 
-# -- haystacks ---------------------------------------------------------------------------------------------------------
+# -- haystacks -------------------------------------------------------------------------------------
 
 
 def _cached_essay(essay: Essay) -> Essay:
-    """An essay whose words stay for the next size, as making them takes as long as counting their tokens."""
+    """An essay whose words stay for the next size, as making them takes as long as counting their
+    tokens.
+    """
     words: list[str] = []
 
     def first(cell: str, count: int) -> list[str]:
@@ -193,11 +239,19 @@ def _cached_essay(essay: Essay) -> Essay:
     return first
 
 
-def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
-    """Needles between the sentences of an essay, at distinct ones of `DEPTHS`; the text, and each needle's depth."""
+def _in_sentences(
+    words: Sequence[str], needles: Sequence[str], rng: random.Random
+) -> tuple[str, list[float]]:
+    """Needles between the sentences of an essay, at distinct ones of `DEPTHS`; the text, and each
+    needle's depth.
+    """
     essay_sentences = sentences(" ".join(words))
     depths = sorted(rng.sample(DEPTHS, len(needles)))
-    cuts = [0, *(int(len(essay_sentences) * (depth / 100)) for depth in depths), len(essay_sentences)]
+    cuts = [
+        0,
+        *(int(len(essay_sentences) * (depth / 100)) for depth in depths),
+        len(essay_sentences),
+    ]
     pieces = []
     for index, needle in enumerate(needles):
         pieces += [" ".join(essay_sentences[cuts[index] : cuts[index + 1]]), needle]
@@ -206,8 +260,12 @@ def _in_sentences(words: Sequence[str], needles: Sequence[str], rng: random.Rand
     return " ".join(pieces), [float(depth) for depth in depths]
 
 
-def _in_lines(lines: list[str], needles: Sequence[str], rng: random.Random) -> tuple[str, list[float]]:
-    """Needles before distinct random lines, the first needle lowest; the text, and each needle's depth in percent."""
+def _in_lines(
+    lines: list[str], needles: Sequence[str], rng: random.Random
+) -> tuple[str, list[float]]:
+    """Needles before distinct random lines, the first needle lowest; the text, and each needle's
+    depth in percent.
+    """
     indices = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
     depths = [round(100 * index / len(lines), 2) for index in indices]
     lines = list(lines)

@@ -1,9 +1,10 @@
-"""RULER: needles, variables, words and documents in a long text, after NVIDIA/RULER's own generators.
+"""RULER: needles, variables, words and documents in a long text, after NVIDIA/RULER's own
+generators.
 
-Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A generated sample is a
-function of the seed and of its own cell. Chat models get RULER's answer prefix after the assistant's header, as RULER
-has it. `needles` and `writers` have the prompts, `fit` their sizes, `texts` essays and documents, `files` ready-made
-sets.
+Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A
+generated sample is a function of the seed and of its own cell. Chat models get RULER's answer
+prefix after the assistant's header, as RULER has it. `needles` and `writers` have the prompts,
+`fit` their sizes, `texts` essays and documents, `files` ready-made sets.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ __all__ = [
 ALL_SUBSETS = (*SUBSETS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 # Options that name a file of RULER's own, and the subsets that read it.
 READERS = {
-    "haystack": {name for name, settings in STRINGS["niah"]["subsets"].items() if settings["haystack"] == "essay"},
+    "haystack": {
+        name
+        for name, settings in STRINGS["niah"]["subsets"].items()
+        if settings["haystack"] == "essay"
+    },
     "squad": {"qa_1"},
     "hotpotqa": {"qa_2"},
     "words": {"cwe"},
@@ -68,24 +73,37 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Ruler(Task):
-    """`samples` contexts for each subset and length, with `questions` prompts each, one after the other.
+    """`samples` contexts for each subset and length, with `questions` prompts each, one after the
+    other.
 
-    Attributes:
-        subsets: names such as niah_single_2, of `valid_subsets`.
-        lengths: tokens of a prompt and its answer together, as RULER counts them, and with the special tokens that the
-            tokenizer adds and those of its chat template (RULER leaves out the former): what fits `length` fits a
-            model's window of that length.
-        count: contexts per subset and length.
-        questions: about each context: of needles each about other ones, which are all hidden in it; of vt each about a
-            chain of its own; of qa_1 and qa_2 about one set of documents.
-        fit: "official": RULER's units, so that all samples of a cell but some are of one size; "tight": each sample
-            as large as fits.
-        max_new_tokens: of an answer at most, where that is less than RULER's own; prompts leave room for RULER's.
-        haystack, squad, hotpotqa: essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a
-            file: text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
-        words: of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list is longer.
-        data_dir: None: generate samples. A folder with `<length>/<subset>.jsonl`, or with what RULER's scripts write
-            (`<length>/data/<subset>/validation.jsonl`), or "hub": read them; then `fit` and the texts have no effect.
+    Attributes
+    ----------
+    subsets
+        names such as niah_single_2, of `valid_subsets`.
+    lengths
+        tokens of a prompt and its answer together, as RULER counts them, and with the special
+        tokens that the tokenizer adds and those of its chat template (RULER leaves out the former):
+        what fits `length` fits a model's window of that length.
+    count
+        contexts per subset and length.
+    questions
+        about each context: of needles each about other ones, which are all hidden in it; of vt each
+        about a chain of its own; of qa_1 and qa_2 about one set of documents.
+    fit
+        "official": RULER's units, so that all samples of a cell but some are of one size; "tight":
+        each sample as large as fits.
+    max_new_tokens
+        of an answer at most, where that is less than RULER's own; prompts leave room for RULER's.
+    haystack, squad, hotpotqa
+        essays, and documents of qa_1 and qa_2: "generated" (others for each sample), or a file:
+        text, SQuAD's JSON, HotpotQA's JSON in the distractor setting.
+    words
+        of cwe: "wonderwords" (those of RULER), or a text file of others; made-up ones where a list
+        is longer.
+    data_dir
+        None: generate samples. A folder with `<length>/<subset>.jsonl`, or with what RULER's
+        scripts write (`<length>/data/<subset>/validation.jsonl`), or "hub": read them; then `fit`
+        and the texts have no effect.
     """
 
     name = "ruler"
@@ -108,11 +126,17 @@ class Ruler(Task):
     ) -> None:
         unknown = [name for name in subsets if name not in self.valid_subsets]
         if unknown or not subsets or len(set(subsets)) < len(subsets):
-            raise ValueError(f"task.subsets={list(subsets)}: different ones of {', '.join(self.valid_subsets)}")
+            raise ValueError(
+                f"task.subsets={list(subsets)}: different ones of {', '.join(self.valid_subsets)}"
+            )
         if not lengths or any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
-            raise ValueError(f"task.lengths={list(lengths)}: different positive numbers, at least one")
+            raise ValueError(
+                f"task.lengths={list(lengths)}: different positive numbers, at least one"
+            )
         if data_dir == HUB and not set(lengths) <= MEGABYTES.keys():
-            raise ValueError(f"task.lengths={list(lengths)}: the hub has {', '.join(map(str, MEGABYTES))}")
+            raise ValueError(
+                f"task.lengths={list(lengths)}: the hub has {', '.join(map(str, MEGABYTES))}"
+            )
         if samples < 1:
             raise ValueError(f"task.samples={samples}: at least 1")
         _check_questions(questions, subsets, data_dir)
@@ -120,9 +144,17 @@ class Ruler(Task):
             raise ValueError(f"task.max_new_tokens={max_new_tokens}: at least 1, or null")
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
-        self.subsets, self.lengths, self.count, self.fit = tuple(subsets), tuple(lengths), samples, fit
+        self.subsets, self.lengths, self.count, self.fit = (
+            tuple(subsets),
+            tuple(lengths),
+            samples,
+            fit,
+        )
         self.max_new_tokens, self.per_context = max_new_tokens, questions
-        self.data_dir, self.stored = None if data_dir is None else str(data_dir), data_dir is not None
+        self.data_dir, self.stored = (
+            None if data_dir is None else str(data_dir),
+            data_dir is not None,
+        )
         choices = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
             key: LocalFile(Path(str(value)).expanduser(), f"task.{key}")
@@ -140,32 +172,47 @@ class Ruler(Task):
             cells = [(name, length) for length in self.lengths for name in self.subsets]
             # The hub has all subsets of a length in one file.
             return list(dict.fromkeys(self._stored_file(*cell) for cell in cells))
-        return [file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)]
+        return [
+            file for key, file in self.files.items() if not READERS[key].isdisjoint(self.subsets)
+        ]
 
     def _stored_file(self, name: str, length: int) -> ruler_files.File:
-        return ruler_files.source(str(self.data_dir), name, self.lengths, length, self.count, self.valid_subsets)
+        return ruler_files.source(
+            str(self.data_dir), name, self.lengths, length, self.count, self.valid_subsets
+        )
 
     @functools.cached_property
     def writers(self) -> dict[str, Writer]:
         """How to write each subset.
 
-        Raises:
-            ValueError: a file is not what it should be.
+        Raises
+        ------
+        ValueError
+            a file is not what it should be.
         """
         return {name: self._writer(name) for name in self.subsets}
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
-        """The samples of a context of every subset and length, then of the next; each prefix is a fair smaller run.
+        """The samples of a context of every subset and length, then of the next; each prefix is a
+        fair smaller run.
 
-        Raises:
-            ValueError: a length is too short for a subset, or a file is not what it should be.
+        Raises
+        ------
+        ValueError
+            a length is too short for a subset, or a file is not what it should be.
         """
         cells = [(name, length) for length in self.lengths for name in self.subsets]
-        samples = self._read(cells) if self.data_dir is not None else self._generated(cells, counter(tokenizer), seed)
+        samples = (
+            self._read(cells)
+            if self.data_dir is not None
+            else self._generated(cells, counter(tokenizer), seed)
+        )
         yield from samples
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The share of the answers that the output contains, in either case; of a question's, whether there is any."""
+        """The share of the answers that the output contains, in either case; of a question's,
+        whether there is any.
+        """
         text = cleaned(output).lower()
         matches = [answer.lower() in text for answer in sample.answers]
         subset = sample.group.partition("/")[0]
@@ -180,29 +227,51 @@ class Ruler(Task):
             file = self.files.get("squad")
             read = ruler_texts.squad
             return Documents(
-                read(file, self.count, self.per_context) if file else ruler_texts.GeneratedCorpus(1), self.per_context
+                (
+                    read(file, self.count, self.per_context)
+                    if file
+                    else ruler_texts.GeneratedCorpus(1)
+                ),
+                self.per_context,
             )
         if name == "qa_2":
             file = self.files.get("hotpotqa")
             read = ruler_texts.hotpotqa
             return Documents(
-                read(file, self.count, self.per_context) if file else ruler_texts.GeneratedCorpus(2), self.per_context
+                (
+                    read(file, self.count, self.per_context)
+                    if file
+                    else ruler_texts.GeneratedCorpus(2)
+                ),
+                self.per_context,
             )
         if name == "cwe" and "words" in self.files:
-            return CommonWords(*ruler_texts.vocabulary(self.files["words"], max(STRINGS["cwe"]["example"]["words"])))
+            return CommonWords(
+                *ruler_texts.vocabulary(
+                    self.files["words"], max(STRINGS["cwe"]["example"]["words"])
+                )
+            )
         if name in _OTHERS:
             return _OTHERS[name]()
         if name == "vt":
             return Variables(self.per_context)
         source, essay = self._essays if name in READERS["haystack"] else ruler_texts.essays(None)
-        return Needles(**STRINGS["niah"]["subsets"][name], essay=essay, source=source, questions=self.per_context)
+        return Needles(
+            **STRINGS["niah"]["subsets"][name],
+            essay=essay,
+            source=source,
+            questions=self.per_context,
+        )
 
     @functools.cached_property
     def _essays(self) -> tuple[str, ruler_texts.Essay]:
         return ruler_texts.essays(self.files.get("haystack"))
 
     def _generated(self, cells: list[tuple[str, int]], count: Count, seed: int) -> Iterator[Sample]:
-        fits = [Fit(RulerCell(name, length, seed, count), self.writers[name], self.fit) for name, length in cells]
+        fits = [
+            Fit(RulerCell(name, length, seed, count), self.writers[name], self.fit)
+            for name, length in cells
+        ]
         for fit in fits:
             fit.check()
         for index in range(self.count):
@@ -222,7 +291,13 @@ class Ruler(Task):
                 question=written.question,
                 answer_prefix=written.answer_prefix,
                 group=f"{name}/{length}",
-                meta={"subset": name, "length": length, "size": size, "fit": self.fit, **written.meta},
+                meta={
+                    "subset": name,
+                    "length": length,
+                    "size": size,
+                    "fit": self.fit,
+                    **written.meta,
+                },
                 chat=True,
             )
 
@@ -242,7 +317,9 @@ class Ruler(Task):
                     id=f"{name}-{length}-{row.row}",
                     prompt=row.prompt,
                     answers=row.answers,
-                    max_new_tokens=self._new_tokens(STRINGS[ruler_files.family(name)]["new_tokens"]),
+                    max_new_tokens=self._new_tokens(
+                        STRINGS[ruler_files.family(name)]["new_tokens"]
+                    ),
                     question=row.question,
                     answer_prefix=row.answer_prefix,
                     group=f"{name}/{length}",
@@ -260,14 +337,19 @@ class Niah(Ruler):
     valid_subsets = SUBSETS
 
 
-_OTHERS: dict[str, type[CommonWords] | type[FrequentWords]] = {"cwe": CommonWords, "fwe": FrequentWords}
+_OTHERS: dict[str, type[CommonWords] | type[FrequentWords]] = {
+    "cwe": CommonWords,
+    "fwe": FrequentWords,
+}
 
 
 def _check_questions(questions: object, subsets: Sequence[str], data_dir: str | None) -> None:
     """Whether so many questions can be asked about a context of each subset.
 
-    Raises:
-        ValueError: they cannot.
+    Raises
+    ------
+    ValueError
+        they cannot.
     """
     where = f"task.questions={questions}"
     if type(questions) is not int or questions < 1:
@@ -278,19 +360,29 @@ def _check_questions(questions: object, subsets: Sequence[str], data_dir: str | 
         raise ValueError(f"{where}: the prompts of task.data_dir={data_dir} have one each; use 1")
     for name in subsets:
         if name in _OTHERS:
-            raise ValueError(f"{where}: {name} has one question about its words; use 1, or leave it out")
+            raise ValueError(
+                f"{where}: {name} has one question about its words; use 1, or leave it out"
+            )
         if name in READERS["haystack"]:
-            needles = STRINGS["niah"]["subsets"][name]["queries"] * STRINGS["niah"]["subsets"][name]["values"]
+            needles = (
+                STRINGS["niah"]["subsets"][name]["queries"]
+                * STRINGS["niah"]["subsets"][name]["values"]
+            )
             if (most := len(DEPTHS) // needles) < questions:
-                raise ValueError(f"{where}: {name} has {len(DEPTHS)} places for needles, room for {most} questions")
+                raise ValueError(
+                    f"{where}: {name} has {len(DEPTHS)} places for needles, room for {most}"
+                    " questions"
+                )
 
 
 @dataclass(frozen=True, eq=False)
 class Counter:
     """Counts the tokens of a prompt as the model gets it.
 
-    Attributes:
-        template_tokens: tokens that the chat template puts around a message.
+    Attributes
+    ----------
+    template_tokens
+        tokens that the chat template puts around a message.
     """
 
     tokenizer: Tokenizer
@@ -306,10 +398,14 @@ def counter(tokenizer: Tokenizer) -> Counter:
     if not getattr(tokenizer, "chat_template", None):
         return count
     word = "text"
-    ids = tokenizer(chat_text(word, tokenizer), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer(chat_text(word, tokenizer), add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     return Counter(tokenizer, max(0, len(ids) - count(word)))
 
 
 def cleaned(output: str) -> str:
-    """RULER's post-processing of an output: stripped, control characters turned into newlines, stripped again."""
+    """RULER's post-processing of an output: stripped, control characters turned into newlines,
+    stripped again.
+    """
     return _CONTROL.sub("\n", output.strip()).strip()

@@ -1,7 +1,8 @@
-"""Texts that RULER's prompts are made of: essays, and documents with questions about them; generated, or from files.
+"""Texts that RULER's prompts are made of: essays, and documents with questions about them;
+generated, or from files.
 
-Generated texts need no download and are other ones for each sample. Files are SQuAD's and HotpotQA's own JSON, read as
-RULER reads them, and any text for essays.
+Generated texts need no download and are other ones for each sample. Files are SQuAD's and
+HotpotQA's own JSON, read as RULER reads them, and any text for essays.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ GENERATED = "generated"
 Essay = Callable[[str, int], list[str]]  # the first n words of a sample's essay
 
 _SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["'”’)])\s+""")
-_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("data").joinpath("texts.yaml").read_text())
+_DATA: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("data").joinpath("texts.yaml").read_text()
+)
 
 
-# -- essays ------------------------------------------------------------------------------------------------------------
+# -- essays ----------------------------------------------------------------------------------------
 
 
 def essays(file: LocalFile | None) -> tuple[str, Essay]:
-    """What results call them, and the essays: generated prose, or a text file from its start, repeated where short.
+    """What results call them, and the essays: generated prose, or a text file from its start,
+    repeated where short.
 
-    Raises:
-        ValueError: the file holds no text.
+    Raises
+    ------
+    ValueError
+        the file holds no text.
     """
     if file is None:
         return GENERATED, prose.words
@@ -49,13 +55,17 @@ def essays(file: LocalFile | None) -> tuple[str, Essay]:
 def vocabulary(file: LocalFile, least: int) -> tuple[str, tuple[str, ...]]:
     """What results call the different words of a text file, and these.
 
-    Raises:
-        ValueError: there are fewer than `least`.
+    Raises
+    ------
+    ValueError
+        there are fewer than `least`.
     """
     name, words = _words(file)
     different = tuple(dict.fromkeys(words))
     if len(different) < least:
-        raise ValueError(f"{file.key}={file.file}: {len(different)} different words; expected {least} at least")
+        raise ValueError(
+            f"{file.key}={file.file}: {len(different)} different words; expected {least} at least"
+        )
     return name, different
 
 
@@ -65,7 +75,9 @@ def sentences(text: str) -> list[str]:
 
 
 def _first_words(words: list[str], cell: str, count: int) -> list[str]:
-    """The first `count` words of a corpus, the same for every cell, and over again where it is short."""
+    """The first `count` words of a corpus, the same for every cell, and over again where it is
+    short.
+    """
     return (words * (count // len(words) + 1))[:count]
 
 
@@ -78,21 +90,27 @@ def _words(file: LocalFile) -> tuple[str, list[str]]:
 
 
 def _read(file: LocalFile) -> tuple[str, bytes]:
-    """A file's name in results, and its content. The hash: two files of one name are two sources."""
+    """A file's name in results, and its content.
+
+    The hash: two files of one name are two sources.
+    """
     content = file.path().read_bytes()
     return f"{file.label}@{hashlib.sha256(content).hexdigest()[:8]}", content
 
 
-# -- questions about documents -----------------------------------------------------------------------------------------
+# -- questions about documents ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DocumentQuestion:
     """A question about documents.
 
-    Attributes:
-        answers: any of them is right.
-        supporting: which of the documents hold the answer, from 0 on.
+    Attributes
+    ----------
+    answers
+        any of them is right.
+    supporting
+        which of the documents hold the answer, from 0 on.
     """
 
     text: str
@@ -115,10 +133,14 @@ class Corpus(Protocol):
     def hardest(self) -> int:
         """Index of a question whose needed documents are longest."""
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
-        """So many questions from the first on, and the documents of all; `stream` names the random numbers.
+    def ask(
+        self, stream: str, first: int, count: int
+    ) -> tuple[list[DocumentQuestion], Iterator[str]]:
+        """So many questions from the first on, and the documents of all; `stream` names the random
+        numbers.
 
-        The documents are without end, those needed first, then the nearest; those of a file come again.
+        The documents are without end, those needed first, then the nearest; those of a file come
+        again.
         """
 
 
@@ -126,9 +148,12 @@ class Corpus(Protocol):
 class PublishedQuestion:
     """A question of a data set.
 
-    Attributes:
-        supporting: indices of the documents that hold the answer.
-        near: of others that belong to it, the same article's or those it was published with.
+    Attributes
+    ----------
+    supporting
+        indices of the documents that hold the answer.
+    near
+        of others that belong to it, the same article's or those it was published with.
     """
 
     text: str
@@ -152,21 +177,35 @@ class Published:
 
         def letters(index: int) -> int:
             question = self.questions[index]
-            return len(question.text) + sum(len(self.documents[place]) for place in question.supporting)
+            return len(question.text) + sum(
+                len(self.documents[place]) for place in question.supporting
+            )
 
         return max(range(len(self.questions)), key=letters)
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
-        """The needed documents, then the near ones and after them all others in random order, then all again."""
+    def ask(
+        self, stream: str, first: int, count: int
+    ) -> tuple[list[DocumentQuestion], Iterator[str]]:
+        """The needed documents, then the near ones and after them all others in random order, then
+        all again.
+        """
         questions, rng = self.questions[first : first + count], random.Random(f"ruler/{stream}")
-        supporting = list(dict.fromkeys(place for question in questions for place in question.supporting))
-        near = [place for question in questions for place in rng.sample(question.near, len(question.near))]
+        supporting = list(
+            dict.fromkeys(place for question in questions for place in question.supporting)
+        )
+        near = [
+            place
+            for question in questions
+            for place in rng.sample(question.near, len(question.near))
+        ]
         taken = dict.fromkeys([*supporting, *near])
         others = (place for place in _shuffled(len(self.documents), rng) if place not in taken)
         order = chain(taken, others, _again(len(self.documents)))
         documents = (self.documents[place] for place in order)
         return [
-            DocumentQuestion(question.text, question.answers, tuple(map(supporting.index, question.supporting)))
+            DocumentQuestion(
+                question.text, question.answers, tuple(map(supporting.index, question.supporting))
+            )
             for question in questions
         ], documents
 
@@ -174,16 +213,26 @@ class Published:
 def squad(file: LocalFile, samples: int, questions: int) -> Published:
     """The first answerable questions of a file with SQuAD's schema, v1.1 or v2.0.
 
-    Raises:
-        ValueError: it has another schema, or too few questions.
+    Raises
+    ------
+    ValueError
+        it has another schema, or too few questions.
     """
 
     def read(data: Any) -> tuple[list[str], list[PublishedQuestion]]:
-        documents = sorted({paragraph["context"] for article in data["data"] for paragraph in article["paragraphs"]})
+        documents = sorted(
+            {
+                paragraph["context"]
+                for article in data["data"]
+                for paragraph in article["paragraphs"]
+            }
+        )
         place = {text: index for index, text in enumerate(documents)}
         answerable = []
         for article in data["data"]:
-            near = list(dict.fromkeys(place[paragraph["context"]] for paragraph in article["paragraphs"]))
+            near = list(
+                dict.fromkeys(place[paragraph["context"]] for paragraph in article["paragraphs"])
+            )
             for paragraph in article["paragraphs"]:
                 current = place[paragraph["context"]]
                 others = tuple(other for other in near if other != current)
@@ -191,7 +240,9 @@ def squad(file: LocalFile, samples: int, questions: int) -> Published:
                     texts = (answer["text"] for answer in entry["answers"])
                     answers = tuple(dict.fromkeys(text for text in texts if text.strip()))
                     if answers and not entry.get("is_impossible"):
-                        answerable.append(PublishedQuestion(entry["question"], answers, (current,), others))
+                        answerable.append(
+                            PublishedQuestion(entry["question"], answers, (current,), others)
+                        )
         return documents, answerable
 
     return _published(file, samples, questions, 1, "SQuAD", read)
@@ -200,20 +251,33 @@ def squad(file: LocalFile, samples: int, questions: int) -> Published:
 def hotpotqa(file: LocalFile, samples: int, questions: int) -> Published:
     """The first questions of a file with the schema of HotpotQA in its distractor setting.
 
-    Raises:
-        ValueError: it has another schema, or too few questions.
+    Raises
+    ------
+    ValueError
+        it has another schema, or too few questions.
     """
 
     def read(data: Any) -> tuple[list[str], list[PublishedQuestion]]:
-        documents = sorted({_titled(*paragraph) for entry in data for paragraph in entry["context"]})
+        documents = sorted(
+            {_titled(*paragraph) for entry in data for paragraph in entry["context"]}
+        )
         place = {text: index for index, text in enumerate(documents)}
         answerable = []
         for entry in data:
             supporting = {title for title, _ in entry["supporting_facts"]}
-            is_supporting = {place[_titled(title, text)]: title in supporting for title, text in entry["context"]}
-            gold, near = ([index for index in is_supporting if is_supporting[index] is flag] for flag in (True, False))
+            is_supporting = {
+                place[_titled(title, text)]: title in supporting for title, text in entry["context"]
+            }
+            gold, near = (
+                [index for index in is_supporting if is_supporting[index] is flag]
+                for flag in (True, False)
+            )
             if entry["answer"].strip():
-                answerable.append(PublishedQuestion(entry["question"], (entry["answer"],), tuple(gold), tuple(near)))
+                answerable.append(
+                    PublishedQuestion(
+                        entry["question"], (entry["answer"],), tuple(gold), tuple(near)
+                    )
+                )
         return documents, answerable
 
     return _published(file, samples, questions, 2, "HotpotQA", read)
@@ -239,12 +303,16 @@ def _published(
         raise ValueError(f"{file.key}={file.file}: not the JSON of {schema} ({problem})") from error
     if len(usable) < samples * questions:
         note = f", task.questions={questions}" if questions > 1 else ""
-        raise ValueError(f"task.samples={samples}{note}: {file.label} has {len(usable)} questions with an answer")
+        raise ValueError(
+            f"task.samples={samples}{note}: {file.label} has {len(usable)} questions with an answer"
+        )
     return Published(name, documents_per_question, documents, usable[: samples * questions])
 
 
 def _shuffled(count: int, rng: random.Random) -> Iterator[int]:
-    """0 .. count-1 in random order, at the cost of those that are taken: HotpotQA has 66,000 paragraphs."""
+    """0 .. count-1 in random order, at the cost of those that are taken: HotpotQA has 66,000
+    paragraphs.
+    """
     moved: dict[int, int] = {}
     for last in range(count - 1, -1, -1):
         place = rng.randrange(last + 1)
@@ -257,15 +325,19 @@ def _again(count: int) -> Iterator[int]:
         yield from range(count)
 
 
-# -- generated documents -----------------------------------------------------------------------------------------------
+# -- generated documents ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GeneratedCorpus:
-    """Short documents about invented people, without end; each name in them is made up for one sentence alone.
+    """Short documents about invented people, without end; each name in them is made up for one
+    sentence alone.
 
-    Attributes:
-        hops: 1: the document that names the person holds the answer. 2: it names another person, whose document does.
+    Attributes
+    ----------
+    hops
+        1: the document that names the person holds the answer. 2: it names another person, whose
+        document does.
     """
 
     hops: int
@@ -277,16 +349,22 @@ class GeneratedCorpus:
         """A document for each hop."""
         return self.hops
 
-    def ask(self, stream: str, first: int, count: int) -> tuple[list[DocumentQuestion], Iterator[str]]:
+    def ask(
+        self, stream: str, first: int, count: int
+    ) -> tuple[list[DocumentQuestion], Iterator[str]]:
         """Questions of this sample alone."""
         cast = _Cast(random.Random(f"ruler/{stream}"))
         drafts = [_single_hop(cast) if self.hops == 1 else _two_hops(cast) for _ in range(count)]
         supporting, near = ([text for draft in drafts for text in draft[place]] for place in (2, 3))
         questions = [
-            DocumentQuestion(text, answers, tuple(range(self.hops * place, self.hops * (place + 1))))
+            DocumentQuestion(
+                text, answers, tuple(range(self.hops * place, self.hops * (place + 1)))
+            )
             for place, (text, answers, _, _) in enumerate(drafts)
         ]
-        return questions, chain(supporting, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast))
+        return questions, chain(
+            supporting, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast)
+        )
 
 
 class _Cast:
@@ -305,7 +383,9 @@ class _Cast:
             return str(choice(_DATA["lists"][kind]))
         letters = _DATA["names"]
         while True:
-            stem = "".join(choice(letters["vowels" if place in (1, 4) else "consonants"]) for place in range(5))
+            stem = "".join(
+                choice(letters["vowels" if place in (1, 4) else "consonants"]) for place in range(5)
+            )
             name = stem.capitalize() + choice(letters["ends"][kind])
             if name not in self.taken:
                 self.taken.add(name)
@@ -328,7 +408,8 @@ class _Slots(dict[str, str]):
         return self[kind]
 
 
-QuestionDraft = tuple[str, tuple[str, ...], list[str], list[str]]  # a question, its answers, documents needed and near
+# a question, its answers, documents needed and near
+QuestionDraft = tuple[str, tuple[str, ...], list[str], list[str]]
 
 
 def _single_hop(cast: _Cast) -> QuestionDraft:
@@ -372,7 +453,9 @@ def _pairs(cast: _Cast) -> Iterator[str]:
 
 
 def _pair(cast: _Cast) -> tuple[str, str, str, str]:
-    """The documents of a person and of the one it names; a question about the first, which the second answers."""
+    """The documents of a person and of the one it names; a question about the first, which the
+    second answers.
+    """
     name, other = cast.invent("person"), cast.invent("person")
     first, who, _ = _person(cast, name, other)
     second, _, facts = _person(cast, other, cast.invent("person"))
@@ -380,8 +463,12 @@ def _pair(cast: _Cast) -> tuple[str, str, str, str]:
     return first, second, question.format_map({**slots, "who": who}), slots[answer]
 
 
-def _person(cast: _Cast, name: str, other: str) -> tuple[str, str, list[tuple[str, Mapping[str, str], str]]]:
-    """A titled document; what `other` is to the person; and its facts: question, slots, the slot that answers."""
+def _person(
+    cast: _Cast, name: str, other: str
+) -> tuple[str, str, list[tuple[str, Mapping[str, str], str]]]:
+    """A titled document; what `other` is to the person; and its facts: question, slots, the slot
+    that answers.
+    """
     link, who = cast.rng.choice(_DATA["links"])
     slots = cast.slots(name, other=other)
     sentences = [link.format_map(slots)]

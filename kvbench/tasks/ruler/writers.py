@@ -1,7 +1,8 @@
-"""RULER's prompts of any size: what a writer is, and those of all tasks but needles, after NVIDIA/RULER's generators.
+"""RULER's prompts of any size: what a writer is, and those of all tasks but needles, after
+NVIDIA/RULER's generators.
 
-A writer knows one task's text and nothing of models; `fit` finds the size that a length has room for. Needles are in
-`needles`, the documents that questions are asked about in `texts`.
+A writer knows one task's text and nothing of models; `fit` finds the size that a length has room
+for. Needles are in `needles`, the documents that questions are asked about in `texts`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _DATA = Path(__file__).with_name("data")
 STRINGS: dict[str, Any] = yaml.safe_load(_DATA.joinpath("writers.yaml").read_text())
 _VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("vt", "cwe", "fwe", "qa"))
 
-# The lists that RULER takes from the package wonderwords, as they stand there: keys are "adjective-noun", and cwe lists
-# words of all three kinds. RULER names no release of it; the nouns of 2.2.0 are four more, the rest is the same.
+# The lists that RULER takes from the package wonderwords, as they stand there: keys are
+# "adjective-noun", and cwe lists words of all three kinds. RULER names no release of it; the nouns
+# of 2.2.0 are four more, the rest is the same.
 WONDERWORDS = "wonderwords"
 LISTS: dict[str, Any] = json.loads(_DATA.joinpath("wonderwords.json").read_text(encoding="utf-8"))
 WORDS: str = LISTS["name"]
@@ -42,12 +44,18 @@ SMALL_LENGTH = 4096
 class Written:
     """A prompt in one of its possible sizes.
 
-    Attributes:
-        prompt: the question at its end.
-        question: that end.
-        answer_prefix: what RULER lets the model continue.
-        meta: facts about it for a report; JSON values.
-        others: the same context with its other questions.
+    Attributes
+    ----------
+    prompt
+        the question at its end.
+    question
+        that end.
+    answer_prefix
+        what RULER lets the model continue.
+    meta
+        facts about it for a report; JSON values.
+    others
+        the same context with its other questions.
     """
 
     prompt: str
@@ -72,9 +80,13 @@ class Written:
 class Draft:
     """A sample that waits for its size.
 
-    Attributes:
-        write: the sample in a size.
-        swap: takes at a place, from 0 on, a shorter piece of at most so many letters; False if there is none.
+    Attributes
+    ----------
+    write
+        the sample in a size.
+    swap
+        takes at a place, from 0 on, a shorter piece of at most so many letters; False if there is
+        none.
     """
 
     write: Callable[[int], Written]
@@ -85,10 +97,14 @@ class Draft:
 class RulerCell:
     """Where a sample stands.
 
-    Attributes:
-        name: the subset.
-        length: tokens of prompt and answer together, at most.
-        count: tokens of a text.
+    Attributes
+    ----------
+    name
+        the subset.
+    length
+        tokens of prompt and answer together, at most.
+    count
+        tokens of a text.
     """
 
     name: str
@@ -107,10 +123,13 @@ class RulerCell:
 
 
 class Writer(ABC):
-    """One of RULER's tasks, as the length fit sees it: prompts that grow with a number of words, lines or documents.
+    """One of RULER's tasks, as the length fit sees it: prompts that grow with a number of words,
+    lines or documents.
 
-    Attributes:
-        new_tokens: tokens to generate.
+    Attributes
+    ----------
+    new_tokens
+        tokens to generate.
     """
 
     new_tokens: int
@@ -123,7 +142,9 @@ class Writer(ABC):
     @property
     @abstractmethod
     def smallest(self) -> int:
-        """The smallest size that a length must have room for: some more, so that no sample fails by its luck."""
+        """The smallest size that a length must have room for: some more, so that no sample fails by
+        its luck.
+        """
 
     @abstractmethod
     def unit(self, length: int) -> int:
@@ -152,8 +173,10 @@ class Writer(ABC):
 class Variables(Writer):
     """vt: which variables hold a value, by a chain of assignments scattered over lines of noise.
 
-    Attributes:
-        questions: chains, of different values and variables, each asked about.
+    Attributes
+    ----------
+    questions
+        chains, of different values and variables, each asked about.
     """
 
     questions: int = 1
@@ -174,7 +197,9 @@ class Variables(Writer):
         return unit_of(_VT["units"], length)
 
     def draft(self, cell: RulerCell, index: int) -> Draft:
-        """See `Writer.draft`; the solved example before the task differs in names and value only."""
+        """See `Writer.draft`; the solved example before the task differs in names and
+        value only.
+        """
         rng = random.Random(f"ruler/{cell.stream(index)}/example")
         order = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
         [solved] = self._tasks(1, _VT["example"]["letters"], _example_lines(cell.count), rng, order)
@@ -188,7 +213,9 @@ class Variables(Writer):
         return Draft(write)
 
     @staticmethod
-    def _tasks(chains: int, letters: int, lines: int, rng: random.Random, order: random.Random) -> list[Written]:
+    def _tasks(
+        chains: int, letters: int, lines: int, rng: random.Random, order: random.Random
+    ) -> list[Written]:
         """The questions about the chains of one context."""
         taken, before = ["VAR"], [""] * lines  # the assignments before each line of noise
         values: dict[str, tuple[list[str], list[int]]] = {}
@@ -197,12 +224,17 @@ class Variables(Writer):
             if (value := str(rng.randint(10_000, 99_998))) in values:
                 continue
             chain = [_VT["first"].format(name=names[0], value=value)]
-            chain += [_VT["next"].format(name=name, before=last) for last, name in zip(names, names[1:], strict=False)]
+            chain += [
+                _VT["next"].format(name=name, before=last)
+                for last, name in zip(names, names[1:], strict=False)
+            ]
             above = sorted(order.sample(range(lines), len(chain)))
             for index, line in zip(above, chain, strict=True):
                 before[index] += f"{line}\n"
             taken, values[value] = taken + names, (names, above)
-        context = _VT["template"].format(context="\n".join(above + STRINGS["niah"]["noise"] for above in before))
+        context = _VT["template"].format(
+            context="\n".join(above + STRINGS["niah"]["noise"] for above in before)
+        )
         return [
             Written(
                 prompt=context + (question := _VT["question"].format(query=value)),
@@ -217,9 +249,11 @@ class Variables(Writer):
 
 @functools.lru_cache(maxsize=1)
 def _example_lines(count: Count) -> int:
-    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one small unit.
+    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one
+    small unit.
 
-    Its own tokens alone: those of a chat template and special ones, which stand around any text, are no part of it.
+    Its own tokens alone: those of a chat template and special ones, which stand around any text,
+    are no part of it.
     """
     template_tokens = count("")
     lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
@@ -235,11 +269,16 @@ def _example_lines(count: Count) -> int:
 
 @dataclass(frozen=True)
 class CommonWords(Writer):
-    """cwe: the ten words that stand in a numbered list more often than the others, after a solved example.
+    """cwe: the ten words that stand in a numbered list more often than the others, after a solved
+    example.
 
-    Attributes:
-        source: what results call the words.
-        singles: the words; where a list is longer, made-up ones follow, where RULER opens a larger dictionary.
+    Attributes
+    ----------
+    source
+        what results call the words.
+    singles
+        the words; where a list is longer, made-up ones follow, where RULER opens a larger
+        dictionary.
     """
 
     source: str = WORDS
@@ -274,24 +313,32 @@ class CommonWords(Writer):
 
         return Draft(write)
 
-    def _task(self, vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int) -> Written:
+    def _task(
+        self, vocabulary: _Vocabulary, size: int, repeats: Sequence[int], seed: int
+    ) -> Written:
         common, others = vocabulary.words(size)
         listed = common * repeats[0] + others * repeats[1]
         random.Random(seed).shuffle(listed)  # RULER: the same permutation in every sample of a size
         name = self.source if size <= len(self.singles) else f"{self.source} and made-up words"
         prompt = _CWE["template"].format(context=_numbered(listed)) + _CWE["question"]
-        return Written(prompt, _CWE["question"], _CWE["answer_prefix"], tuple(common), {"words": name})
+        return Written(
+            prompt, _CWE["question"], _CWE["answer_prefix"], tuple(common), {"words": name}
+        )
 
 
 @dataclass(frozen=True)
 class FrequentWords(Writer):
-    """fwe: the three most frequent of many coded words; one more frequent than they are is shown as dots."""
+    """fwe: the three most frequent of many coded words; one more frequent than they are is shown as
+    dots.
+    """
 
     new_tokens: int = _FWE["new_tokens"]
 
     @property
     def least(self) -> int:
-        """From here on the last word asked for is more frequent than the next, so that the answer is certain."""
+        """From here on the last word asked for is more frequent than the next, so that the answer
+        is certain.
+        """
         return _CERTAIN
 
     @property
@@ -316,7 +363,9 @@ class FrequentWords(Writer):
         answers = tuple(words[1 : 1 + _FWE["asked"]])
 
         def write(size: int) -> Written:
-            text = [word for rank, word in enumerate(words, 1) for _ in range(_frequency(size, rank))]
+            text = [
+                word for rank, word in enumerate(words, 1) for _ in range(_frequency(size, rank))
+            ]
             random.Random(cell.seed).shuffle(text)
             prompt = _FWE["template"].format(context=" ".join(text)) + _FWE["question"]
             return Written(prompt, _FWE["question"], _FWE["answer_prefix"], answers)
@@ -325,7 +374,9 @@ class FrequentWords(Writer):
 
 
 def _frequency(size: int, rank: int) -> int:
-    """How often the word of a rank appears among about `size`: a zeta distribution, whose sum at 2 is pi^2 / 6."""
+    """How often the word of a rank appears among about `size`: a zeta distribution, whose sum at 2
+    is pi^2 / 6.
+    """
     return int(size * rank ** -_FWE["alpha"] / _FWE["zeta"])
 
 
@@ -344,8 +395,10 @@ _AHEAD = 50  # documents among which a short one is looked for
 class Documents(Writer):
     """qa_1 and qa_2: questions that one or two of many documents answer.
 
-    Attributes:
-        questions: about the documents of a sample.
+    Attributes
+    ----------
+    questions
+        about the documents of a sample.
     """
 
     corpus: Corpus
@@ -373,7 +426,9 @@ class Documents(Writer):
 
     def draft(self, cell: RulerCell, index: int) -> Draft:
         """See `Writer.draft`."""
-        questions, document_stream = self.corpus.ask(cell.stream(index), index * self.questions, self.questions)
+        questions, document_stream = self.corpus.ask(
+            cell.stream(index), index * self.questions, self.questions
+        )
         texts: list[str] = []
 
         def read(count: int) -> None:
@@ -382,25 +437,37 @@ class Documents(Writer):
         def write(size: int) -> Written:
             read(size)
             order = list(range(size))
-            random.Random(cell.seed).shuffle(order)  # RULER: the same permutation in every sample of a size
+            # RULER: the same permutation in every sample of a size
+            random.Random(cell.seed).shuffle(order)
             documents = (
-                _QA["document"].format(number=number, text=texts[index]) for number, index in enumerate(order, 1)
+                _QA["document"].format(number=number, text=texts[index])
+                for number, index in enumerate(order, 1)
             )
             context = _QA["template"].format(context="\n\n".join(documents))
-            repeated = {"different_documents": different} if (different := len(set(texts[:size]))) < size else {}
+            repeated = (
+                {"different_documents": different}
+                if (different := len(set(texts[:size]))) < size
+                else {}
+            )
 
             def ask(entry: DocumentQuestion) -> Written:
                 question = _QA["question"].format(query=entry.text)
-                depths = sorted(round(100 * order.index(index) / size, 2) for index in entry.supporting)
+                depths = sorted(
+                    round(100 * order.index(index) / size, 2) for index in entry.supporting
+                )
                 meta = {"documents": self.corpus.name, "depths": depths, **repeated}
-                return Written(context + question, question, _QA["answer_prefix"], entry.answers, meta)
+                return Written(
+                    context + question, question, _QA["answer_prefix"], entry.answers, meta
+                )
 
             return Written.all([ask(entry) for entry in questions])
 
         def swap(index: int, letters: int) -> bool:
             """A long document may be next where a shorter one still fits."""
             read(index + _AHEAD)
-            shorter = (other for other in range(index + 1, index + _AHEAD) if len(texts[other]) <= letters)
+            shorter = (
+                other for other in range(index + 1, index + _AHEAD) if len(texts[other]) <= letters
+            )
             if (place := next(shorter, None)) is None:
                 return False
             texts[index], texts[place] = texts[place], texts[index]
@@ -415,27 +482,39 @@ def unit_of(units: Sequence[int], length: int) -> int:
     return int(small if length < SMALL_LENGTH else large)
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def different(
-    make: Callable[[random.Random], str], variety: int, kind: str, count: int, rng: random.Random, taken: Iterable[str]
+    make: Callable[[random.Random], str],
+    variety: int,
+    kind: str,
+    count: int,
+    rng: random.Random,
+    taken: Iterable[str],
 ) -> list[str]:
     """`count` different ones of a kind of which there are `variety`, none of them `taken`.
 
-    Raises:
-        ValueError: so many that drawing different ones would take for ever.
+    Raises
+    ------
+    ValueError
+        so many that drawing different ones would take for ever.
     """
     distinct = dict.fromkeys(taken)
     total = len(distinct) + count
     if 2 * total > variety:
-        raise ValueError(f"task.lengths: {total} different {kind} are needed, of {variety}; choose shorter lengths")
+        raise ValueError(
+            f"task.lengths: {total} different {kind} are needed, of {variety}; choose shorter"
+            " lengths"
+        )
     while len(distinct) < total:
         distinct[make(rng)] = None
     return list(distinct)[total - count :]
 
 
-def _coded(alphabet: str, letters: int, count: int, rng: random.Random, taken: Iterable[str] = ()) -> list[str]:
+def _coded(
+    alphabet: str, letters: int, count: int, rng: random.Random, taken: Iterable[str] = ()
+) -> list[str]:
     """`count` different random strings of letters."""
 
     def make(rng: random.Random) -> str:
@@ -453,8 +532,9 @@ _ENDS = [vowel + cluster for vowel in _VOWELS for cluster in _CLUSTERS]
 class _Vocabulary:
     """The words of a list that may grow; its common words hardly ever change with it.
 
-    Made-up words follow where the single ones are too few, and then are common in the same proportion. Never
-    "adjective-noun": with many of them a noun alone would be more frequent than any common word.
+    Made-up words follow where the single ones are too few, and then are common in the same
+    proportion. Never "adjective-noun": with many of them a noun alone would be more frequent than
+    any common word.
     """
 
     def __init__(self, singles: Sequence[str], rng: random.Random) -> None:
@@ -473,7 +553,9 @@ class _Vocabulary:
                 len(_STARTS) ** 2 * len(_CLUSTERS) * len(_CONSONANTS) * len(_ENDS),
                 (*self.singles, *self.coined),
             )
-            self.coined += different(_coined_word, variety, "made-up words", more - len(self.coined), self.rng, taken)
+            self.coined += different(
+                _coined_word, variety, "made-up words", more - len(self.coined), self.rng, taken
+            )
         common, others = self.singles[:count], self.singles[count:] + self.coined[:more]
         for index, lot in enumerate(self.lots[:more]):
             if lot * size >= len(self.singles):
@@ -486,7 +568,9 @@ class _Vocabulary:
 def _coined_word(rng: random.Random) -> str:
     """A word that could be one: dorbalen, misuket."""
     choice = rng.choice
-    return choice(_STARTS) + choice(_CLUSTERS) + choice(_STARTS) + choice(_CONSONANTS) + choice(_ENDS)
+    return (
+        choice(_STARTS) + choice(_CLUSTERS) + choice(_STARTS) + choice(_CONSONANTS) + choice(_ENDS)
+    )
 
 
 def _numbered(words: Iterable[str]) -> str:

@@ -1,4 +1,6 @@
-"""Pages of consecutive tokens: their element-wise bounds, the largest logit inside them, and the best pages' tokens."""
+"""Pages of consecutive tokens: their element-wise bounds, the largest logit inside them, and the
+best pages' tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +17,47 @@ from methods.blocks.pages import kernels
 WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 
 
-def bounds(keys: torch.Tensor, pages: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def bounds(
+    keys: torch.Tensor, pages: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Element-wise minimum and maximum of the keys of every page.
 
-    Args:
-        keys: [H, N, D].
-        pages: [P + 1], where each page begins and the last one ends.
-        longest: most tokens of a page.
+    Parameters
+    ----------
+    keys
+        [H, N, D].
+    pages
+        [P + 1], where each page begins and the last one ends.
+    longest
+        most tokens of a page.
 
-    Returns:
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
         low, high: [H, P, D].
     """
     offset = torch.arange(longest, device=keys.device)
-    tokens = torch.minimum(pages[:-1, None] + offset, pages[1:, None] - 1)  # a shorter page repeats its last token
+    # a shorter page repeats its last token
+    tokens = torch.minimum(pages[:-1, None] + offset, pages[1:, None] - 1)
     paged = [head[tokens] for head in keys]
-    return torch.stack([page.amin(dim=1) for page in paged]), torch.stack([page.amax(dim=1) for page in paged])
+    return torch.stack([page.amin(dim=1) for page in paged]), torch.stack(
+        [page.amax(dim=1) for page in paged]
+    )
 
 
 def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Largest logit any key inside the bounds could have: sum over d of max(q_d low_d, q_d high_d).
 
-    Args:
-        query: [B, Hq, 1, D].
-        low, high: [B, Hkv, P, D].
+    Parameters
+    ----------
+    query
+        [B, Hq, 1, D].
+    low, high
+        [B, Hkv, P, D].
 
-    Returns:
+    Returns
+    -------
+    torch.Tensor
         [B, Hkv, G, P], unscaled.
     """
     batch, kv_heads, _, head_dim = low.shape
@@ -49,11 +67,16 @@ def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
 
 
 def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Mean of `upper_bound` over all query heads: [B, P] float32. On a CPU one call into compiled code.
+    """Mean of `upper_bound` over all query heads: [B, P] float32.
 
-    Args:
-        query: [B, Hq, 1, D].
-        low, high: [B, Hkv, P, D].
+    On a CPU one call into compiled code.
+
+    Parameters
+    ----------
+    query
+        [B, Hq, 1, D].
+    low, high
+        [B, Hkv, P, D].
     """
     if not is_readable(query):
         return upper_bound(query, low, high).float().mean(dim=(1, 2))
@@ -66,11 +89,16 @@ def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
 
 
 def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequence[int]) -> None:
-    """Widen, in place, the bounds of page last[row] of every row by its new key. On a CPU one call into compiled code.
+    """Widen, in place, the bounds of page last[row] of every row by its new key.
 
-    Args:
-        key: [B, Hkv, 1, D].
-        low, high: [B, Hkv, P, D].
+    On a CPU one call into compiled code.
+
+    Parameters
+    ----------
+    key
+        [B, Hkv, 1, D].
+    low, high
+        [B, Hkv, P, D].
     """
     if is_readable(key):
         kernels.take_in(stored(low), stored(high), np.array(last), stored(key[:, :, 0]))
@@ -89,34 +117,59 @@ def best_tokens(
     mean: bool,
     join: bool,
 ) -> torch.Tensor:
-    """The tokens of the pages with the largest upper bounds, as many whole pages as fit. For tensors `is_readable`.
+    """The tokens of the pages with the largest upper bounds, as many whole pages as fit.
 
-    Scores are float32, whatever the dtype of query and bounds; of equal ones the earlier page is better.
+    For tensors `is_readable`.
 
-    Args:
-        query: [B, Hq, 1, D].
-        low, high: [B, Hkv, P or more, D].
-        starts: [B, P + 1], where each page of a row begins and the last one ends.
-        rows: [B, 3], of each row: its pages, the most that a list ranks, and the tokens that fit.
-        mean: rank pages by the mean bound over the query group, one list for each KV head.
-        join: join the lists of the group by rank, without repeats, the last page first.
+    Scores are float32, whatever the dtype of query and bounds; of equal ones the earlier page is
+    better.
 
-    Returns:
+    Parameters
+    ----------
+    query
+        [B, Hq, 1, D].
+    low, high
+        [B, Hkv, P or more, D].
+    starts
+        [B, P + 1], where each page of a row begins and the last one ends.
+    rows
+        [B, 3], of each row: its pages, the most that a list ranks, and the tokens that fit.
+    mean
+        rank pages by the mean bound over the query group, one list for each KV head.
+    join
+        join the lists of the group by rank, without repeats, the last page first.
+
+    Returns
+    -------
+    torch.Tensor
         [B, Hq or, with `mean` or `join`, Hkv, n] int64, best page first, trailing -1.
     """
     batch, kv_heads, _, head_dim = low.shape
     group = query.shape[1] // kv_heads
-    ids = np.empty((batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64)
-    arrays = stored(query.view(batch, kv_heads, group, head_dim)), stored(low), stored(high), starts, rows
+    ids = np.empty(
+        (batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64
+    )
+    arrays = (
+        stored(query.view(batch, kv_heads, group, head_dim)),
+        stored(low),
+        stored(high),
+        starts,
+        rows,
+    )
     work = 2 * batch * group * kv_heads * starts.shape[1] * head_dim
-    threads, longest = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)), np.empty(len(ids), np.int64)
+    threads, longest = (
+        min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)),
+        np.empty(len(ids), np.int64),
+    )
     kernels.best_tokens(threads, *arrays, mean, join, ids, longest)
     return torch.from_numpy(ids).view(batch, -1, ids.shape[2])[:, :, : int(longest.max())]
 
 
 @cache
 def compile_kernels(dtype: torch.dtype) -> None:
-    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything is timed."""
+    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything
+    is timed.
+    """
     key = torch.ones(1, 1, 1, 8, dtype=dtype)
     if is_readable(key):
         take_in(key, key.clone(), key.clone(), [0])

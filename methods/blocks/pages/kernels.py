@@ -1,7 +1,7 @@
 """Quest's choice on a CPU, in Numba: bounds, ranks and tokens of some KV heads in one call.
 
-In torch a step is thirty small operations for every row, and takes two products, a sum and a sort where one pass over
-the bounds will do.
+In torch a step is thirty small operations for every row, and takes two products, a sum and a sort
+where one pass over the bounds will do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ AHEAD = 16  # pages whose bounds are on their way while one is scored
 def take_in(low, high, last, keys):  # type: ignore[no-untyped-def]
     """Widen the bounds of page last[row] of every row and head by a key.
 
-    Args:
-        low, high: [B, Hkv, P, D] as stored; written.
-        last: [B].
-        keys: [B, Hkv, D] as stored.
+    Parameters
+    ----------
+    low, high
+        [B, Hkv, P, D] as stored; written.
+    last
+        [B].
+    keys
+        [B, Hkv, D] as stored.
     """
     for row in range(keys.shape[0]):
         for head in range(keys.shape[1]):
@@ -38,9 +42,11 @@ def take_in(low, high, last, keys):  # type: ignore[no-untyped-def]
 
 @jit
 def _upper_bounds(low, high, falling, rising, scores):  # type: ignore[no-untyped-def]
-    """Largest product of each query with any key inside the bounds of each page: scores [Q, P], of low, high [P, D].
+    """Largest product of each query with any key inside the bounds of each page: scores [Q, P], of
+    low, high [P, D].
 
-    falling, rising: [Q, D], the queries' negative and positive elements, as max(q l, q h) is q h where q > 0.
+    falling, rising: [Q, D], the queries' negative and positive elements, as max(q l, q h) is q h
+    where q > 0.
     """
     line = 64 // low.itemsize
     for page in range(scores.shape[1]):
@@ -50,13 +56,18 @@ def _upper_bounds(low, high, falling, rising, scores):  # type: ignore[no-untype
         for asks in range(scores.shape[0]):
             total = np.float32(0)
             for k in range(low.shape[1]):
-                total += rising[asks, k] * widen(high[page, k]) + falling[asks, k] * widen(low[page, k])
-            scores[asks, page] = total if total == total else np.inf  # what is no number shall be attended, and seen
+                total += rising[asks, k] * widen(high[page, k]) + falling[asks, k] * widen(
+                    low[page, k]
+                )
+            # what is no number shall be attended, and seen
+            scores[asks, page] = total if total == total else np.inf
 
 
 @jit
 def _halves(queries, falling, rising):  # type: ignore[no-untyped-def]
-    """Add the negative and positive elements of queries [G, D] to [Q, D] each, Q = G or, for their mean, 1."""
+    """Add the negative and positive elements of queries [G, D] to [Q, D] each, Q = G or, for their
+    mean, 1.
+    """
     lists = len(falling)
     for g in range(len(queries)):
         for k in range(queries.shape[1]):
@@ -69,10 +80,14 @@ def _halves(queries, falling, rising):  # type: ignore[no-untyped-def]
 def mean_bounds(threads, queries, low, high, scores):  # type: ignore[no-untyped-def]
     """Mean upper bound of the group, of each page of all KV heads, in so many threads.
 
-    Args:
-        queries: [B, Hkv, G, D] as stored.
-        low, high: [B, Hkv, P, D] as stored.
-        scores: [B * Hkv, P] float32; written.
+    Parameters
+    ----------
+    queries
+        [B, Hkv, G, D] as stored.
+    low, high
+        [B, Hkv, P, D] as stored.
+    scores
+        [B * Hkv, P] float32; written.
     """
     in_threads(threads, _mean_bounds, (np.zeros(1, np.int64), queries, low, high, scores))
 
@@ -91,7 +106,9 @@ def _mean_bounds(_, claims, queries, low, high, scores):  # type: ignore[no-unty
 
 @jit
 def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
-    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages; then -1."""
+    """Join ranked lists [Q, n] by rank, without repeats, after the last of `pages` pages;
+    then -1.
+    """
     taken = np.zeros(pages, np.bool_)
     joined[0], taken[pages - 1], count = pages - 1, True, 1
     for rank in range(ranked.shape[1]):
@@ -105,7 +122,9 @@ def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
 
 @jit
 def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
-    """Write the tokens of ranked pages, as far as whole pages fit into `room`, then -1; how many."""
+    """Write the tokens of ranked pages, as far as whole pages fit into `room`, then -1;
+    how many.
+    """
     count = 0
     for page in ranked:
         if page < 0 or count + starts[page + 1] - starts[page] > room:
@@ -121,15 +140,24 @@ def _tokens(ranked, starts, room, tokens):  # type: ignore[no-untyped-def]
 def best_tokens(threads, queries, low, high, starts, rows, mean, join, ids, longest):  # type: ignore[no-untyped-def]
     """The tokens of the best pages of all KV heads, in so many threads.
 
-    Args:
-        queries: [B, Hkv, G, D] as stored.
-        low, high: [B, Hkv, P or more, D] as stored.
-        starts: [B, P + 1], where each page begins and the last one ends.
-        rows: [B, 3], of each row: pages, those that are ranked, tokens that fit.
-        mean: pages are ranked by the mean bound of the group.
-        join: the lists of the group are joined by rank, after the last page.
-        ids: [B * Hkv, lists, most] int64; written, trailing -1.
-        longest: [B * Hkv] int64; written, tokens of the longest list of each.
+    Parameters
+    ----------
+    queries
+        [B, Hkv, G, D] as stored.
+    low, high
+        [B, Hkv, P or more, D] as stored.
+    starts
+        [B, P + 1], where each page begins and the last one ends.
+    rows
+        [B, 3], of each row: pages, those that are ranked, tokens that fit.
+    mean
+        pages are ranked by the mean bound of the group.
+    join
+        the lists of the group are joined by rank, after the last page.
+    ids
+        [B * Hkv, lists, most] int64; written, trailing -1.
+    longest
+        [B * Hkv] int64; written, tokens of the longest list of each.
     """
     arguments = np.zeros(1, np.int64), queries, low, high, starts, rows, mean, join, ids, longest
     in_threads(threads, _best_tokens, arguments)
@@ -143,12 +171,19 @@ def _best_tokens(_, claims, queries, low, high, starts, rows, mean, join, ids, l
     while at < len(ids):
         row, head = at // kv_heads, at % kv_heads
         pages, most, room = rows[row]
-        falling, rising = np.zeros((lists, head_dim), np.float32), np.zeros((lists, head_dim), np.float32)
+        falling, rising = (
+            np.zeros((lists, head_dim), np.float32),
+            np.zeros((lists, head_dim), np.float32),
+        )
         _halves(queries[row, head], falling, rising)
         scores = np.empty((lists, pages), np.float32)
         _upper_bounds(low[row, head], high[row, head], falling, rising, scores)
         most = min(most, pages)
-        ranked, values, picked = np.empty((lists, most), np.int32), np.empty(most, np.float32), np.empty(most, np.int32)
+        ranked, values, picked = (
+            np.empty((lists, most), np.int32),
+            np.empty(most, np.float32),
+            np.empty(most, np.int32),
+        )
         for asks in range(lists):
             write_best(scores[asks], pages, ranked[asks], values, picked)
         if join:

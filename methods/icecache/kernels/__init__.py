@@ -1,11 +1,12 @@
 """Numba kernels of the DCI tree. `index.py` calls them, nobody else.
 
-They hold no state of their own and release the GIL: any number of threads may build, or ask, different trees at once,
-and different workspaces may ask the same tree. Nothing here allocates what it can take from a `WorkArrays`.
+They hold no state of their own and release the GIL: any number of threads may build, or ask,
+different trees at once, and different workspaces may ask the same tree. Nothing here allocates what
+it can take from a `WorkArrays`.
 
-Words: a point is a row of the key memory. A node is the parent of points: node 0 is the root, every other node is
-itself a point of level 2 or more. A node's children lie in its chain of pages. The height of a key is
-sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
+Words: a point is a row of the key memory. A node is the parent of points: node 0 is the root, every
+other node is itself a point of level 2 or more. A node's children lie in its chain of pages. The
+height of a key is sqrt(c^2 - |k|^2), the last coordinate of c T_K(k), where c is the largest norm.
 """
 
 from methods.blocks.kernels import kernel

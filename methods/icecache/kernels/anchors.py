@@ -1,4 +1,6 @@
-"""Parents as the authors' code finds them in long prompts: most points choose among those of anchors near them."""
+"""Parents as the authors' code finds them in long prompts: most points choose among those of
+anchors near them.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,25 @@ from methods.icecache.kernels.arrays import NODES, NONE
 from methods.icecache.kernels.levels import nearest_nodes
 from methods.icecache.kernels.products import height_of, single_query_products
 
-BATCHED = 1000  # nodes above which points are searched for only after all others, too late for those to count them
+# nodes above which points are searched for only after all others, too late for those to count them
+BATCHED = 1000
 
 
 @jit
 def _distance(tree, row, node):  # type: ignore[no-untyped-def]
     """delta(x, y) = c^2 - x . y - sqrt((c^2 - |x|^2) (c^2 - |y|^2)) of a point and its parent."""
-    return tree.largest[0] - tree.point[row].affinity - height_of(tree, row) * height_of(tree, tree.node[node].point)
+    return (
+        tree.largest[0]
+        - tree.point[row].affinity
+        - height_of(tree, row) * height_of(tree, tree.node[node].point)
+    )
 
 
 @jit
 def _parents_near(anchor, reach, anchor_parents, listed, nodes):  # type: ignore[no-untyped-def]
-    """List the parents of `reach` anchors up to `anchor`, and of as many after it, each once; how many."""
+    """List the parents of `reach` anchors up to `anchor`, and of as many after it, each once; how
+    many.
+    """
     count = 0
     for step in range(2 * reach):
         other = anchor - step if step < reach else anchor + 1 + step - reach
@@ -33,14 +42,17 @@ def _parents_near(anchor, reach, anchor_parents, listed, nodes):  # type: ignore
 
 @kernel
 def anchored_nodes(tree, rows, level, anchors, fov, exhaustive_below, work, parents):  # type: ignore[no-untyped-def]
-    """Parents of points among the nodes of `level`, in the order of arrival, as `nearest_nodes` writes them.
+    """Parents of points among the nodes of `level`, in the order of arrival, as `nearest_nodes`
+    writes them.
 
-    Every `interval`-th point and the last are anchors, whose parents are searched. Another point takes the nearest
-    among the parents of the `reach` anchors on either side of it, if no farther than `threshold` times that parent's
-    farthest child so far; else its parent is searched, too.
+    Every `interval`-th point and the last are anchors, whose parents are searched. Another point
+    takes the nearest among the parents of the `reach` anchors on either side of it, if no farther
+    than `threshold` times that parent's farthest child so far; else its parent is searched, too.
 
-    Args:
-        anchors: interval, reach, threshold.
+    Parameters
+    ----------
+    anchors
+        interval, reach, threshold.
     """
     (interval, reach, threshold), late = anchors, tree.level_size[level] > BATCHED
     count = 1 - (1 - len(rows)) // interval
@@ -73,6 +85,8 @@ def anchored_nodes(tree, rows, level, anchors, fov, exhaustive_below, work, pare
                     smallest, nearest = distance, k
             tree.point[row].affinity, parents[i] = product[0, nearest], nodes[nearest]
             if np.float32(threshold) * farthest[parents[i]] < smallest:
-                nearest_nodes(tree, rows[i : i + 1], level, fov, exhaustive_below, work, parents[i : i + 1])
+                nearest_nodes(
+                    tree, rows[i : i + 1], level, fov, exhaustive_below, work, parents[i : i + 1]
+                )
                 smallest = np.float32(0) if late else _distance(tree, row, parents[i])
             farthest[parents[i]] = max(farthest[parents[i]], smallest)

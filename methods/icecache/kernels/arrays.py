@@ -1,8 +1,8 @@
 """The arrays of a DCI tree, and the memory that its kernels work in.
 
-A kernel is given neither array by array: it gets the address of a line, which says where each array is and how large.
-So one number goes from function to function and not two hundred, of which most of the compiled code would consist, and
-most of the time that it takes to compile.
+A kernel is given neither array by array: it gets the address of a line, which says where each array
+is and how large. So one number goes from function to function and not two hundred, of which most of
+the compiled code would consist, and most of the time that it takes to compile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from numpy.typing import NDArray
 
 Array = np.ndarray[Any, Any]
 
-POINT = np.dtype([("page", "i4"), ("slot", "i4"), ("node", "i4"), ("norm2", "f4"), ("affinity", "f4")], align=True)
+POINT = np.dtype(
+    [("page", "i4"), ("slot", "i4"), ("node", "i4"), ("norm2", "f4"), ("affinity", "f4")],
+    align=True,
+)
 PAGE = np.dtype([("node", "i4"), ("count", "i4"), ("next", "i4")], align=True)
 NODE = np.dtype([("point", "i4"), ("level", "i4"), ("first", "i4"), ("children", "i4")], align=True)
 
@@ -48,7 +51,9 @@ class _Lined:
     def line(self) -> NDArray[np.int64]:
         """[SIZES * arrays] int64."""
         arrays: Any = self
-        return np.array([number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]])
+        return np.array(
+            [number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]]
+        )
 
     @cached_property
     def address(self) -> int:
@@ -85,21 +90,36 @@ class _Tree(NamedTuple):
 class Tree(_Lined, _Tree):
     """The arrays of one tree; capacities are those of the arrays, what is used stands in `state`.
 
-    Attributes:
-        keys: [rows, D] float32, or uint16: the bits of bfloat16. The store's own memory.
-        point: [rows] `POINT`: page and slot, own node (`NONE` at level 1), |k|^2, k . parent (0 below the root).
-        page: [pages] `PAGE`: its node, members, next page of the node or of the free list.
-        slots: [pages, page size] int32 points, `NONE` after the last member.
-        node: [nodes] `NODE`: own point, level (the root's is top + 1), first page, children.
-        node_key, node_sum: [nodes, D] float32, own key and the sum of the children's.
-        projection: [rows, J] float32, <k, u_j> without the height's share, which changes with c.
-        direction: [J, D + 1] float32 unit vectors u_j.
-        level_size: [levels] int64, points of each level.
-        state: [5] int64: points, nodes, pages ever used, first free page, top level.
-        largest: [1] float32, c^2.
-        token: [rows] int32, the token whose key lies in each row.
-        sketch: [rows, D, up to a whole number of vectors] int8; step: [rows, 1] float32. A key's numbers are `step`
-            times its sketch's, and off by half a step at most.
+    Attributes
+    ----------
+    keys
+        [rows, D] float32, or uint16: the bits of bfloat16. The store's own memory.
+    point
+        [rows] `POINT`: page and slot, own node (`NONE` at level 1), |k|^2, k . parent (0 below the
+        root).
+    page
+        [pages] `PAGE`: its node, members, next page of the node or of the free list.
+    slots
+        [pages, page size] int32 points, `NONE` after the last member.
+    node
+        [nodes] `NODE`: own point, level (the root's is top + 1), first page, children.
+    node_key, node_sum
+        [nodes, D] float32, own key and the sum of the children's.
+    projection
+        [rows, J] float32, <k, u_j> without the height's share, which changes with c.
+    direction
+        [J, D + 1] float32 unit vectors u_j.
+    level_size
+        [levels] int64, points of each level.
+    state
+        [5] int64: points, nodes, pages ever used, first free page, top level.
+    largest
+        [1] float32, c^2.
+    token
+        [rows] int32, the token whose key lies in each row.
+    sketch
+        [rows, D, up to a whole number of vectors] int8; step: [rows, 1] float32. A key's numbers
+        are `step` times its sketch's, and off by half a step at most.
     """
 
 
@@ -122,22 +142,35 @@ class _Workspace(NamedTuple):
 class WorkArrays(_Lined, _Workspace):
     """Memory for one kernel at a time; G queries.
 
-    Attributes:
-        nodes: [nodes + 3] int32, nodes scored; node_score: [G, nodes + 3].
-        marked: [nodes] uint8, nodes whose children are wanted; opened: those whose children were scored on the way.
-        rows: [points + 3] int32, points scored, page by page; step: of their sketches; score: [G, points + 3].
-        pages, starts: [points + 3] int32, the pages of work.rows, and where in it each begins; the end of the last.
-        scratch, picked: [longest list] float32 and int32.
-        members: [points + 3] int32, points whose keys are read; exact: [1, points + 3], their scores.
+    Attributes
+    ----------
+    nodes
+        [nodes + 3] int32, nodes scored; node_score: [G, nodes + 3].
+    marked
+        [nodes] uint8, nodes whose children are wanted; opened: those whose children were scored on
+        the way.
+    rows
+        [points + 3] int32, points scored, page by page; step: of their sketches; score: [G, points
+        + 3].
+    pages, starts
+        [points + 3] int32, the pages of work.rows, and where in it each begins; the end of the
+        last.
+    scratch, picked
+        [longest list] float32 and int32.
+    members
+        [points + 3] int32, points whose keys are read; exact: [1, points + 3], their scores.
     """
 
 
 class Lined(types.Type):
     """A `Tree` or a `WorkArrays` in a kernel: a pointer to its line.
 
-    Args:
-        of: which of the two.
-        kinds: of their arrays.
+    Parameters
+    ----------
+    of
+        which of the two.
+    kinds
+        of their arrays.
     """
 
     def __init__(self, of: Any, kinds: Iterable[types.Array]) -> None:
@@ -165,7 +198,9 @@ def _address_of(kind, value, c):  # type: ignore[no-untyped-def]
     address = c.pyapi.object_getattr_string(value, "address")
     number = c.pyapi.long_as_longlong(address)
     c.pyapi.decref(address)
-    return NativeValue(c.builder.inttoptr(number, ir.IntType(64).as_pointer()), is_error=c.pyapi.c_api_error())
+    return NativeValue(
+        c.builder.inttoptr(number, ir.IntType(64).as_pointer()), is_error=c.pyapi.c_api_error()
+    )
 
 
 @infer_getattr
@@ -178,11 +213,19 @@ class _Arrays(AttributeTemplate):  # type: ignore[misc]
 
 @lower_getattr_generic(Lined)
 def _array(context, builder, kind, line, name):  # type: ignore[no-untyped-def]
-    """One of the arrays. Nothing moves while a kernel runs, so a loop needs to look only once where it is."""
+    """One of the arrays.
+
+    Nothing moves while a kernel runs, so a loop needs to look only once where it is.
+    """
     number = kind.instance_class._fields.index(name)
     first, of = SIZES * number, kind.types[number]
-    array, itemsize = context.make_array(of)(context, builder), context.get_abi_sizeof(context.get_data_type(of.dtype))
-    address, *shape = (builder.load(builder.gep(line, [ir.IntType(64)(first + at)])) for at in range(1 + of.ndim))
+    array, itemsize = (
+        context.make_array(of)(context, builder),
+        context.get_abi_sizeof(context.get_data_type(of.dtype)),
+    )
+    address, *shape = (
+        builder.load(builder.gep(line, [ir.IntType(64)(first + at)])) for at in range(1 + of.ndim)
+    )
     for number in (address, *shape):
         number.set_metadata("invariant.load", builder.module.add_metadata([]))
     strides = [ir.IntType(64)(itemsize)]
@@ -195,7 +238,9 @@ def _array(context, builder, kind, line, name):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def at(_context, directory, number, example):  # type: ignore[no-untyped-def]
-    """The tree, or the workspace, of a line of a directory [lines, ...]; `example`: any of these."""
+    """The tree, or the workspace, of a line of a directory [lines, ...]; `example`: any
+    of these.
+    """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         directory, number, _ = arguments

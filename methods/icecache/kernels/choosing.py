@@ -1,7 +1,8 @@
 """The best of what a search has listed: pages for each query, joined over a group, or rows.
 
-Pages are found in two passes. The first reads every listed key's sketch, a quarter of its size, which says what q.k can
-be at most. The second reads the few keys that this leaves, and ranks by them alone, as if all had been read.
+Pages are found in two passes. The first reads every listed key's sketch, a quarter of its size,
+which says what q.k can be at most. The second reads the few keys that this leaves, and ranks by
+them alone, as if all had been read.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ import numpy as np
 
 from methods.blocks.kernels import best, jit, write_best
 from methods.icecache.kernels.arrays import NONE
-from methods.icecache.kernels.products import products, quantised_queries, single_query_products, sketched_products
+from methods.icecache.kernels.products import (
+    products,
+    quantised_queries,
+    single_query_products,
+    sketched_products,
+)
 
 
 @jit
 def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
-    """The largest of scores[first : last + 1], `size` at most: four at a time, and no guess when they end."""
+    """The largest of scores[first : last + 1], `size` at most: four at a time, and no guess when
+    they end.
+    """
     a = b = c = d = scores[first]
     if first < last:
         for i in range(first, first + size, 4):
@@ -28,11 +36,16 @@ def _best_member(scores, first, last, size):  # type: ignore[no-untyped-def]
 def _score_exactly(tree, query, bounds, doubt, runs, start, stop, scores, work):  # type: ignore[no-untyped-def]
     """scores[i] = the best member's query . key, of page runs[i], start <= i < stop.
 
-    Only those members' keys are read that can be the best: whose bound reaches what another has at least.
+    Only those members' keys are read that can be the best: whose bound reaches what another has at
+    least.
 
-    Args:
-        query: [1, D].
-        bounds: [points], what each listed member's score is at most, and at least so many steps less: `doubt`.
+    Parameters
+    ----------
+    query
+        [1, D].
+    bounds
+        [points], what each listed member's score is at most, and at least so many steps less:
+        `doubt`.
     """
     ends, count = np.empty(stop - start, np.int32), 0
     for i in range(start, stop):
@@ -55,23 +68,33 @@ def _score_exactly(tree, query, bounds, doubt, runs, start, stop, scores, work):
 
 @jit
 def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-untyped-def]
-    """Fill pages, scores [G, P] with the pages of the best members among those listed, best first, then -1 and -inf.
+    """Fill pages, scores [G, P] with the pages of the best members among those listed, best first,
+    then -1 and -inf.
 
-    The P pages of the largest bounds are scored by their keys; the worst of them is what any other has to reach.
+    The P pages of the largest bounds are scored by their keys; the worst of them is what any other
+    has to reach.
     """
     most, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
     asks, unit, half = quantised_queries(queries, tree.sketch.shape[1])
     sketched_products(tree, work.rows, count, asks, work.score, work.step)
-    exact, chosen, order = np.empty(runs, np.float32), np.empty(runs, np.int32), np.empty(runs, np.int32)
+    exact, chosen, order = (
+        np.empty(runs, np.float32),
+        np.empty(runs, np.int32),
+        np.empty(runs, np.int32),
+    )
     for g in range(len(queries)):
         bounds, doubt = work.score[g], 2 * half[g]
         for i in range(count):
             bounds[i] = work.step[i] * (unit[g] * bounds[i] + half[g])
         for run in range(runs):
-            work.scratch[run] = _best_member(bounds, work.starts[run], work.starts[run + 1] - 1, size)
+            work.scratch[run] = _best_member(
+                bounds, work.starts[run], work.starts[run + 1] - 1, size
+            )
         start, chosen_count, least = 0, best(work.scratch, runs, most, chosen), np.float32(np.inf)
         while start < chosen_count:
-            _score_exactly(tree, queries[g : g + 1], bounds, doubt, chosen, start, chosen_count, exact, work)
+            _score_exactly(
+                tree, queries[g : g + 1], bounds, doubt, chosen, start, chosen_count, exact, work
+            )
             for i in range(start, chosen_count):
                 least = min(least, exact[i])
                 work.scratch[chosen[i]] = -np.inf
@@ -88,7 +111,9 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
 
 @jit
 def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyped-def]
-    """Fill rows, scores [G, k] with the best keys among those listed, best first, then -1 and -inf."""
+    """Fill rows, scores [G, k] with the best keys among those listed, best first, then -1
+    and -inf.
+    """
     count = work.starts[runs]
     products(tree.keys, work.rows, 0, count, queries, work.score)
     for g in range(rows.shape[0]):
@@ -100,9 +125,12 @@ def best_rows(tree, runs, queries, rows, scores, work):  # type: ignore[no-untyp
 
 @jit
 def interleave(lists, most):  # type: ignore[no-untyped-def]
-    """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ..., without repeats.
+    """Join the ranked lists [G, P] of a query group, -1 = none: rank 0 of each query, rank 1, ...,
+    without repeats.
 
-    Returns:
+    Returns
+    -------
+    value
         [most] int32, trailing -1 (truncated union: the group's budget is that of one KV head).
     """
     joined = np.empty(most, np.int32)

@@ -1,7 +1,8 @@
-"""The trees of a layer in one call: what each KV head attends, and the tokens that leave the window.
+"""The trees of a layer in one call: what each KV head attends, and the tokens that leave the
+window.
 
-A tree is a dozen arrays, which another one shares none of. A directory names those of all trees, a line of addresses
-and sizes for each, so that a kernel can go from tree to tree without Python.
+A tree is a dozen arrays, which another one shares none of. A directory names those of all trees, a
+line of addresses and sizes for each, so that a kernel can go from tree to tree without Python.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def _finite(queries):  # type: ignore[no-untyped-def]
 
 @jit
 def _fixed(region, tokens):  # type: ignore[no-untyped-def]
-    """The tokens always attended: the window, newest first, and the sinks; of a row within its budget all. How many."""
+    """The tokens always attended: the window, newest first, and the sinks; of a row within its
+    budget all. How many.
+    """
     whole = region[CAPACITY] >= region[LENGTH]
     room = min(region[CAPACITY], region[LENGTH])
     count = 0
@@ -51,24 +54,39 @@ def _fixed(region, tokens):  # type: ignore[no-untyped-def]
 def attend(works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
     """What all KV heads attend: window, sinks, and the members of the best pages.
 
-    Args:
-        works, directory: a line for the workspace of each thread, and for each tree.
-        like: any workspace, any tree.
-        queries: [T, G, D].
-        regions: [B, 5], of each row its budget, sinks, first token of the window, length and most pages recalled.
-        fov: of `search`, at least, and as a share of the points.
-        ranked: exhaustive_below and by_centroid of `search`, and whether `scan` is asked instead; None: neither is.
-        p_dci: as of `p_dci_pages`; None: these are not asked. What is None is not compiled.
-        index: [T, M] int64, written: tokens, those always attended first, then page by page, best first, then -1.
-        counts: [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a query of this
-            head is not finite.
+    Parameters
+    ----------
+    works, directory
+        a line for the workspace of each thread, and for each tree.
+    like
+        any workspace, any tree.
+    queries
+        [T, G, D].
+    regions
+        [B, 5], of each row its budget, sinks, first token of the window, length and most pages
+        recalled.
+    fov
+        of `search`, at least, and as a share of the points.
+    ranked
+        exhaustive_below and by_centroid of `search`, and whether `scan` is asked instead; None:
+        neither is.
+    p_dci
+        as of `p_dci_pages`; None: these are not asked. What is None is not compiled.
+    index
+        [T, M] int64, written: tokens, those always attended first, then page by page, best first,
+        then -1.
+    counts
+        [T] each, written: how many tokens; keys scored, by their sketches; and, bool, whether a
+        query of this head is not finite.
     """
     arguments = works, directory, like, queries, regions, fov, ranked, p_dci
     in_threads(len(works), _attend, (np.zeros(1, np.int64), *arguments, index, counts))
 
 
 @jit
-def _attend(number, claims, works, directory, like, queries, regions, fov, ranked, p_dci, index, counts):  # type: ignore[no-untyped-def]
+def _attend(  # type: ignore[no-untyped-def]
+    number, claims, works, directory, like, queries, regions, fov, ranked, p_dci, index, counts
+):
     (least, share), (used, read, refused) = fov, counts
     heads, work = len(directory) // len(regions), at(works, number, like[0])
     for _ in range(len(directory)):
@@ -96,7 +114,9 @@ def _attend(number, claims, works, directory, like, queries, regions, fov, ranke
         if ranked is not None:
             exhaustive_below, by_centroid, exact = ranked
             runs = (
-                scan(tree, work) if exact else search(tree, head_queries, wide, exhaustive_below, by_centroid, work)[1]
+                scan(tree, work)
+                if exact
+                else search(tree, head_queries, wide, exhaustive_below, by_centroid, work)[1]
             )
             read[head] = work.starts[runs]
             best_pages(tree, runs, head_queries, page_lists, scores, work)
@@ -112,14 +132,21 @@ def _attend(number, claims, works, directory, like, queries, regions, fov, ranke
 
 @kernel
 def insert_leaves(directory, like, first, stop, counts, layout, greedy, work, taken):  # type: ignore[no-untyped-def]
-    """Insert the next rows into the trees first .. stop - 1, up to the first that only `DCITree.insert` can take:
-    one that is to be promoted, for which there is no room, or that is not finite.
+    """Insert the next rows into the trees first .. stop - 1, up to the first that only
+    `DCITree.insert` can take: one that is to be promoted, for which there is no room, or that is
+    not finite.
 
-    Args:
-        like: any tree.
-        counts: [B], how many rows of key memory, of each row of the batch.
-        layout: first, above, fov, exhaustive_below: shares promoted by the counter, and how parents are searched.
-        taken: [T], how many were inserted.
+    Parameters
+    ----------
+    like
+        any tree.
+    counts
+        [B], how many rows of key memory, of each row of the batch.
+    layout
+        first, above, fov, exhaustive_below: shares promoted by the counter, and how parents are
+        searched.
+    taken
+        [T], how many were inserted.
     """
     share, above, fov, exhaustive_below = layout
     heads = len(directory) // len(counts)
@@ -127,7 +154,11 @@ def insert_leaves(directory, like, first, stop, counts, layout, greedy, work, ta
         tree, count = at(directory, head, like), counts[head // heads]
         start, top = tree.state[POINTS], tree.state[TOP]
         taken[head] = 0
-        if top == 0 or start + count > len(tree.point) or tree.state[PAGES] + count > len(tree.page):
+        if (
+            top == 0
+            or start + count > len(tree.point)
+            or tree.state[PAGES] + count > len(tree.page)
+        ):
             continue
         levels = np.empty(count, np.int32)
         assign_levels(tree.level_size.copy(), top, np.empty(0), share, above, levels)

@@ -1,4 +1,6 @@
-"""Levels: which points become nodes, whose children points are, and what changes with a new node."""
+"""Levels: which points become nodes, whose children points are, and what changes with a
+new node.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,13 @@ BLOCK = 8  # points whose parents are searched together, so that a node's key is
 def assign_levels(level_size, top, draws, first, above, levels):  # type: ignore[no-untyped-def]
     """The levels of arriving points; level_size counts them.
 
-    Args:
-        draws: [n] uniform numbers in [0, 1): a point climbs while they say so; or [0]: it climbs where the next level
-            has room, so that its size stays the promoted share of the size below.
-        first, above: promoted shares of level 1 and of the levels above.
+    Parameters
+    ----------
+    draws
+        [n] uniform numbers in [0, 1): a point climbs while they say so; or [0]: it climbs where the
+        next level has room, so that its size stays the promoted share of the size below.
+    first, above
+        promoted shares of level 1 and of the levels above.
 
     A point rises at most one level above all before it, so that no level is empty.
     """
@@ -45,13 +50,18 @@ def assign_levels(level_size, top, draws, first, above, levels):  # type: ignore
 def assign_levels_in_turn(level_size, top, level, first, above, levels):  # type: ignore[no-untyped-def]
     """The levels of arriving points as the authors' code counts them; level_size counts them.
 
-    A point goes to level 1, but the one after a point that leaves the level above its own with less than the promoted
-    share of it goes there. So shares are rounded up, and a promotion is an arrival late.
+    A point goes to level 1, but the one after a point that leaves the level above its own with less
+    than the promoted share of it goes there. So shares are rounded up, and a promotion is an
+    arrival late.
 
-    Args:
-        level: of the first arrival.
+    Parameters
+    ----------
+    level
+        of the first arrival.
 
-    Returns:
+    Returns
+    -------
+    value
         the level of the next one.
     """
     for i in range(len(levels)):
@@ -68,7 +78,8 @@ def assign_levels_in_turn(level_size, top, level, first, above, levels):  # type
 
 @kernel
 def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # type: ignore[no-untyped-def]
-    """Parents of points among the nodes of `level`: the largest <T_K(x), T_K(y)>, of equal ones the first.
+    """Parents of points among the nodes of `level`: the largest <T_K(x), T_K(y)>, of equal ones the
+    first.
 
     Writes the parents and every point's affinity x . y, from which any later c can be served.
     """
@@ -83,8 +94,11 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
                 queries[g, k] = widen(tree.keys[row, k])
         first, stop, below = 0, 0, exhaustive_below
         while first == stop:
-            first, stop = rank_nodes(tree, queries[:size], heights[:size], level, False, fov, below, False, work)
-            below = tree.state[NODES]  # where the best nodes above are new and have no children: all of the level
+            first, stop = rank_nodes(
+                tree, queries[:size], heights[:size], level, False, fov, below, False, work
+            )
+            # where the best nodes above are new and have no children: all of the level
+            below = tree.state[NODES]
         for g in range(size):
             highest = np.float32(-np.inf)
             for i in range(first, stop):
@@ -94,7 +108,9 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
                 index += 1
             parent = work.nodes[index]
             parents[start + g] = parent
-            tree.point[rows[start + g]].affinity = highest - heights[g] * height_of(tree, tree.node[parent].point)
+            tree.point[rows[start + g]].affinity = highest - heights[g] * height_of(
+                tree, tree.node[parent].point
+            )
 
 
 @kernel
@@ -113,8 +129,13 @@ def add_nodes(tree, rows, level):  # type: ignore[no-untyped-def]
 
 @kernel
 def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
-    """Give a node above the old top level all old top points as children, in the pages they are in."""
-    tree.node[node].first, tree.node[node].children = tree.node[ROOT].first, tree.node[ROOT].children
+    """Give a node above the old top level all old top points as children, in the pages
+    they are in.
+    """
+    tree.node[node].first, tree.node[node].children = (
+        tree.node[ROOT].first,
+        tree.node[ROOT].children,
+    )
     tree.node[ROOT].first, tree.node[ROOT].children = NONE, 0
     for k in range(tree.node_sum.shape[1]):
         tree.node_sum[node, k], tree.node_sum[ROOT, k] = tree.node_sum[ROOT, k], 0
@@ -130,21 +151,31 @@ def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
 
 @jit
 def _undecided(tree, ranked, work):  # type: ignore[no-untyped-def]
-    """work.rows: the children of marked nodes that may be nearer to a newcomer than to their parents; how many.
+    """work.rows: the children of marked nodes that may be nearer to a newcomer than to their
+    parents; how many.
 
-    A child is not, by the triangle inequality, if its distance to its parent is at most half of the newcomer's to that
-    parent; |T_K(x) - T_K(y)|^2 = 2 c^2 - 2 <T_K(x), T_K(y)>.
+    A child is not, by the triangle inequality, if its distance to its parent is at most half of the
+    newcomer's to that parent; |T_K(x) - T_K(y)|^2 = 2 c^2 - 2 <T_K(x), T_K(y)>.
 
-    Args:
-        ranked: how many nodes are in work.nodes, and their products with the newcomer in work.node_score[0].
+    Parameters
+    ----------
+    ranked
+        how many nodes are in work.nodes, and their products with the newcomer in
+        work.node_score[0].
     """
     squared_c, count = tree.largest[0], 0
-    decided = np.empty(tree.state[NODES], np.float32)  # a child's product with its parent from which it stays
+    # a child's product with its parent from which it stays
+    decided = np.empty(tree.state[NODES], np.float32)
     for i in range(ranked):
-        decided[work.nodes[i]] = squared_c - (squared_c - work.node_score[0, i]) / 4 + CLOSE * squared_c
+        decided[work.nodes[i]] = (
+            squared_c - (squared_c - work.node_score[0, i]) / 4 + CLOSE * squared_c
+        )
     for node in range(tree.state[NODES]):
         if work.marked[node]:
-            height, stop = height_of(tree, tree.node[node].point), children_of(tree, node, count, work)
+            height, stop = (
+                height_of(tree, tree.node[node].point),
+                children_of(tree, node, count, work),
+            )
             for at in range(count, stop):
                 row = work.rows[at]
                 work.rows[count] = row
@@ -154,11 +185,15 @@ def _undecided(tree, ranked, work):  # type: ignore[no-untyped-def]
 
 @kernel
 def leave_for(tree, node, fov, exhaustive_below, work):  # type: ignore[no-untyped-def]
-    """Take the points below a new node's level that are nearer to it than to their parents from those parents.
+    """Take the points below a new node's level that are nearer to it than to their parents from
+    those parents.
 
-    Only the children of the nodes that a parent search would reach are asked, and of these the undecided.
+    Only the children of the nodes that a parent search would reach are asked, and of these the
+    undecided.
 
-    Returns:
+    Returns
+    -------
+    value
         how many, in work.rows.
     """
     point, level = tree.node[node].point, tree.node[node].level
@@ -173,7 +208,9 @@ def leave_for(tree, node, fov, exhaustive_below, work):  # type: ignore[no-untyp
     for i in range(count):
         row = work.rows[i]
         parent = tree.node[tree.page[tree.point[row].page].node].point
-        if work.score[0, i] > tree.point[row].affinity + height_of(tree, row) * height_of(tree, parent):
+        if work.score[0, i] > tree.point[row].affinity + height_of(tree, row) * height_of(
+            tree, parent
+        ):
             tree.point[row].affinity = work.scratch[i]
             work.rows[leaving] = row
             leaving += 1

@@ -1,7 +1,9 @@
-"""P-DCI (Li & Malik 2017, algorithm 2) down a DCI tree, as the authors' code does it: each query of a group alone.
+"""P-DCI (Li & Malik 2017, algorithm 2) down a DCI tree, as the authors' code does it: each query of
+a group alone.
 
-A beam goes from the root to level 1. Of a node, the children nearest to the query in projection are visited, in
-batches, and no more of them than are wanted come away: on the way the beam's width, at level 1 as many as pages.
+A beam goes from the root to level 1. Of a node, the children nearest to the query in projection are
+visited, in batches, and no more of them than are wanted come away: on the way the beam's width, at
+level 1 as many as pages.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ BATCH = 128  # entries of a sorted projection that are visited before any test w
 
 @jit
 def _next_batch(values, target, low, high):  # type: ignore[no-untyped-def]
-    """The next batch of a sorted list that was visited between `low` and `high`: from the nearer side, then the other.
+    """The next batch of a sorted list that was visited between `low` and `high`: from the nearer
+    side, then the other.
 
-    Returns:
+    Returns
+    -------
+    value
         low, high, and how far from the target the last visited is: infinitely, if none was left.
     """
     upwards = low < 0 or (high < len(values) and values[high] - target < target - values[low])
@@ -52,12 +57,16 @@ def _project(tree, query, directions):  # type: ignore[no-untyped-def]
 
 @jit
 def _visit(tree, count, target, composites, least, share, work):  # type: ignore[no-untyped-def]
-    """Keep, of a node's children work.rows[:count], the candidates: those met in all simple indices of a composite.
+    """Keep, of a node's children work.rows[:count], the candidates: those met in all simple indices
+    of a composite.
 
-    In turn, each composite's simple index whose batch ends nearest to the query visits it, until there are `least`
-    candidates, and `share` of the children or as many visits as a composite has entries.
+    In turn, each composite's simple index whose batch ends nearest to the query visits it, until
+    there are `least` candidates, and `share` of the children or as many visits as a composite has
+    entries.
 
-    Returns:
+    Returns
+    -------
+    value
         how many.
     """
     if count <= BATCH:
@@ -73,7 +82,10 @@ def _visit(tree, count, target, composites, least, share, work):  # type: ignore
     for j in range(indices):
         for i in range(count):
             row = work.rows[i]
-            values[j, i], order[j, i] = tree.projection[row, j] + height_of(tree, row) * tree.direction[j, last], i
+            values[j, i], order[j, i] = (
+                tree.projection[row, j] + height_of(tree, row) * tree.direction[j, last],
+                i,
+            )
         sort(values[j], order[j], count)
         high = 0
         while high < count and values[j, high] < target[j]:
@@ -95,7 +107,9 @@ def _visit(tree, count, target, composites, least, share, work):  # type: ignore
                         is_candidate[i] = 1
                         candidates += 1
             bounds[j, 0], bounds[j, 1] = after[j, 0], after[j, 1]
-            after[j, 0], after[j, 1], gap[j] = _next_batch(values[j], target[j], bounds[j, 0], bounds[j, 1])
+            after[j, 0], after[j, 1], gap[j] = _next_batch(
+                values[j], target[j], bounds[j, 0], bounds[j, 1]
+            )
     filled = 0
     for i in range(count):
         work.rows[filled] = work.rows[i]
@@ -105,14 +119,21 @@ def _visit(tree, count, target, composites, least, share, work):  # type: ignore
 
 @jit
 def _descend(tree, query, fov, width, p_dci, scores, work):  # type: ignore[no-untyped-def]
-    """Offer the beam of each upper level, and of level 1 the best `width` children of every node in the beam above.
+    """Offer the beam of each upper level, and of level 1 the best `width` children of every node in
+    the beam above.
 
-    Args:
-        query: [1, D].
-        p_dci: composites, simple indices of each, share of a node's children that is enough.
-        scores: [points], of those offered.
+    Parameters
+    ----------
+    query
+        [1, D].
+    p_dci
+        composites, simple indices of each, share of a node's children that is enough.
+    scores
+        [points], of those offered.
 
-    Returns:
+    Returns
+    -------
+    value
         offered, visited: how many points, the former in work.members.
     """
     composites, simple, share = p_dci
@@ -143,10 +164,14 @@ def _descend(tree, query, fov, width, p_dci, scores, work):  # type: ignore[no-u
 
 @jit
 def p_dci_pages(tree, queries, fov, p_dci, pages, scores, work):  # type: ignore[no-untyped-def]
-    """As `best_pages`, of the points that each query's own descent offers; how many keys were scored for all."""
+    """As `best_pages`, of the points that each query's own descent offers; how many keys were
+    scored for all.
+    """
     visited = 0
     for g in range(len(queries)):
-        offered, more = _descend(tree, queries[g : g + 1], fov, pages.shape[1], p_dci, work.score[g], work)
+        offered, more = _descend(
+            tree, queries[g : g + 1], fov, pages.shape[1], p_dci, work.score[g], work
+        )
         visited += more
         work.scratch[: tree.state[PAGES]] = -np.inf
         for i in range(offered):
@@ -158,10 +183,14 @@ def p_dci_pages(tree, queries, fov, p_dci, pages, scores, work):  # type: ignore
 
 @jit
 def p_dci_rows(tree, queries, fov, p_dci, rows, scores, work):  # type: ignore[no-untyped-def]
-    """As `best_rows`, of the points that each query's own descent offers; how many keys were scored for all."""
+    """As `best_rows`, of the points that each query's own descent offers; how many keys were scored
+    for all.
+    """
     visited = 0
     for g in range(len(queries)):
-        offered, more = _descend(tree, queries[g : g + 1], fov, rows.shape[1], p_dci, work.score[g], work)
+        offered, more = _descend(
+            tree, queries[g : g + 1], fov, rows.shape[1], p_dci, work.score[g], work
+        )
         visited += more
         write_best(work.score[g], offered, rows[g], scores[g], work.picked)
         for i in range(rows.shape[1]):

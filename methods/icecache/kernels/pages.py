@@ -1,4 +1,6 @@
-"""Pages: the children of a node in an order that puts near ones together, new ones, and those that leave."""
+"""Pages: the children of a node in an order that puts near ones together, new ones, and those that
+leave.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from methods.icecache.kernels.arrays import FREE, NODES, NONE, PAGES
 from methods.icecache.kernels.products import affinities, height_of
 from methods.icecache.kernels.ranking import children_of
 
-LARGER = np.float32(1 + 1e-4)  # by so much more is a squared norm larger than another, and not by rounding
+# by so much more is a squared norm larger than another, and not by rounding
+LARGER = np.float32(1 + 1e-4)
 
 
 @jit
@@ -73,7 +76,9 @@ def _order_by_projection(tree, rows, count):  # type: ignore[no-untyped-def]
 
 @jit
 def _members_of(number, count, pages, late):  # type: ignore[no-untyped-def]
-    """Members of page `number` of so many that share `count` evenly: the fuller ones come first, or late."""
+    """Members of page `number` of so many that share `count` evenly: the fuller ones come first, or
+    late.
+    """
     fuller = count % pages
     return count // pages + (number >= pages - fuller if late else number < fuller)
 
@@ -82,8 +87,9 @@ def _members_of(number, count, pages, late):  # type: ignore[no-untyped-def]
 def _order_greedily(tree, rows, count, late, work):  # type: ignore[no-untyped-def]
     """Order points so that cutting them evenly into pages puts near ones together.
 
-    Each page begins with the largest key left, since a large key is what queries find, and takes the keys nearest to
-    it by T_K. Of keys that a norm of their own has made equally long the first begins, not the one rounded up.
+    Each page begins with the largest key left, since a large key is what queries find, and takes
+    the keys nearest to it by T_K. Of keys that a norm of their own has made equally long the first
+    begins, not the one rounded up.
     """
     pages = -(-count // tree.slots.shape[1])
     start = 0
@@ -94,7 +100,8 @@ def _order_greedily(tree, rows, count, late, work):  # type: ignore[no-untyped-d
             if tree.point[rows[i]].norm2 > LARGER * tree.point[rows[seed]].norm2:
                 seed = i
         rows[start], rows[seed] = rows[seed], rows[start]
-        rest = np.empty(count - start + 2, np.int32)  # without the seed, and the three entries that `products` wants
+        # without the seed, and the three entries that `products` wants
+        rest = np.empty(count - start + 2, np.int32)
         for i in range(count - start - 1):
             rest[i] = rows[start + 1 + i]
         affinities(tree, rows[start], rest, count - start - 1, work)
@@ -123,7 +130,9 @@ def _order(tree, rows, count, greedy, late, work):  # type: ignore[no-untyped-de
 
 @jit
 def _fill_pages(tree, node, rows, count, after, late):  # type: ignore[no-untyped-def]
-    """Put ordered points into ceil(count / page size) new pages of `node`, evenly, chained after page `after`."""
+    """Put ordered points into ceil(count / page size) new pages of `node`, evenly, chained after
+    page `after`.
+    """
     pages = -(-count // tree.slots.shape[1])
     start = 0
     for number in range(pages):
@@ -143,9 +152,12 @@ def _fill_pages(tree, node, rows, count, after, late):  # type: ignore[no-untype
 
 @kernel
 def load_children(tree, rows, parents, greedy, late, work):  # type: ignore[no-untyped-def]
-    """Put points into the pages of their parents, which have none yet; a node's fuller pages come first, or late."""
+    """Put points into the pages of their parents, which have none yet; a node's fuller pages come
+    first, or late.
+    """
     count = len(rows)
-    ends = np.zeros(tree.state[NODES] + 2, np.int64)  # of node n's members at n + 1, once they are counted and written
+    # of node n's members at n + 1, once they are counted and written
+    ends = np.zeros(tree.state[NODES] + 2, np.int64)
     for i in range(count):
         ends[parents[i] + 2] += 1
     for node in range(tree.state[NODES]):
@@ -165,7 +177,9 @@ def load_children(tree, rows, parents, greedy, late, work):  # type: ignore[no-u
 
 @jit
 def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
-    """The page of `node` a newcomer belongs in: its nearest child's, or by the order of projections."""
+    """The page of `node` a newcomer belongs in: its nearest child's, or by the order of
+    projections.
+    """
     page = tree.node[node].first
     if page == NONE or tree.page[page].next == NONE:
         return page
@@ -179,7 +193,10 @@ def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
     while tree.page[page].next != NONE:
         for slot in range(tree.page[page].count):
             member = tree.slots[page, slot]
-            if tree.projection[member, 0] + height_of(tree, member) * tree.direction[0, last] >= projection:
+            if (
+                tree.projection[member, 0] + height_of(tree, member) * tree.direction[0, last]
+                >= projection
+            ):
                 return page
         page = tree.page[page].next
     return page
@@ -213,7 +230,9 @@ def add_children(tree, rows, parents, greedy, work):  # type: ignore[no-untyped-
 
 @jit
 def remove_child(tree, row):  # type: ignore[no-untyped-def]
-    """Take one point from its parent; a page less than half full joins its neighbour in the chain if both fit one."""
+    """Take one point from its parent; a page less than half full joins its neighbour in the chain
+    if both fit one.
+    """
     page = tree.point[row].page
     node = tree.page[page].node
     _take(tree, row)

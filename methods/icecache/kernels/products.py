@@ -12,24 +12,30 @@ from methods.blocks.kernels import jit, kernel, prefetch, widen
 from methods.icecache.kernels.arrays import NONE
 
 LANES, SKETCH_LANES = 8, 16  # numbers of a vector
-TILE = 4  # keys, and queries at most, whose products are summed side by side: no sum waits for another
-AHEAD, SKETCHES_AHEAD = 16, 32  # keys that are fetched early; the hardware looks no farther than a page of memory
+# keys, and queries at most, whose products are summed side by side: no sum waits for another
+TILE = 4
+# keys that are fetched early; the hardware looks no farther than a page of memory
+AHEAD, SKETCHES_AHEAD = 16, 32
 
 STEPS = np.float32(127)  # largest number of a sketch
-UNITS = np.float32(16383)  # largest number of a query that sketches are asked: int32 holds the sum of 1,032 products
-HALF = np.float32(0.52)  # of a step or unit: how far a number is from its sketch, and what products lose in rounding
+# largest number of a query that sketches are asked: int32 holds the sum of 1,032 products
+UNITS = np.float32(16383)
+# of a step or unit: how far a number is from its sketch, and what products lose in rounding
+HALF = np.float32(0.52)
 NOTHING = np.float32(1e-30)  # below, a sketch has no steps
 
 LINE = 64  # bytes of a cache line
 
-FLAGS = ("contract", "reassoc", "nsz", "arcp")  # of float32 arithmetic, as `methods.blocks.kernels.FAST`
+# of float32 arithmetic, as `methods.blocks.kernels.FAST`
+FLAGS = ("contract", "reassoc", "nsz", "arcp")
 # Lanes of two vectors of eight that are added up until the sums of four vectors stand side by side.
 EVEN, ODD = [0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]
 LOW, HIGH = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 
 
 class _Writer:
-    """Writes the instructions of a tile, for keys of float32 or bfloat16, or for sketches (int8, queries int16).
+    """Writes the instructions of a tile, for keys of float32 or bfloat16, or for sketches (int8,
+    queries int16).
 
     A row is the Numba type of its array and a pointer to its first number.
     """
@@ -47,10 +53,14 @@ class _Writer:
     def pointer(self, kind, array, *index):  # type: ignore[no-untyped-def]
         """Where array[index] lies."""
         view = self.context.make_array(kind)(self.context, self.builder, value=array)
-        return cgutils.get_item_pointer(self.context, self.builder, kind, view, list(index), wraparound=False)
+        return cgutils.get_item_pointer(
+            self.context, self.builder, kind, view, list(index), wraparound=False
+        )
 
     def load(self, row, at, wide):  # type: ignore[no-untyped-def]
-        """A vector of `lanes` numbers of a row from index `at` on, or one number: float32, of sketches int32."""
+        """A vector of `lanes` numbers of a row from index `at` on, or one number: float32, of
+        sketches int32.
+        """
         (kind, pointer), builder = row, self.builder
         stored = self.context.get_value_type(kind.dtype)
         pointer = builder.gep(pointer, [at])
@@ -69,39 +79,61 @@ class _Writer:
 
     def plus(self, first, second):  # type: ignore[no-untyped-def]
         """The sum of two vectors."""
-        return self.builder.add(first, second) if self.sketched else self.builder.fadd(first, second, flags=FLAGS)
+        return (
+            self.builder.add(first, second)
+            if self.sketched
+            else self.builder.fadd(first, second, flags=FLAGS)
+        )
 
     def plus_lanes(self, first, second, first_lanes, second_lanes):  # type: ignore[no-untyped-def]
-        """The sum of lanes `first_lanes` and `second_lanes` of two vectors, numbered through both."""
+        """The sum of lanes `first_lanes` and `second_lanes` of two vectors, numbered
+        through both.
+        """
         kind = ir.VectorType(ir.IntType(32), len(first_lanes))
         return self.plus(
-            *(self.builder.shuffle_vector(first, second, ir.Constant(kind, at)) for at in (first_lanes, second_lanes))
+            *(
+                self.builder.shuffle_vector(first, second, ir.Constant(kind, at))
+                for at in (first_lanes, second_lanes)
+            )
         )
 
     def product(self, query, key, wide):  # type: ignore[no-untyped-def]
-        """What a step adds to a sum: a vector of products, of sketches added up in pairs; one product as lane 0."""
+        """What a step adds to a sum: a vector of products, of sketches added up in pairs; one
+        product as lane 0.
+        """
         if self.sketched:
             product = self.builder.mul(query, key, flags=("nsw",))
-            return self.plus_lanes(product, product, list(range(0, self.lanes, 2)), list(range(1, self.lanes, 2)))
+            return self.plus_lanes(
+                product, product, list(range(0, self.lanes, 2)), list(range(1, self.lanes, 2))
+            )
         product = self.builder.fmul(query, key, flags=FLAGS)
         if wide:
             return product
-        return self.builder.insert_element(ir.Constant(self.sum, None), product, ir.Constant(ir.IntType(32), 0))
+        return self.builder.insert_element(
+            ir.Constant(self.sum, None), product, ir.Constant(ir.IntType(32), 0)
+        )
 
     def add_products(self, keys, queries, sums, start, stop, wide):  # type: ignore[no-untyped-def]
-        """Add the products of numbers start .. stop - 1 of all keys with all queries to sums[query][key]."""
+        """Add the products of numbers start .. stop - 1 of all keys with all queries to
+        sums[query][key].
+        """
         builder, step = self.builder, self.number(self.lanes if wide else 1)
         with cgutils.for_range_slice(builder, start, stop, step, self.index) as (k, _):
             numbers = [self.load(key, k, wide) for key in keys]
             for query, of_query in zip(queries, sums, strict=True):
                 query_vector = self.load(query, k, wide)
                 for number, total in zip(numbers, of_query, strict=True):
-                    builder.store(self.plus(builder.load(total), self.product(query_vector, number, wide)), total)
+                    builder.store(
+                        self.plus(builder.load(total), self.product(query_vector, number, wide)),
+                        total,
+                    )
 
     def store_sums(self, sums, pointer):  # type: ignore[no-untyped-def]
         """Add up the lanes of each of `TILE` sums, and store these as float32 side by side."""
         a, b, c, d = map(self.builder.load, sums)
-        both = self.plus_lanes(self.plus_lanes(a, b, EVEN, ODD), self.plus_lanes(c, d, EVEN, ODD), LOW, HIGH)
+        both = self.plus_lanes(
+            self.plus_lanes(a, b, EVEN, ODD), self.plus_lanes(c, d, EVEN, ODD), LOW, HIGH
+        )
         four = self.plus_lanes(both, both, [0, 1, 2, 3], [4, 5, 6, 7])
         if self.sketched:
             four = self.builder.sitofp(four, ir.VectorType(ir.FloatType(), TILE))
@@ -109,10 +141,12 @@ class _Writer:
 
 
 def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
-    """An intrinsic: the products of `TILE` rows of a matrix with `group` queries, each vector loaded once for all.
+    """An intrinsic: the products of `TILE` rows of a matrix with `group` queries, each vector
+    loaded once for all.
 
-    Of plain loops LLVM makes half of the speed: it adds up the lanes of every sum alone. Sketches, int8 with int16
-    queries, are multiplied in whole numbers and added up in pairs, for which CPUs have an instruction.
+    Of plain loops LLVM makes half of the speed: it adds up the lanes of every sum alone. Sketches,
+    int8 with int16 queries, are multiplied in whole numbers and added up in pairs, for which CPUs
+    have an instruction.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -122,13 +156,23 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
         zero, keys, queries, outs = code.number(0), [], [], []
         for t in range(TILE):
             row = builder.load(code.pointer(rows_type, rows, builder.add(i, code.number(t))))
-            keys.append((matrix_type, code.pointer(matrix_type, matrix, builder.sext(row, code.index), zero)))
+            keys.append(
+                (
+                    matrix_type,
+                    code.pointer(matrix_type, matrix, builder.sext(row, code.index), zero),
+                )
+            )
         for j in range(group):
             at = builder.add(g, code.number(j))
             queries.append((queries_type, code.pointer(queries_type, query_array, at, zero)))
             outs.append(code.pointer(out_type, out, at, i))
-        sums = [[cgutils.alloca_once_value(builder, ir.Constant(code.sum, None)) for _ in keys] for _ in queries]
-        width = builder.extract_value(context.make_array(queries_type)(context, builder, value=query_array).shape, 1)
+        sums = [
+            [cgutils.alloca_once_value(builder, ir.Constant(code.sum, None)) for _ in keys]
+            for _ in queries
+        ]
+        width = builder.extract_value(
+            context.make_array(queries_type)(context, builder, value=query_array).shape, 1
+        )
         whole = builder.and_(width, code.number(-code.lanes))
         code.add_products(keys, queries, sums, zero, whole, wide=True)
         if not sketched:  # whose width is a whole number of vectors
@@ -146,7 +190,9 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
 
 
 _keys_of_1, _keys_of_2, _keys_of_3, _keys_of_4 = (_tile(group) for group in range(1, TILE + 1))
-_sketches_of_1, _sketches_of_2, _sketches_of_3, _sketches_of_4 = (_tile(group, True) for group in range(1, TILE + 1))
+_sketches_of_1, _sketches_of_2, _sketches_of_3, _sketches_of_4 = (
+    _tile(group, True) for group in range(1, TILE + 1)
+)
 
 
 @jit
@@ -159,7 +205,9 @@ def _fetch(matrix, rows, i):  # type: ignore[no-untyped-def]
 
 @jit
 def products(matrix, rows, start, stop, queries, out):  # type: ignore[no-untyped-def]
-    """out[g, i] = queries[g] . matrix[rows[i]], start <= i < stop; three entries from `stop` on are overwritten."""
+    """out[g, i] = queries[g] . matrix[rows[i]], start <= i < stop; three entries from `stop` on are
+    overwritten.
+    """
     if start == stop:
         return
     rows[stop : stop + 3] = rows[stop - 1]
@@ -192,7 +240,9 @@ def single_query_products(matrix, rows, stop, query, out):  # type: ignore[no-un
 
 @jit
 def sketched_products(tree, rows, stop, asks, out, step):  # type: ignore[no-untyped-def]
-    """out[g, i] = asks[g] . sketch of rows[i], and step[i] its step, i < stop; three entries more are overwritten."""
+    """out[g, i] = asks[g] . sketch of rows[i], and step[i] its step, i < stop; three entries more
+    are overwritten.
+    """
     if stop == 0:
         return
     rows[stop : stop + 3] = rows[stop - 1]
@@ -218,14 +268,19 @@ def sketched_products(tree, rows, stop, asks, out, step):  # type: ignore[no-unt
 def quantised_queries(queries, width):  # type: ignore[no-untyped-def]
     """Queries [G, D] as sketches [G, width] are asked.
 
-    Returns:
-        asks: [G, width] int16, in units.
-        unit: [G].
-        half: [G], how many steps of a key's sketch its q.k can be off: half a step of each number, half a unit of
-            each of the query, and what is lost in rounding.
+    Returns
+    -------
+    value
+        asks: [G, width] int16, in units. unit: [G]. half: [G], how many steps of a key's sketch its
+        q.k can be off: half a step of each number, half a unit of each of the query, and what is
+        lost in rounding.
     """
     group, head_dim = queries.shape
-    asks, unit, half = np.zeros((group, width), np.int16), np.zeros(group, np.float32), np.zeros(group, np.float32)
+    asks, unit, half = (
+        np.zeros((group, width), np.int16),
+        np.zeros(group, np.float32),
+        np.zeros(group, np.float32),
+    )
     for g in range(group):
         largest = np.float32(0)
         for k in range(head_dim):
@@ -245,7 +300,9 @@ def quantised_queries(queries, width):  # type: ignore[no-untyped-def]
 def measure(tree, start, stop):  # type: ignore[no-untyped-def]
     """Norms, projections without the height's share, and sketches of rows start .. stop - 1, and c.
 
-    Returns:
+    Returns
+    -------
+    value
         the first row that is not finite, then nothing changed but norms, or `NONE`.
     """
     for row in range(start, stop):
@@ -268,7 +325,9 @@ def measure(tree, start, stop):  # type: ignore[no-untyped-def]
 
 @jit
 def _sketch(tree, row):  # type: ignore[no-untyped-def]
-    """A key in whole steps of 1/127 of its largest number; what is next to nothing is less than half of one step."""
+    """A key in whole steps of 1/127 of its largest number; what is next to nothing is less than
+    half of one step.
+    """
     largest = np.float32(0)
     for k in range(tree.keys.shape[1]):
         largest = max(largest, abs(widen(tree.keys[row, k])))

@@ -14,9 +14,18 @@ PAGES_AHEAD = 8  # a node's pages mostly follow one another
 
 @jit
 def _score_nodes(tree, queries, heights, by_centroid, start, stop, work):  # type: ignore[no-untyped-def]
-    """Score work.nodes[start:stop] by own key or by the mean of the children; a childless node has no mean."""
+    """Score work.nodes[start:stop] by own key or by the mean of the children; a childless node has
+    no mean.
+    """
     group = queries.shape[0]
-    products(tree.node_sum if by_centroid else tree.node_key, work.nodes, start, stop, queries, work.node_score)
+    products(
+        tree.node_sum if by_centroid else tree.node_key,
+        work.nodes,
+        start,
+        stop,
+        queries,
+        work.node_score,
+    )
     if by_centroid:
         for i in range(start, stop):
             children = tree.node[work.nodes[i]].children
@@ -34,7 +43,9 @@ def _score_nodes(tree, queries, heights, by_centroid, start, stop, work):  # typ
 
 @jit
 def mark_front(tree, count, group, level, fov, work):  # type: ignore[no-untyped-def]
-    """Mark, for each query, the best `fov` of the nodes of `level` that were scored and have children."""
+    """Mark, for each query, the best `fov` of the nodes of `level` that were scored and have
+    children.
+    """
     work.marked[: tree.state[NODES]] = 0
     barred = np.zeros(count, np.float32)
     for i in range(count):
@@ -79,16 +90,23 @@ def _members(tree, page, count, work):  # type: ignore[no-untyped-def]
 
 @jit
 def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_centroid, work):  # type: ignore[no-untyped-def]
-    """Score nodes of level `lowest` and more: all of them from the top down to the first level that has more than
-    `exhaustive_below`, and below that the children of the best `fov` nodes of the level above.
+    """Score nodes of level `lowest` and more: all of them from the top down to the first level that
+    has more than `exhaustive_below`, and below that the children of the best `fov` nodes of the
+    level above.
 
-    Args:
-        queries: [G, D]; heights: [G], their last coordinates, for a parent search (by T_K), or [0].
-        upper: levels above `lowest` are wanted for themselves, not only as a way down.
+    Parameters
+    ----------
+    queries
+        [G, D]; heights: [G], their last coordinates, for a parent search (by T_K), or [0].
+    upper
+        levels above `lowest` are wanted for themselves, not only as a way down.
 
-    Returns:
-        first, count: work.nodes[:count] were scored, those of level `lowest` and no others from `first` on
-        (unless `upper`). With `upper`, work.opened marks the nodes whose children they are.
+    Returns
+    -------
+    value
+        first, count: work.nodes[:count] were scored, those of level `lowest` and no others from
+        `first` on (unless `upper`). With `upper`, work.opened marks the nodes whose children they
+        are.
     """
     group, top = queries.shape[0], tree.state[TOP]
     level = top + 1
@@ -133,15 +151,20 @@ def _list(tree, node, runs, work):  # type: ignore[no-untyped-def]
 
 @jit
 def search(tree, queries, fov, exhaustive_below, by_centroid, work):  # type: ignore[no-untyped-def]
-    """Score nodes, then list the children of the best of them; every child of a marked node meets all queries.
+    """Score nodes, then list the children of the best of them; every child of a marked node meets
+    all queries.
 
-    By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from. By centroid, nodes
-    of all levels compete, and an upper key is a result only as somebody's child.
+    By point, the nodes' own keys are results too, and the nodes of level 2 are what is chosen from.
+    By centroid, nodes of all levels compete, and an upper key is a result only as somebody's child.
 
-    Returns:
+    Returns
+    -------
+    value
         ranked, runs: nodes scored; pages listed, in work.pages, work.starts and work.rows.
     """
-    _, ranked = rank_nodes(tree, queries, np.empty(0, np.float32), 2, True, fov, exhaustive_below, by_centroid, work)
+    _, ranked = rank_nodes(
+        tree, queries, np.empty(0, np.float32), 2, True, fov, exhaustive_below, by_centroid, work
+    )
     mark_front(tree, ranked, queries.shape[0], EVERY_LEVEL if by_centroid else 2, fov, work)
     if by_centroid or tree.state[TOP] < 2:
         work.marked[ROOT] = 1
