@@ -90,7 +90,7 @@ def long_generation(method: str, options: argparse.Namespace) -> dict[str, Any]:
     arm = prepare(config)
     model = arm.loaded.model
     torch.manual_seed(0)
-    prompt = torch.randint(model.config.get_text_config().vocab_size, (options.prompt,)).tolist()
+    prompt = torch.randint(arm.loaded.card.vocabulary, (options.prompt,)).tolist()
     layers, tokenizer = arm.dense_layers, arm.loaded.tokenizer
     engine = engine_for(
         model,

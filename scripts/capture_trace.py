@@ -122,7 +122,7 @@ def capture(
             OmegaConf.to_container(composed("method=full", *overrides), resolve=True),
         )
     )
-    count = arm.loaded.model.config.get_text_config().num_hidden_layers
+    count = arm.loaded.card.layers
     wrong = [layer for layer in layers or () if not 0 <= layer < count]
     if wrong:
         raise ConfigError(f"--layers {wrong[0]}: {arm.loaded.name} has layers 0 to {count - 1}")

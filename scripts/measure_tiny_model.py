@@ -130,7 +130,7 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
     """All numbers of the card."""
     start = time.monotonic()
     loaded = arm(folder, None).loaded
-    layers = loaded.model.config.num_hidden_layers
+    layers = loaded.card.layers
     full = ["method=full", "budget=null"]
     accuracy = scores(folder, loaded, LENGTHS, samples, {"full": full})["full"]
     say(str(accuracy))

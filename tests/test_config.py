@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from kvbench import config
 from kvbench.config import ConfigError
-from kvbench.models.support import refuse_unsupported
+from kvbench.models.card import ModelCard
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from kvbench.models.support import refuse_unsupported
 )
 def test_attention_that_kvbench_would_compute_wrong_is_refused(keys, reason):
     with pytest.raises(ConfigError, match=reason):
-        refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+        ModelCard.of({"num_hidden_layers": 32, **keys}).refuse_unsupported("model=x")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_attention_that_kvbench_would_compute_wrong_is_refused(keys, reason):
     ],
 )
 def test_full_attention_in_a_layer_passes(keys):
-    refuse_unsupported({"num_hidden_layers": 32, **keys}, "model=x")
+    ModelCard.of({"num_hidden_layers": 32, **keys}).refuse_unsupported("model=x")
 
 
 def test_one_typo_in_a_name_still_finds_it():

@@ -48,9 +48,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("at", [0, 17, 2500, 4999])
 def test_any_byte_overwritten_in_place_makes_another_revision(folder: Path, at: int) -> None:
     weights = folder / "model.safetensors"
-    before = hub.revision_of(folder), hub.weights_of(hub.ModelSource("model", str(folder), ()))
+    before = hub.revision_of(folder), hub.ModelSource("model", str(folder), ()).weights()
     overwrite(weights, at)
-    after = hub.revision_of(folder), hub.weights_of(hub.ModelSource("model", str(folder), ()))
+    after = hub.revision_of(folder), hub.ModelSource("model", str(folder), ()).weights()
     assert before[0] != after[0] and before[1] != after[1]
     os.utime(weights, (1, 1))  # its times say nothing of its content
     assert hub.revision_of(folder) == after[0]
@@ -61,9 +61,9 @@ def test_a_gguf_file_and_the_answers_kept_of_a_folder_follow_every_byte(folder: 
     file.write_bytes(b"GGUF" + bytes(3000))
     for path, changed in ((file, file), (folder, folder / "model.safetensors"), (folder, folder / "config.json")):
         source = hub.ModelSource("model", str(path), ())
-        before = hub.content_of(source)
+        before = source.content()
         overwrite(changed, changed.stat().st_size // 2)
-        assert hub.content_of(source) != before
+        assert source.content() != before
 
 
 def test_a_small_file_is_named_as_before_and_a_large_one_by_its_hash(folder: Path) -> None:

@@ -19,7 +19,8 @@ import kvbench.runs.run
 from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, build, choices, method_config, shipped
-from kvbench.models.footprint import GIB, Footprint, Prompts, footprint, free_memory, refuse_too_large
+from kvbench.models.card import ModelCard
+from kvbench.models.footprint import GIB, Footprint, Prompts, free_memory
 from kvbench.runs.run import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -39,14 +40,14 @@ def test_the_weights_of_a_shape_are_those_that_are_published(name: str) -> None:
     config = node.get("config") or json.loads(
         (Path(kvbench.__file__).parent / "assets" / name / "config.json").read_text()
     )
-    found = footprint(config, torch.bfloat16, Prompts(0))
+    found = Footprint.of(ModelCard.of(config), torch.bfloat16, Prompts(0))
     assert found is not None and found.weights == pytest.approx(2 * SIZES[name], rel=3e-3) and found.cache == 0
 
 
 def test_weights_and_cache_are_what_a_model_holds_and_never_more(loaded: Loaded) -> None:
     prompt, steps = numbers(200), 24
     generation, _ = run_loop(loaded, [prompt], build(method_config("full")), None, steps=steps)
-    found = footprint(loaded.model.config.to_dict(), torch.float32, Prompts(len(prompt) + steps))
+    found = Footprint.of(ModelCard.of(loaded.model.config.to_dict()), torch.float32, Prompts(len(prompt) + steps))
     weights = sum(each.numel() * each.element_size() for each in loaded.model.parameters())
     assert found is not None and 0.98 * weights < found.weights <= weights
     assert found.cache == generation.audit["device_kv_bytes"]
@@ -89,7 +90,7 @@ def test_a_run_is_refused_where_one_of_its_memories_is_too_small(
     device: torch.device, home: str, free: dict[str, int], line: str
 ) -> None:
     def refuse() -> None:
-        refuse_too_large(FITS, device, home, "big", Prompts(100, 2), ROOM | free)
+        FITS.refuse_too_large(device, home, "big", Prompts(100, 2), ROOM | free)
 
     if not line:
         return refuse()
@@ -99,8 +100,8 @@ def test_a_run_is_refused_where_one_of_its_memories_is_too_small(
 
 
 def test_nothing_is_refused_where_what_is_free_or_the_shape_is_not_known() -> None:
-    refuse_too_large(FITS, GPU, "host", "big", Prompts(100), {})
-    assert footprint({"model_type": "llama"}, torch.float32, Prompts(10)) is None
+    FITS.refuse_too_large(GPU, "host", "big", Prompts(100), {})
+    assert Footprint.of(ModelCard.of({"model_type": "llama"}), torch.float32, Prompts(10)) is None
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_a_method_that_may_drop_what_a_layer_read_is_not_refused_for_it(
 ) -> None:
     node = shipped("model", "dummy-tiny")
     assert node is not None
-    needed = footprint(node["config"], torch.float32, Prompts(3010, chunk=4096))
+    needed = Footprint.of(ModelCard.of(node["config"]), torch.float32, Prompts(3010, chunk=4096))
     assert needed is not None
     words = ["task.lengths=[3000]", "dtype=float32"]
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
@@ -162,7 +163,7 @@ def test_every_model_of_conf_has_a_footprint() -> None:
         node = shipped("model", name)
         assert node is not None
         if node.get("config"):
-            found = footprint(node["config"], torch.bfloat16, Prompts(4096))
+            found = Footprint.of(ModelCard.of(node["config"]), torch.bfloat16, Prompts(4096))
             assert found is not None and min(found) > 0
 
 
@@ -173,5 +174,5 @@ def test_no_family_has_fewer_weights_than_are_asked_for(family: str) -> None:
     experts = {"num_experts": 4, "moe_intermediate_size": 32} if "moe" in family else {}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads, **experts))
-    found = footprint(model.config.to_dict(), torch.bfloat16, Prompts(64))
+    found = Footprint.of(ModelCard.of(model.config.to_dict()), torch.bfloat16, Prompts(64))
     assert found is not None and found.weights <= 2 * sum(each.numel() for each in model.parameters())

@@ -95,7 +95,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(
     scaled = random_model(rope_scaling=parameters)
     assert not alike(scaled, plain)
     assert alike(loaded.model, scaled)
-    assert loaded.window == window
+    assert loaded.card.context_length == window
 
 
 def test_llama_3_scaling_is_read_off_its_factors(tmp_path: Path) -> None:

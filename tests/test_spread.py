@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from driver import METHODS, SMALL, Case, numbers, run_loop, slow
+from transformers import AutoConfig
 from twin import Twin, device
 
 from kvbench.backends.hf import spread
@@ -124,8 +124,7 @@ def test_a_tied_output_layer_stays_with_the_embedding(cuda: Twin) -> None:
 def test_balanced_puts_as_many_layers_on_each(layers: int, devices: int, counts: list[int]) -> None:
     gpus = [torch.device("cuda", index) for index in range(devices)]
     model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers)))
-    text = SimpleNamespace(num_hidden_layers=layers)
-    model.config = SimpleNamespace(get_text_config=lambda: text)  # type: ignore[assignment]
+    model.config = AutoConfig.for_model("llama", num_hidden_layers=layers)
     places = spread.places_of(model, "balanced", gpus)  # type: ignore[arg-type]
     assert [places.count(gpu) for gpu in gpus] == counts and places == sorted(places, key=str)
 

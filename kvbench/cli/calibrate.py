@@ -73,7 +73,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     model = cast(dict[str, Any], OmegaConf.to_container(config.model, resolve=True))
     loaded = load(model, config.device, config.dtype, config.seed)
     scores, procedure = calibrate(loaded, config.seed)
-    weights = hub.weights_of(hub.source_of(model), config.seed)
+    weights = hub.source_of(model).weights(config.seed)
     file = out or user_folder() / f"{loaded.name}.json"
     try:
         Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)

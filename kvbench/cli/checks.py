@@ -41,16 +41,9 @@ from kvbench.config import (
 from kvbench.measure.protocol import Protocol
 from kvbench.memory.kinds import KV, kv_of, unfit
 from kvbench.models import hub
-from kvbench.models.folder import refuse_no_tokenizer, refuse_no_weights
+from kvbench.models.card import ModelCard
+from kvbench.models.folder import refuse_no_tokenizer
 from kvbench.models.heads import calibration_for
-from kvbench.models.support import (
-    refuse_impossible,
-    refuse_unsupported,
-    refuse_wrong_rope,
-    text_config,
-    window,
-    windows,
-)
 from kvbench.runs.folder import arm_folder, refuse_other_formats
 from kvbench.runs.identity import arm_name
 from kvbench.tasks import task_of
@@ -101,9 +94,9 @@ def check(cfg: DictConfig, here: bool = True) -> None:
     ResultsError
         the results there are of another format.
     """
-    run, source, shape = check_setup(cfg, here)
+    run, source, card = check_setup(cfg, here)
     lengths = _token_lengths(run["task"])
-    _check_window(run, shape, source, lengths)
+    _check_window(run, card, source, lengths)
     if lengths:
         _budget(run).check_prompt(min(lengths))
     _check_results_dir(run["results_dir"])
@@ -116,7 +109,7 @@ def check(cfg: DictConfig, here: bool = True) -> None:
 
 def check_setup(
     cfg: DictConfig, here: bool = True
-) -> tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]:
+) -> tuple[dict[str, Any], hub.ModelSource, ModelCard]:
     """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its
     task is.
 
@@ -127,7 +120,7 @@ def check_setup(
 
     Returns
     -------
-    tuple[dict[str, Any], hub.ModelSource, Mapping[str, Any]]
+    tuple[dict[str, Any], hub.ModelSource, ModelCard]
         The config, resolved, where its model comes from, and the model's shape as far as it is
         known.
 
@@ -144,13 +137,11 @@ def check_setup(
     _check_values(run)
     _check_method(run["method"])
     source = hub.source_of(run["model"])
-    shape = _model_shape(run["model"], source)
-    _check_protocol(run, shape, source)
-    if run["attention"] == "flashinfer" and (
-        reason := next(_no_flashinfer(run, shape, here), None)
-    ):
+    card = _model_card(run["model"], source)
+    _check_protocol(run, card, source)
+    if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, card, here), None)):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
-    _check_kv(run, shape)
+    _check_kv(run, card)
     _budget(run)
     backend_of(run).refuse(run, source, here)
     if here:
@@ -158,7 +149,7 @@ def check_setup(
         _check_device(run)
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
-    return run, source, shape
+    return run, source, card
 
 
 def _check_keys(run: Any) -> None:
@@ -305,13 +296,13 @@ def _check_method(method: Mapping[str, Any]) -> None:
         )
 
 
-def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource) -> None:
+def _check_protocol(run: Any, card: ModelCard, source: hub.ModelSource) -> None:
     """The protocol's own checks, and its dense layers against a model whose depth is known."""
     try:
         protocol = Protocol(**run["protocol"])
-        if "num_hidden_layers" in shape:
+        if card.layers:
             published = run["method"].get("published_dense_layers") or []
-            protocol.dense_layers_of(source.dense_layers, published, shape["num_hidden_layers"])
+            protocol.dense_layers_of(source.dense_layers, published, card.layers)
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
     if protocol.question != "with" and run["task"].get("one_by_one"):
@@ -321,10 +312,10 @@ def _check_protocol(run: Any, shape: Mapping[str, Any], source: hub.ModelSource)
         )
 
 
-def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
+def _check_kv(run: Any, card: ModelCard) -> None:
     kv = kv_of({key: value for key, value in run["kv"].items() if key in KV._fields})
     if reason := next(
-        unfit(kv, _head_dim(shape), shape.get("num_hidden_layers"), len(windows(shape))), None
+        unfit(kv, card.head_dim or None, card.layers or None, len(card.windows)), None
     ):
         raise ConfigError(reason)
     if kv.coded and run["attention"] == "flashinfer":
@@ -334,34 +325,24 @@ def _check_kv(run: Any, shape: Mapping[str, Any]) -> None:
         )
 
 
-def _model_shape(model: Mapping[str, Any], source: hub.ModelSource) -> Mapping[str, Any]:
-    """The transformers config of the model, as far as it can be known here.
+def _model_card(model: Mapping[str, Any], source: hub.ModelSource) -> ModelCard:
+    """The card of the model, as far as it can be known here.
 
     Raises
     ------
     ConfigError
         no such folder, not a model folder, or a model that kvbench would run wrong.
     """
-    label = f"model={source.name}" if source.path is None else f"model.path={source.path}"
     named = shipped("model", str(model["name"]))
     if source.path is not None and named is not None and model.get("config") != named.get("config"):
         raise ConfigError(
             f"model.config: sets the shape of random weights; those of {source.name} have their own"
         )
-    shape = hub.shape_of(model, source)
-    if source.path is None and "model_type" not in shape:
-        raise ConfigError(
-            f"model.config={show(model.get('config'))}: random weights need a transformers config"
-        )
-    if source.path is not None and source.gguf is None and source.folder is not None:
-        refuse_no_weights(source.folder, source.path)
-    where = "model.config." if source.path is None else f"{label}: config.json: "
-    refuse_wrong_rope(shape, where)
-    refuse_impossible(shape, where)
-    refuse_unsupported(shape, label)
-    if source.path is not None and source.gguf is None and source.folder is not None:
+    card = hub.card_of(model, source)
+    card.refuse_unsupported(source.label)
+    if source.path is not None and source.folder is not None:
         refuse_no_tokenizer(source.folder, source.path)
-    return text_config(shape)
+    return card
 
 
 def _check_device(run: Any) -> None:
@@ -386,10 +367,10 @@ def _no_cuda() -> str | None:
     return None
 
 
-def _no_flashinfer(run: Any, shape: Mapping[str, Any], here: bool) -> Iterator[str]:
+def _no_flashinfer(run: Any, card: ModelCard, here: bool) -> Iterator[str]:
     """What keeps FlashInfer from this run, as far as it shows without torch."""
-    head_dim = _head_dim(shape)
-    if head_dim is not None and head_dim not in FLASHINFER_HEAD_DIMS:
+    head_dim = card.head_dim
+    if head_dim and head_dim not in FLASHINFER_HEAD_DIMS:
         yield f"head dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
     if run["dtype"] not in ("auto", *FLASHINFER_DTYPES):
         yield f"dtype {run['dtype']} is not one of {', '.join(FLASHINFER_DTYPES)}"
@@ -399,12 +380,6 @@ def _no_flashinfer(run: Any, shape: Mapping[str, Any], here: bool) -> Iterator[s
         yield reason
     if here and find_spec("flashinfer") is None:
         yield FLASHINFER_MISSING
-
-
-def _head_dim(shape: Mapping[str, Any]) -> int | None:
-    """Size of an attention head by a transformers config; None where it does not say."""
-    width, heads = shape.get("hidden_size"), shape.get("num_attention_heads")
-    return shape.get("head_dim") or (width // heads if width and heads else None)
 
 
 def _token_lengths(task: Mapping[str, Any]) -> list[int]:
@@ -432,10 +407,8 @@ def _check_task(task: Mapping[str, Any]) -> None:
             raise ConfigError(first_line(error)) from error
 
 
-def _check_window(
-    run: Any, shape: Mapping[str, Any], source: hub.ModelSource, lengths: list[int]
-) -> None:
-    limit, new_tokens = window(shape), run["task"].get("new_tokens") or 0
+def _check_window(run: Any, card: ModelCard, source: hub.ModelSource, lengths: list[int]) -> None:
+    limit, new_tokens = card.context_length, run["task"].get("new_tokens") or 0
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not"

@@ -120,7 +120,7 @@ def cache_of(file: str, config: Mapping[str, Any]) -> str:
             key: value for key, value in config.items() if key not in ("threads", "memory_check")
         },
         "versions": versions_of(config),
-        "weights": hub.content_of(hub.source_of(config["model"]), config["seed"]),
+        "weights": hub.source_of(config["model"]).content(config["seed"]),
     }
     return f"{file}-{run_id(what)}"
 

@@ -129,7 +129,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         self.setup: Setup = set_up(config, Prompts(0))
         compile_for([self.setup], Console())
         loaded = self.setup.loaded
-        options["max_length"] = options.get("max_length") or loaded.window
+        options["max_length"] = options.get("max_length") or loaded.card.context_length
         logger = logging.getLogger(HFLM.__module__)
         logger.disabled = True  # it warns at length of a model which it did not load itself
         try:

@@ -174,18 +174,16 @@ def _serve(
     from kvbench.backends.hf import loading as models
     from kvbench.backends.vllm.plan import Plan, plan_of_run
     from kvbench.backends.vllm.server import serve
-    from kvbench.models.support import windows
 
-    assert source.path is not None, "check has let a model through that vLLM cannot run"
-    described = models.describe(source, source.path)
-    if windows(described.config.to_dict()):
+    described = models.describe(source)
+    if described.card.windows:
         raise ConfigError(
             f"model={source.name}: some layers have a window, which kvbench does not run in vLLM"
         )
     try:
         published = run["method"].get("published_dense_layers") or []
-        layers = described.config.get_text_config().num_hidden_layers
-        dense = Protocol(**run["protocol"]).dense_layers_of(source.dense_layers, published, layers)
+        protocol, layers = Protocol(**run["protocol"]), described.card.layers
+        dense = protocol.dense_layers_of(source.dense_layers, published, layers)
     except ValueError as error:
         raise ConfigError(first_line(error)) from error
     plan = replace(plan_of_run(run, dense), audit_every=Plan.audit_every)

@@ -177,7 +177,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     ConfigError
         what the protocol asks for cannot be done with it, or it does not fit the window.
     """
-    tokenizer, window = arm.loaded.tokenizer, arm.loaded.window
+    tokenizer, window = arm.loaded.tokenizer, arm.loaded.card.context_length
     chat = _token_ids(sample) is None and arm.protocol.uses_chat(sample, tokenizer)
     record: dict[str, Any] = {
         "id": sample.id,
@@ -201,7 +201,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
     ids, question = rendered.ids, []
     record |= {"prompt_tokens": len(rendered.ids), "cut_tokens": rendered.cut}
     last = max([*ids, *(sample.forced.tokens if sample.forced else ())], default=0)
-    if last >= (vocabulary := arm.loaded.vocabulary):
+    if last >= (vocabulary := arm.loaded.card.vocabulary):
         raise ConfigError(
             f"{sample.id}: the tokenizer of {arm.loaded.name} makes token {last} of it, and the"
             f" model has {vocabulary} tokens; expected the tokenizer that belongs to its weights"

@@ -37,9 +37,8 @@ def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]
     ConfigError
         the window or the vocabulary is too small.
     """
-    tokens, bos = random_tokens(
-        loaded.tokenizer, loaded.model.config.vocab_size, loaded.window, seed
-    )
+    card = loaded.card
+    tokens, bos = random_tokens(loaded.tokenizer, card.vocabulary, card.context_length, seed)
     copies = [*bos, *(tokens * COPIES)]
     scorer = CopyScorer(len(copies), len(tokens))
     _read(loaded, copies, scorer)
@@ -65,7 +64,8 @@ def mean_queries(loaded: Loaded) -> QueryScorer:
     scorer = QueryScorer()
     for file in sorted((ASSETS / "prose").glob("*.txt")):
         tokens = loaded.tokenizer(file.read_text(encoding="utf-8")[: 8 * PROSE_TOKENS])["input_ids"]
-        _read(loaded, tokens[: min(PROSE_TOKENS, (loaded.window or PROSE_TOKENS + 1) - 1)], scorer)
+        window = loaded.card.context_length or PROSE_TOKENS + 1
+        _read(loaded, tokens[: min(PROSE_TOKENS, window - 1)], scorer)
     return scorer
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvbench.backends.hf.layers import card_of
 from kvbench.method import Shape
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes of a buffer, far above any cache
@@ -93,25 +94,12 @@ def read_weight_bytes(model: Any, rows: int) -> int:
     each token; and of experts that a router chooses from as many as one token has, which all tokens
     may share.
     """
-    idle = _expert_bytes(model) * (1 - _share_of_experts(model.config.get_text_config()))
+    idle = _expert_bytes(model) * (1 - card_of(model).expert_share)
     embedding = model.get_input_embeddings().weight
     if embedding is model.get_output_embeddings().weight:
         return weight_bytes(model) - round(idle)
     row = embedding.shape[1] * embedding.element_size()
     return weight_bytes(model) - round(idle) - embedding.shape[0] * row + rows * row
-
-
-def _share_of_experts(config: Any) -> float:
-    """The share of a layer's experts that a token has; 1 where there are none."""
-    counts = (
-        getattr(config, name, None)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts")
-    )
-    experts, per_token = (
-        next(filter(None, counts), None),
-        getattr(config, "num_experts_per_tok", None),
-    )
-    return min(1.0, per_token / experts) if experts and per_token else 1.0
 
 
 def _expert_bytes(model: torch.nn.Module) -> int:

@@ -59,9 +59,7 @@ def reference_bytes(setup: Setup, steps: int) -> int:
     """Bytes of what full attention says at so many steps, which all share that are compared with
     it.
     """
-    return (
-        steps * int(setup.loaded.model.config.get_text_config().vocab_size) * torch.float32.itemsize
-    )
+    return steps * setup.loaded.card.vocabulary * torch.float32.itemsize
 
 
 def row_bytes(

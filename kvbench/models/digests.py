@@ -33,8 +33,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint(files: Iterable[Path], kind: str) -> str:
-    """`<kind>-<hash>` of files, by name, size and all of their bytes; a line on stderr says where
-    that takes long.
+    """A hash of files as `<kind>-<hash>`: of their names, sizes and all of their bytes.
+
+    A line on stderr says where reading takes long.
     """
     digest, listed = hashlib.sha256(), sorted(files)
     large = digests_of(file for file in listed if file.stat().st_size > LARGE)
@@ -58,9 +59,7 @@ def digests_of(files: Iterable[Path]) -> dict[Path, str]:
 
 
 class ReadProgress:
-    """Says on stderr how long it takes yet to read so many bytes, where that is more than
-    a moment.
-    """
+    """Says on stderr how long reading takes yet, where that is more than a moment."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -91,8 +90,9 @@ def _read(file: Path, progress: ReadProgress) -> str:
 
 
 def _key(status: os.stat_result) -> str:
-    """What names a file's content for as long as nobody writes to it; the last time changes
-    whatever others are set.
+    """What names a file's content for as long as nobody writes to it.
+
+    The time of the last change of its status moves whatever others are set.
     """
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return "-".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))

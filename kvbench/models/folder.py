@@ -1,5 +1,4 @@
-"""A model's folder as data, before anything in it is used: what is no file, or nothing of its kind,
-is refused by name.
+"""A model's folder as data, checked before anything in it is read.
 
 `kvbench.models.hub` asks before it reads config.json, so that a pipe, a device or a file of any
 size keeps nobody waiting. Imports no torch.
@@ -19,17 +18,8 @@ from kvbench.config import ConfigError, first_line, show
 # What transformers reads of a folder, by pattern.
 WEIGHTS = ("*.safetensors", "*.bin")
 TEXTS = (
-    *(
-        "*config*.json",
-        "*.index.json",
-        "*token*.json",
-        "vocab.*",
-        "merges.*",
-        "*.model",
-        "*.tiktoken",
-        "kvbench.json",
-    ),
-    *("chat_template.*", "additional_chat_templates/*"),
+    *("*config*.json", "*.index.json", "*token*.json", "vocab.*", "merges.*", "kvbench.json"),
+    *("*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 MOST_BYTES = 1 << 27  # of a text; the largest tokenizers have some 2**26
@@ -103,8 +93,7 @@ def stop_ids(eos: Any, where: str) -> tuple[int, ...]:
 
 
 def refuse_no_weights(folder: Path, path: str) -> None:
-    """Refuse a model's folder that is a config alone, or whose weights are cut short, as by a
-    broken download.
+    """Refuse a model's folder without weights, or with weights cut short as by a broken download.
 
     Raises
     ------
@@ -146,9 +135,7 @@ def holds_weights(folder: Path) -> bool:
 
 
 def tensor_types(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Each tensor of the safetensors files in a folder: its file, its name, and its type, such as
-    BF16 or I16.
-    """
+    """File, name and type, such as BF16 or I16, of each tensor in a folder's safetensors files."""
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             yield file.name, name, str(entry["dtype"])
@@ -182,9 +169,7 @@ def _header(file: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a safetensors file by its header, which says where its tensors end; "" for
-    nothing.
-    """
+    """What is wrong with a safetensors file by its header; "" for nothing."""
     try:
         _header(file)
     except (OSError, ValueError) as error:

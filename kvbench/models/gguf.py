@@ -1,5 +1,4 @@
-"""What a GGUF file says of its model, beside what transformers makes of it: honoured, or refused by
-name. No torch.
+"""What a GGUF file says of its model beside what transformers reads of it. No torch.
 
 transformers reads a file's shape and weights and passes over the rest without a word: scaled rotary
 positions, windows, experts. `kvbench.backends.hf.loading` reads such a file, and asks here what has
@@ -12,28 +11,18 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, first_line, show
-from kvbench.models.support import refuse_wrong_rope, windows
+from kvbench.models.card import ModelCard
+from kvbench.models.rope import FULL, SLIDING, Rope, refuse_wrong_rope
 
 # Struct formats of GGUF's numbers by their type's id; besides there are strings and arrays.
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-STRING, ARRAY, FLOAT32 = 8, 9, 0
+NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+STRING, ARRAY = 8, 9
+FLOAT32 = 0  # of a tensor
 VERSIONS = (2, 3)  # the first counted in 32 bits; no file has it any more
 
 # Keys that say nothing of what a model computes: what it is called, its texts and tokens (the
@@ -85,28 +74,19 @@ CONFIG_ATTRIBUTES = {
     "use_parallel_residual": ("use_parallel_residual",),
 }
 # The value of a key with which a model does without, for those that have no such thing.
+WITHOUT_AT_ZERO = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"),
+    *("attention.max_alibi_bias", "attention.shared_kv_layers", "nextn_predict_layers"),
+    *("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"),
+    "rope.scaling.yarn_log_multiplier",
+)
+WITHOUT_AT_ONE = (
+    *("logit_scale", "embedding_scale", "residual_scale", "attention.output_scale"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
+)
 WITHOUT = {
-    **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"), 0
-    ),
-    **dict.fromkeys(
-        ("attention.max_alibi_bias", "attention.shared_kv_layers", "nextn_predict_layers"), 0
-    ),
-    **dict.fromkeys(
-        ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count"), 0
-    ),
-    **dict.fromkeys(
-        ("logit_scale", "embedding_scale", "residual_scale", "attention.output_scale"), 1
-    ),
-    **dict.fromkeys(
-        (
-            "rope.scaling.attn_factor",
-            "rope.scaling.yarn_attn_factor",
-            "rope.scaling.yarn_ext_factor",
-        ),
-        1,
-    ),
-    "rope.scaling.yarn_log_multiplier": 0,
+    **dict.fromkeys(WITHOUT_AT_ZERO, 0),
+    **dict.fromkeys(WITHOUT_AT_ONE, 1),
     "attention.causal": True,
     "expert_weights_norm": False,
 }
@@ -117,6 +97,29 @@ FACTORS = "rope_freqs.weight"
 INSTEAD = "expected the model as a folder of transformers, which says all of it"
 # older files' rotary frequencies, which follow from the keys
 UNUSED_TENSORS = re.compile(r"blk\.\d+\.attn_rot_embd")
+# What reading a file that is none, or is damaged, ends in.
+UNREADABLE = (
+    *(LookupError, MemoryError, OSError, RecursionError, ValueError),
+    *(OverflowError, struct.error),
+)
+
+
+class Tensor(NamedTuple):
+    """Where the numbers of a tensor lie in a file.
+
+    Attributes
+    ----------
+    shape
+        the slowest dimension first.
+    kind
+        the id of its type.
+    at
+        the byte with which it begins.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    at: int
 
 
 class Header(NamedTuple):
@@ -129,12 +132,12 @@ class Header(NamedTuple):
     keys
         its metadata; of an array of texts how many there are.
     tensors
-        for each name the shape, the type's id, and where it begins in the file.
+        by name.
     """
 
     file: Path
     keys: dict[str, Any]
-    tensors: dict[str, tuple[tuple[int, ...], int, int]]
+    tensors: dict[str, Tensor]
 
     @property
     def arch(self) -> str:
@@ -145,10 +148,203 @@ class Header(NamedTuple):
         """The value of a model's key, which is given without the architecture."""
         return self.keys.get(f"{self.arch}.{key}", default)
 
+    # -- rotary positions that are scaled ----------------------------------------------------------
+
+    def with_scaling(self, config: Any) -> dict[str, Any]:
+        """A model's rope parameters, scaled in layers of full attention as the file asks.
+
+        Parameters
+        ----------
+        config
+            transformers' config of that model.
+
+        Raises
+        ------
+        ConfigError
+            as `scaling`, or the model has no rotary positions to scale.
+        """
+        card = ModelCard.of_config(config)
+        rope = getattr(config, "rope_parameters", None) or {}
+        scaled = self.scaling(card.rope.get(FULL), card.head_dim) or {}
+        where = f"model.path={self.file}: {self.arch}.rope.scaling: "
+        refuse_wrong_rope({"rope_parameters": scaled}, where)
+        if scaled and not rope:
+            raise ConfigError(
+                f"model.path={self.file}: {self.arch} has no rotary positions to scale; {INSTEAD}"
+            )
+        if FULL in rope:
+            return {**rope, FULL: {**rope[FULL], **scaled}}
+        return {**rope, **scaled}
+
+    def scaling(self, rope: Rope | None, head_dim: int) -> dict[str, Any] | None:
+        """The rope parameters that the file asks for; None where its positions are not scaled.
+
+        Parameters
+        ----------
+        rope
+            the model's before scaling; None: it has none.
+        head_dim
+            channels of a head.
+
+        Raises
+        ------
+        ConfigError
+            they are scaled in a way that transformers has no parameters for, or that shows in no
+            key.
+        """
+        if (factors := self._factors()) is not None:
+            return self._llama3(factors, rope, head_dim)
+        factor = self.of_model("rope.scaling.factor") or self.of_model("rope.scale_linear") or 1
+        kind = self.of_model("rope.scaling.type", "linear")
+        if kind == "none" or (kind in ("linear", "yarn") and factor == 1):
+            return None
+        if kind == "linear":
+            return {"rope_type": kind, "factor": factor}
+        if kind != "yarn":
+            raise self._refusal("rope.scaling.type", kind, "expected none, linear or yarn")
+        original = self.of_model("rope.scaling.original_context_length")
+        betas = {
+            name: beta for key, name in BETAS.items() if (beta := self.of_model(key)) is not None
+        }
+        return {
+            "rope_type": kind,
+            "factor": factor,
+            "original_max_position_embeddings": original or self.of_model("context_length"),
+            **betas,
+        }
+
+    def _factors(self) -> list[float] | None:
+        """By what the file divides each rotary frequency; None where it divides none."""
+        if FACTORS not in self.tensors:
+            return None
+        tensor = self.tensors[FACTORS]
+        if tensor.kind != FLOAT32 or len(tensor.shape) != 1:
+            raise ConfigError(
+                f"model.path={self.file}: {FACTORS}: expected a list of float32 numbers"
+            )
+        count = tensor.shape[0]
+        with self.file.open("rb") as stream:
+            stream.seek(tensor.at)
+            factors = list(struct.unpack(f"<{count}f", stream.read(4 * count)))
+        return None if all(factor == 1 for factor in factors) else factors
+
+    def _llama3(self, factors: list[float], rope: Rope | None, head_dim: int) -> dict[str, Any]:
+        """Llama 3's rope parameters, where they make these factors.
+
+        Raises
+        ------
+        ConfigError
+            they do not.
+        """
+        expected = _llama3_factors(max(factors), rope, head_dim)
+        matches = len(factors) == len(expected) and all(
+            math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)
+        )
+        if not matches:
+            raise ConfigError(
+                f"model.path={self.file}: {FACTORS}=[{factors[0]:g} .. {factors[-1]:g}]: rotary"
+                f" frequencies divided by other numbers than Llama 3's; {INSTEAD}"
+            )
+        return {"rope_type": "llama3", "factor": max(factors), **LLAMA3}
+
+    # -- what the model of transformers leaves out -------------------------------------------------
+
+    def refuse_dropped(self, config: Any) -> None:
+        """Refuse a file that says what the model which transformers makes of it does not compute.
+
+        Parameters
+        ----------
+        config
+            transformers' config of that model, with the file's scaled rotary positions in it.
+
+        Raises
+        ------
+        ConfigError
+            names the first such key and its value.
+        """
+        if self.keys.get("split.count", 1) not in (0, 1):
+            raise ConfigError(
+                f"model.path={self.file}: split.count={self.keys['split.count']}: expected one"
+                " whole file"
+            )
+        card = ModelCard.of_config(config)
+        model_values = _model_values(config, card)
+        self._refuse_other_windows(card, getattr(config, "max_position_embeddings", math.inf))
+        for name, value in {**self._defaults(model_values), **self.keys}.items():
+            key = name.removeprefix(f"{self.arch}.")
+            if name.startswith(HARMLESS) or key in (*HARMLESS_OF_MODEL, *SCALING, *BETAS, *WINDOWS):
+                continue
+            has = model_values.get(key, WITHOUT.get(key))
+            if name == key or not _are_equal(value, has):
+                text = "none" if has is None else show(has)
+                raise ConfigError(
+                    f"model.path={self.file}: {name}={show(value)}: the model that transformers"
+                    f" makes of it has {text}; {INSTEAD}"
+                )
+
+    def _defaults(self, model_values: dict[str, Any]) -> dict[str, Any]:
+        """What keys mean that are left out, where transformers' classes have other defaults."""
+        defaults = {"attention.scale": model_values["attention.key_length"] ** -0.5}
+        if "rope.freq_base" in model_values:
+            defaults["rope.freq_base"] = 10000.0
+        return {f"{self.arch}.{key}": value for key, value in defaults.items()}
+
+    def _refuse_other_windows(self, card: ModelCard, positions: float) -> None:
+        """Refuse a file whose windows are in other layers than the model's, or of another size."""
+        size, windows = self.of_model(WINDOWS[0]), card.windows
+        if type(size) is int and size >= positions:
+            size = 0  # no position reaches past it
+        if not size and not windows:
+            return
+        if not size:
+            raise ConfigError(
+                f"model.path={self.file}: {self.arch}.{WINDOWS[0]}: missing, and the model has"
+                f" {len(windows)} layers with a window of {card.sliding_window}"
+            )
+        if card.sliding_window != size:
+            has = card.sliding_window or "no window"
+            raise self._refusal(WINDOWS[0], size, f"the model has {has}")
+        pattern, layers = self.of_model(WINDOWS[1]), range(card.layers)
+        if type(pattern) is int:
+            pattern = [pattern > 1 and bool((layer + 1) % pattern) for layer in layers]
+        if not isinstance(pattern, list):
+            return
+        if [layer for layer in layers if pattern[layer : layer + 1] == [True]] != [*windows]:
+            text = f"the model has windows in the layers {[*windows]}"
+            raise self._refusal(WINDOWS[1], pattern, text)
+
+    def _refusal(self, key: str, value: Any, why: str) -> ConfigError:
+        return ConfigError(
+            f"model.path={self.file}: {self.arch}.{key}={show(value)}: {why}; {INSTEAD}"
+        )
+
+    def refuse_unread(self, read: Collection[str]) -> None:
+        """Refuse a file with weights that are read into no part of the model.
+
+        Parameters
+        ----------
+        read
+            names of the tensors that are read; rotary factors have become rope parameters.
+
+        Raises
+        ------
+        ConfigError
+            names the first.
+        """
+        unread = [name for name in self.tensors if name not in read and name != FACTORS]
+        unread = [name for name in unread if not UNUSED_TENSORS.match(name)]
+        if unread:
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            raise ConfigError(
+                f"model.path={self.file}: {unread[0]}{more}: weights that its model has no place"
+                f" for; {INSTEAD}"
+            )
+
 
 class _Reader:
-    """Reads a file's header from the front; `struct.error` and `ValueError` where it ends or is
-    none.
+    """Reads a file's header from the front.
+
+    Raises `struct.error` or `ValueError` where the file ends, or is none.
     """
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -181,6 +377,20 @@ class _Reader:
             self.value(of)
         return count
 
+    def header(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Keys and tensors; where these begin is said from the first on."""
+        word, version = self.number("4s"), self.number("I")
+        if word != b"GGUF" or version not in VERSIONS:
+            raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
+        tensors, keys = self.number("Q"), self.number("Q")
+        metadata = {self.text(): self.value(self.number("I")) for _ in range(keys)}
+        return metadata, dict(self._tensor() for _ in range(tensors))
+
+    def _tensor(self) -> tuple[str, Tensor]:
+        name, dimensions = self.text(), self.number("I")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        return name, Tensor(shape, self.number("I"), self.number("Q"))
+
 
 def read_header(file: Path) -> Header:
     """The header of a GGUF file.
@@ -196,25 +406,8 @@ def read_header(file: Path) -> Header:
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             reader = _Reader(data)
-            word, version = reader.number("4s"), reader.number("I")
-            if word != b"GGUF" or version not in VERSIONS:
-                raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
-            count, many = reader.number("Q"), reader.number("Q")
-            keys = {reader.text(): reader.value(reader.number("I")) for _ in range(many)}
-            tensors = {}
-            for _ in range(count):
-                name, dimensions = reader.text(), reader.number("I")
-                shape = tuple(reader.number("Q") for _ in range(dimensions))[::-1]
-                tensors[name] = shape, reader.number("I"), reader.number("Q")
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        struct.error,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-    ) as error:
+            keys, tensors = reader.header()
+    except UNREADABLE as error:
         raise ConfigError(
             f"model.path={file}: cannot be read as GGUF: {first_line(error)}"
         ) from error
@@ -224,290 +417,48 @@ def read_header(file: Path) -> Header:
             f"model.path={file}: general.alignment={show(step)}: expected a whole number, 1 or more"
         )
     start = -(-reader.at // step) * step
-    return Header(
-        file, keys, {name: (shape, kind, start + at) for name, (shape, kind, at) in tensors.items()}
-    )
+    moved = {name: tensor._replace(at=start + tensor.at) for name, tensor in tensors.items()}
+    return Header(file, keys, moved)
 
 
-def scaling_of(header: Header, theta: float, dim: int) -> dict[str, Any] | None:
-    """The rope parameters that a file asks for where its rotary positions are scaled; None where
-    they are not.
-
-    Parameters
-    ----------
-    header
-        of the file.
-    theta
-        the base of the model's rotary frequencies.
-    dim
-        channels of a head that are turned.
-
-    Raises
-    ------
-    ConfigError
-        they are scaled in a way that transformers has no parameters for, or that shows in no key.
-    """
-    if (factors := _factors(header)) is not None:
-        return _llama3(header, factors, theta, dim)
-    factor = header.of_model("rope.scaling.factor") or header.of_model("rope.scale_linear") or 1
-    kind = header.of_model("rope.scaling.type", "linear")
-    if kind == "none" or (kind in ("linear", "yarn") and factor == 1):
-        return None
-    if kind == "linear":
-        return {"rope_type": kind, "factor": factor}
-    if kind != "yarn":
-        raise _refusal(header, "rope.scaling.type", kind, "expected none, linear or yarn")
-    original = header.of_model("rope.scaling.original_context_length") or header.of_model(
-        "context_length"
-    )
-    betas = {
-        name: header.of_model(key)
-        for key, name in BETAS.items()
-        if header.of_model(key) is not None
-    }
-    return {
-        "rope_type": kind,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        **betas,
-    }
-
-
-def _factors(header: Header) -> list[float] | None:
-    """By what a file divides each rotary frequency; None where it divides none."""
-    if FACTORS not in header.tensors:
-        return None
-    shape, kind, start = header.tensors[FACTORS]
-    if kind != FLOAT32 or len(shape) != 1:
-        raise ConfigError(
-            f"model.path={header.file}: {FACTORS}: expected a list of float32 numbers"
-        )
-    with header.file.open("rb") as stream:
-        stream.seek(start)
-        factors = list(struct.unpack(f"<{shape[0]}f", stream.read(4 * shape[0])))
-    return None if all(factor == 1 for factor in factors) else factors
-
-
-def _llama3(header: Header, factors: list[float], theta: float, dim: int) -> dict[str, Any]:
-    """Llama 3's rope parameters, where they make these factors.
-
-    Raises
-    ------
-    ConfigError
-        they do not.
-    """
-    most = max(factors)
-    low, high, original = LLAMA3.values()
+def _llama3_factors(most: float, rope: Rope | None, head_dim: int) -> list[float]:
+    """By what Llama 3's scaling divides the frequency of each rotary pair, at most by `most`."""
+    if rope is None:
+        return []
+    dim = int(head_dim * rope.share)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     expected = []
     for pair in range(dim // 2):
         # within the length before scaling
-        turns = original / (2 * math.pi * theta ** (2 * pair / dim))
+        length = 2 * math.pi * (rope.base or 1.0) ** (2 * pair / dim)
+        turns = LLAMA3["original_max_position_embeddings"] / length
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         expected.append(1 / ((1 - smooth) / most + smooth))
-    matches = len(factors) == len(expected) and all(
-        math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)
-    )
-    if not matches:
-        raise ConfigError(
-            f"model.path={header.file}: {FACTORS}=[{factors[0]:g} .. {factors[-1]:g}]: rotary"
-            f" frequencies divided by other numbers than Llama 3's; {INSTEAD}"
-        )
-    return {"rope_type": "llama3", "factor": most, **LLAMA3}
+    return expected
 
 
-def with_scaling(header: Header, config: Any) -> dict[str, Any]:
-    """A model's rope parameters with the scaling that its file asks for, in layers with full
-    attention.
-
-    Parameters
-    ----------
-    header
-        of the file.
-    config
-        transformers' config of that model.
-
-    Raises
-    ------
-    ConfigError
-        as `scaling_of`, or the model has no rotary positions to scale.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    full = rope.get("full_attention") or rope
-    scaled = (
-        scaling_of(header, full.get("rope_theta") or 1.0, rotary_dim_of(config) if full else 0)
-        or {}
-    )
-    refuse_wrong_rope(
-        {"rope_parameters": scaled}, f"model.path={header.file}: {header.arch}.rope.scaling: "
-    )
-    if scaled and not full:
-        raise ConfigError(
-            f"model.path={header.file}: {header.arch} has no rotary positions to scale; {INSTEAD}"
-        )
-    return (
-        {**rope, "full_attention": {**full, **scaled}}
-        if "full_attention" in rope
-        else {**full, **scaled}
-    )
-
-
-def _refusal(header: Header, key: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(
-        f"model.path={header.file}: {header.arch}.{key}={show(value)}: {why}; {INSTEAD}"
-    )
-
-
-def refuse_dropped(header: Header, config: Any) -> None:
-    """Refuse a file that says what the model which transformers makes of it does not compute.
-
-    Parameters
-    ----------
-    header
-        of the file.
-    config
-        transformers' config of that model, with the file's scaled rotary positions in it.
-
-    Raises
-    ------
-    ConfigError
-        names the first such key and its value.
-    """
-    if header.keys.get("split.count", 1) not in (0, 1):
-        raise ConfigError(
-            f"model.path={header.file}: split.count={header.keys['split.count']}: expected one"
-            " whole file"
-        )
-    model_values = _model_values(config)
-    prefix = f"{header.arch}."
-    _refuse_other_windows(header, config)
-    for name, value in {**_defaults(header, model_values), **header.keys}.items():
-        key = name.removeprefix(prefix)
-        if name.startswith(HARMLESS) or key in (*HARMLESS_OF_MODEL, *SCALING, *BETAS, *WINDOWS):
-            continue
-        has = model_values.get(key, WITHOUT.get(key))
-        if name == key or not _are_equal(value, has):
-            text = "none" if has is None else show(has)
-            raise ConfigError(
-                f"model.path={header.file}: {name}={show(value)}: the model that transformers makes"
-                f" of it has {text}; {INSTEAD}"
-            )
-
-
-def _defaults(header: Header, model_values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the keys mean that a file leaves out, where transformers' classes have defaults of their
-    own.
-    """
-    defaults = {"attention.scale": model_values["attention.key_length"] ** -0.5}
-    if "rope.freq_base" in model_values:
-        defaults["rope.freq_base"] = 10000.0
-    return {f"{header.arch}.{key}": value for key, value in defaults.items()}
-
-
-def _refuse_other_windows(header: Header, config: Any) -> None:
-    """Refuse a file whose layers with a window are others than the model's, or as long as the model
-    has them.
-    """
-    size, pattern = (header.of_model(key) for key in WINDOWS)
-    has = windows(config.to_dict())
-    if type(size) is int and size >= config.max_position_embeddings:
-        size = 0  # no position reaches past it
-    if size is None or size == 0:
-        if has and not size:
-            windowed = f"{len(has)} layers with a window of {max(has.values())}"
-            raise ConfigError(
-                f"model.path={header.file}: {header.arch}.{WINDOWS[0]}: missing, and the model has"
-                f" {windowed}"
-            )
-        return
-    if set(has.values()) != {size}:
-        raise _refusal(
-            header,
-            WINDOWS[0],
-            size,
-            f"the model has {'no window' if not has else max(has.values())}",
-        )
-    layers = range(config.num_hidden_layers)
-    if type(pattern) is int:
-        pattern = (
-            [bool((layer + 1) % pattern) for layer in layers]
-            if pattern > 1
-            else [False for _ in layers]
-        )
-    if isinstance(pattern, list) and [
-        layer for layer in layers if pattern[layer : layer + 1] == [True]
-    ] != sorted(has):
-        raise _refusal(
-            header, WINDOWS[1], pattern, f"the model has windows in the layers {sorted(has)}"
-        )
-
-
-def _model_values(config: Any) -> dict[str, Any]:
+def _model_values(config: Any, card: ModelCard) -> dict[str, Any]:
     """What a model computes with, by a file's keys, as far as its config says."""
     by_key: dict[str, Any] = {}
     for key, names in CONFIG_ATTRIBUTES.items():
         values = (getattr(config, name, None) for name in names)
         if (value := next((value for value in values if value is not None), None)) is not None:
             by_key[key] = value
-    head_dim = head_dim_of(config)
-    by_key |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
+    by_key |= dict.fromkeys(("attention.key_length", "attention.value_length"), card.head_dim)
     scale = getattr(config, "attention_multiplier", None)
-    by_key["attention.scale"] = (
-        scale or (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5
-    )
-    if by_key.get("feed_forward_length") is None:
-        by_key["feed_forward_length"] = 4 * config.hidden_size  # GPT-2
-    rope = getattr(config, "rope_parameters", None) or {}
-    full = rope.get("full_attention") or rope
-    if full:
-        by_key["rope.freq_base"], by_key["rope.dimension_count"] = (
-            full.get("rope_theta"),
-            rotary_dim_of(config),
-        )
-    if (near := rope.get("sliding_attention")) is not None:
-        by_key["rope.freq_base_swa"] = near.get("rope_theta")
+    base = getattr(config, "query_pre_attn_scalar", None) or card.head_dim
+    by_key["attention.scale"] = scale or base**-0.5
+    by_key.setdefault("feed_forward_length", 4 * card.hidden_size)  # GPT-2
+    if (rope := card.rope.get(FULL)) is not None:
+        by_key["rope.freq_base"] = rope.base
+        by_key["rope.dimension_count"] = int(card.head_dim * rope.share)
+    if (near := card.rope.get(SLIDING)) is not None:
+        by_key["rope.freq_base_swa"] = near.base
     return by_key
 
 
-def head_dim_of(config: Any) -> int:
-    """Channels of a head by a transformers config."""
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-
-
-def rotary_dim_of(config: Any) -> int:
-    """Channels of a head that are turned, in layers with full attention."""
-    rope = config.rope_parameters.get("full_attention") or config.rope_parameters
-    return int(head_dim_of(config) * (rope.get("partial_rotary_factor") or 1))
-
-
 def _are_equal(value: Any, model_value: Any) -> bool:
-    """Whether a file's value is the held one."""
+    """Whether a file's value is the model's."""
     if isinstance(value, int | float) and isinstance(model_value, int | float):
         return math.isclose(value, model_value, rel_tol=1e-5)  # of float32
     return bool(value == model_value)
-
-
-def refuse_unread(header: Header, read: Collection[str]) -> None:
-    """Refuse a file with weights that are read into no part of the model.
-
-    Parameters
-    ----------
-    header
-        of the file.
-    read
-        names of the tensors that are read; rotary factors have become rope parameters.
-
-    Raises
-    ------
-    ConfigError
-        names the first.
-    """
-    unread = [name for name in header.tensors if name not in read and name != FACTORS]
-    unread = [name for name in unread if not UNUSED_TENSORS.match(name)]
-    if unread:
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        raise ConfigError(
-            f"model.path={header.file}: {unread[0]}{more}: weights that its model has no place for;"
-            f" {INSTEAD}"
-        )

@@ -1,5 +1,6 @@
-"""Head scores of models, one JSON file each: made by `kvbench calibrate`, found by the weights they
-are of.
+"""Scores of a model's heads, a JSON file each, which `kvbench calibrate` writes.
+
+A model's are those of its weights.
 
 A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each
 layer, tabs between. Those of models that need no hub lie in `kvbench/assets/heads`, a user's under
@@ -38,7 +39,7 @@ class Calibration:
     model
         its name.
     weights
-        which weights, by `hub.weights_of`; None: not known.
+        which weights, by `ModelSource.weights`; None: not known.
     procedure
         how it was measured.
     echo, induction, query_means, query_sizes
@@ -95,28 +96,9 @@ def read(file: Path) -> Calibration:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix == TABLE:
-            table = tuple(
-                tuple(min(1.0, max(0.0, float(x))) for x in line.split())
-                for line in text.splitlines()
-            )
-            loaded = Calibration(file.name, None, {}, table, table)
-        else:
-            saved = json.loads(text)
-            echo, induction = (
-                tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]
-            )
-            means, sizes = (
-                tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
-                for name in NUMBERS[2:]
-            )
-            loaded = Calibration(
-                saved["model"], saved["weights"], saved["procedure"], echo, induction, means, sizes
-            )
-        if (
-            list(map(len, loaded.echo)) != list(map(len, loaded.induction))
-            or len(set(map(len, loaded.echo))) != 1
-        ):
+        loaded = _of_table(file.name, text) if file.suffix == TABLE else _of_json(json.loads(text))
+        heads = [[len(layer) for layer in part] for part in (loaded.echo, loaded.induction)]
+        if heads[0] != heads[1] or len(set(heads[0])) != 1:
             raise ValueError("echo and induction are not a number for each layer and KV head")
         return loaded
     except FileNotFoundError as error:
@@ -128,6 +110,22 @@ def read(file: Path) -> Calibration:
             f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench"
             " calibrate, or a table of numbers (.tsv), a line for each layer"
         ) from error
+
+
+def _of_table(name: str, text: str) -> Calibration:
+    rows = [map(float, line.split()) for line in text.splitlines()]
+    table = tuple(tuple(min(1.0, max(0.0, score)) for score in row) for row in rows)
+    return Calibration(name, None, {}, table, table)
+
+
+def _of_json(saved: Any) -> Calibration:
+    by_head = {name: tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]}
+    by_channel = {
+        name: tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
+        for name in NUMBERS[2:]
+    }
+    facts = {name: saved[name] for name in ("model", "weights", "procedure")}
+    return Calibration(**facts, **by_head, **by_channel)
 
 
 def calibration_of(
@@ -151,7 +149,7 @@ def calibration_of(
     ConfigError
         there is none, or the file is of another model.
     """
-    weights = hub.weights_of(source, seed)
+    weights = source.weights(seed)
     if choice != AUTO:
         loaded = read(Path(choice).expanduser())
         if None not in (weights, loaded.weights) and loaded.weights != weights:
@@ -173,8 +171,9 @@ def calibration_of(
 
 
 def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
-    """What the method of a composed run needs, by its key `heads`; None where it needs nothing, or
-    it is not known yet.
+    """The calibration that the method of a composed run needs by its key `heads`.
+
+    None: it needs none, or the weights are not on this machine yet.
 
     Raises
     ------

@@ -1,5 +1,4 @@
-"""Where a model comes from, found out without torch: random weights, a folder, or the hub with its
-local cache.
+"""Where a model comes from, without torch: random weights, a folder, or the hub and its cache.
 
 `kvbench.cli.checks` refuses with it what cannot be loaded, before anything heavy starts; the
 backends load what it names, so that the two cannot disagree.
@@ -20,9 +19,10 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from kvbench.config import ASSETS, ConfigError, choices, fetched_folder, first_line, shipped
+from kvbench.config import ASSETS, ConfigError, choices, fetched_folder, first_line, shipped, show
+from kvbench.models.card import ModelCard, refuse_impossible
 from kvbench.models.digests import digests_of, fingerprint
-from kvbench.models.folder import holds_weights, refuse_strange_files
+from kvbench.models.folder import holds_weights, refuse_no_weights, refuse_strange_files
 
 ADAPTER = "adapter_config.json"  # what peft writes of an adapter
 REAL_DENSE_LAYERS = (0, 1)  # of a model that kvbench has no file for
@@ -48,6 +48,11 @@ class ModelSource(NamedTuple):
     dense_layers: tuple[int, ...]
 
     @property
+    def label(self) -> str:
+        """What messages call it: by the key that asks for it."""
+        return f"model={self.name}" if self.path is None else f"model.path={self.path}"
+
+    @property
     def gguf(self) -> Path | None:
         """The GGUF file that `path` means; None for all else.
 
@@ -70,14 +75,14 @@ class ModelSource(NamedTuple):
 
     @property
     def folder(self) -> Path | None:
-        """The local folder that `path` means; None for random weights and hub ids.
+        """The local folder that `path` means; None for random weights, GGUF files and hub ids.
 
         Raises
         ------
         ConfigError
-            it can only mean a folder, and that is not there.
+            it can only mean a folder or a file, and that is not there.
         """
-        if self.path is None:
+        if self.path is None or self.gguf is not None:
             return None
         if not self.path.strip():
             raise ConfigError(
@@ -98,6 +103,40 @@ class ModelSource(NamedTuple):
             )
         return None
 
+    def weights(self, seed: int = 0) -> str | None:
+        """What distinguishes the model's weights from others; None: they are not on this machine.
+
+        Parameters
+        ----------
+        seed
+            of random weights.
+        """
+        folder = self._with_weights
+        if folder is None:
+            return self.content(seed)
+        files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        return stated_revision(folder) or fingerprint(files, "weights")
+
+    def content(self, seed: int = 0) -> str | None:
+        """What distinguishes the model from others by its weights, config, tokenizer and template.
+
+        None: as of `weights`.
+        """
+        if self.path is None:
+            return f"{self.name}-dummy-{seed}"
+        if self.gguf is not None:
+            return fingerprint([self.gguf], "gguf")
+        folder = self._with_weights
+        return None if folder is None else revision_of(folder)
+
+    @property
+    def _with_weights(self) -> Path | None:
+        """The folder of the weights on this machine; None for GGUF files and random weights."""
+        if self.path is None or self.gguf is not None:
+            return None
+        folder = self.folder or cached_folder(self.path)
+        return folder if folder is not None and holds_weights(folder) else None
+
 
 def source_of(model: Mapping[str, Any]) -> ModelSource:
     """What a composed `model` group means.
@@ -111,11 +150,8 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
     ConfigError
         trained weights without a path.
     """
-    name, path, shipped_model = (
-        str(model["name"]),
-        model.get("path"),
-        shipped("model", str(model["name"])),
-    )
+    name, path = str(model["name"]), model.get("path")
+    shipped_model = shipped("model", name)
     dense_layers = tuple(model.get("dense_layers") or ())
     ours = shipped_model is not None and (
         shipped_model["path"] is None or "kvbench.assets" in shipped_model["path"]
@@ -132,38 +168,50 @@ def source_of(model: Mapping[str, Any]) -> ModelSource:
 
 
 def named(model: Mapping[str, Any]) -> str:
-    """What a user asked for: the path that was given, or the name of the file in `conf/model` whose
-    path it is.
-    """
+    """What a user asked for: a path, or the name of the file in `conf/model` that has this path."""
     source = source_of(model)
     shipped_model = OmegaConf.create(shipped("model", str(model["name"])) or {})
     return source.name if source.path in (None, shipped_model.get("path")) else str(source.path)
 
 
-def shape_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
-    """The transformers config of a model, as far as it can be known here: nothing of a hub id never
-    loaded before.
+def card_of(model: Mapping[str, Any], source: ModelSource) -> ModelCard:
+    """The card of a model, as far as it can be known before it is loaded.
+
+    Nothing is of a GGUF file, which transformers reads, nor of a hub id never loaded before.
 
     Raises
     ------
     ConfigError
-        the folder has none that can be read.
+        a folder without config or weights that can be read, or a shape that no model can have.
     """
+    config = _config_of(model, source)
+    if source.path is None and "model_type" not in config:
+        raise ConfigError(
+            f"model.config={show(model.get('config'))}: random weights need a transformers config"
+        )
+    if (folder := source.folder) is not None:
+        refuse_no_weights(folder, str(source.path))
+    where = "model.config." if source.path is None else f"{source.label}: config.json: "
+    refuse_impossible(config, where)
+    return ModelCard.of(config, where)
+
+
+def _config_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
+    """The transformers config of a model; {}: not known."""
     if source.path is None:
         return model.get("config") or {}
     if source.gguf is not None:
-        return {}  # in the file, which transformers reads
-    if source.folder is not None:
-        return config_in(source.folder, source.path)
-    if (cached := cached_folder(source.path)) is not None:
-        return config_in(cached, source.path)
+        return {}
+    if (folder := source.folder or cached_folder(source.path)) is not None:
+        return config_in(folder, source.path)
     original = shipped("model", str(model["name"])) or model
     return model.get("config") or {} if original["path"] == source.path else {}
 
 
 def how_to_stretch(random_weights: bool) -> str:
-    """The end of a message about a window that is too short: random weights read any position as
-    well as another.
+    """The end of a message that a context length is too short.
+
+    Random weights read any position as well as another.
     """
     return (
         "; model.config.max_position_embeddings=N stretches that of random weights"
@@ -202,8 +250,7 @@ def config_in(folder: Path, path: str) -> Mapping[str, Any]:
 
 
 def refuse_adapter(path: str) -> NoReturn:
-    """Refuse a model that comes with an adapter: transformers applies it if peft is installed, and
-    else passes over it.
+    """Refuse a model with an adapter, which transformers applies where peft is installed alone.
 
     Raises
     ------
@@ -228,9 +275,7 @@ def state_revision(folder: Path, revision: str) -> None:
 
 
 def stated_revision(folder: Path) -> str | None:
-    """What the folder of a fetched model says it is, if its files are those that were fetched; None
-    for any other.
-    """
+    """What the folder of a fetched model says it is; None where its files are not those fetched."""
     file = folder / STATEMENT
     try:
         statement = json.loads(file.read_text())
@@ -281,8 +326,7 @@ def _files_digest(folder: Path) -> str:
 
 
 def is_as_downloaded(snapshot: Path) -> bool:
-    """Whether the files of a commit in the hub's local cache hold what the hub's library wrote
-    there.
+    """Whether the files of a commit in the hub's cache are as the hub's library wrote them.
 
     It links each to one that is named by a hash: large ones by their sha256, others as git names
     them.
@@ -295,46 +339,6 @@ def is_as_downloaded(snapshot: Path) -> bool:
         for blob in blobs
         if len(blob.name) == 40
     )
-
-
-def weights_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What distinguishes a model's weights from others; None where they are not on this machine
-    yet.
-
-    Parameters
-    ----------
-    source
-        whose weights.
-    seed
-        of random weights.
-    """
-    folder = _with_weights(source)
-    if folder is None:
-        return content_of(source, seed)
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    return stated_revision(folder) or fingerprint(files, "weights")
-
-
-def content_of(source: ModelSource, seed: int = 0) -> str | None:
-    """What distinguishes a model from others, its config, tokenizer and template included; else as
-    `weights_of`.
-    """
-    if source.path is None:
-        return f"{source.name}-dummy-{seed}"
-    if source.gguf is not None:
-        return fingerprint([source.gguf], "gguf")
-    folder = _with_weights(source)
-    return None if folder is None else revision_of(folder)
-
-
-def _with_weights(source: ModelSource) -> Path | None:
-    """The folder that holds a model's weights on this machine; None for GGUF files and random
-    weights.
-    """
-    if source.path is None or source.gguf is not None:
-        return None
-    folder = source.folder or cached_folder(source.path)
-    return folder if folder is not None and holds_weights(folder) else None
 
 
 def cached_folder(hub_id: str) -> Path | None:
@@ -377,9 +381,7 @@ def refuse_out_of_reach(hub_id: str) -> None:
 
 @functools.cache
 def out_of_reach() -> str | None:
-    """Why nothing can be had from the hub, or None: asked once in a process, and answered within
-    about a second.
-    """
+    """Why nothing can be had from the hub, or None; asked once in a process, for about a second."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

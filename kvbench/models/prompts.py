@@ -45,8 +45,9 @@ PROBE = "What is this?"
 
 @contextmanager
 def tokenizing(path: str) -> Iterator[None]:
-    """Turn what the compiled code of a tokenizer raises into one line: `Exception` itself, or that
-    it panics.
+    """Turn what the compiled code of a tokenizer raises into one line.
+
+    It raises `Exception` itself, or panics.
 
     Raises
     ------
@@ -64,24 +65,21 @@ def tokenizing(path: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether compiled Rust code has met what it had not thought of: its error, no `Exception`, has
-    no module.
-    """
+    """Whether an error is a panic of compiled Rust code, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def raw_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text that is to go on: with what the tokenizer puts before it, such as BOS,
-    and nothing after.
+    """Token ids of a text that is to go on.
+
+    What the tokenizer puts before it, such as BOS, is among them; what it puts after it is not.
     """
     ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
     return ids[: len(ids) - appended(tokenizer)]
 
 
 def appended(tokenizer: Tokenizer) -> int:
-    """How many tokens a tokenizer puts after a text, as that of an embedding model does
-    with EOS.
-    """
+    """How many tokens a tokenizer puts after a text, as those of embedding models do with EOS."""
     whole, plain = (
         list(tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"])
         for added in (True, False)
@@ -92,8 +90,7 @@ def appended(tokenizer: Tokenizer) -> int:
 
 
 def chat_text(text: str, tokenizer: Tokenizer) -> str:
-    """What the chat template of a tokenizer makes of a user's message, up to where the answer
-    begins.
+    """A user's message in the chat template of a tokenizer, up to where the answer begins.
 
     Templates of models that see pictures take a message in parts, and drop one that is a text: they
     are given parts.
@@ -118,7 +115,8 @@ def chat_text(text: str, tokenizer: Tokenizer) -> str:
 
 
 def treatment(tokenizer: Tokenizer, chat: bool) -> dict[str, Any]:
-    """What is done to a tokenizer's prompts that with most needs no doing: a part of what a run is,
+    """What is done to a tokenizer's prompts and not to most others': part of a run's identity.
+
     {} for most.
 
     Parameters
@@ -140,9 +138,7 @@ def treatment(tokenizer: Tokenizer, chat: bool) -> dict[str, Any]:
 
 
 def _file(tokenizer: Tokenizer) -> str:
-    """Where in its folder a tokenizer's template stands, for a message; "" where it is no
-    folder.
-    """
+    """Where in its folder a tokenizer's template stands, for a message; "": it is no folder."""
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     return next(
         (f" ({name})" for name in names if Path(tokenizer.name_or_path, name).is_file()), ""
@@ -150,8 +146,9 @@ def _file(tokenizer: Tokenizer) -> str:
 
 
 def _rendered(content: Content, characters: int, tokenizer: Tokenizer) -> Mapping[str, str]:
-    """The "text" of a template, or the "error" in which it ended; "stopped" where its process ended
-    with it.
+    """The "text" of a template, or the "error" in which it ended.
+
+    "stopped": its process ended with it.
     """
     try:
         template = tokenizer.get_chat_template()

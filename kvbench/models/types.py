@@ -1,6 +1,4 @@
-"""What a loaded model and its tokenizer are called, where only their names are needed: in
-annotations.
-"""
+"""Names of a loaded model's and a tokenizer's class, for annotations alone."""
 
 from transformers import PreTrainedModel as Model
 from transformers import PreTrainedTokenizerBase as Tokenizer

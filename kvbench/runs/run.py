@@ -27,7 +27,7 @@ from kvbench.measure.protocol import GREEDY, Protocol
 from kvbench.memory.kinds import NATIVE, kv_in, unfit_for
 from kvbench.method import Method
 from kvbench.models import hub
-from kvbench.models.footprint import Prompts, footprint, free_memory, refuse_too_large
+from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import tokenizing, treatment
 from kvbench.models.types import Tokenizer
@@ -292,7 +292,7 @@ def set_up(
                 refuse_no_room(config, method, prompts)
             loaded = backend_of(config).load(config, prompts, try_out)
         published = config["method"].get("published_dense_layers") or ()
-        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, loaded.layers)
+        dense_layers = protocol.dense_layers_of(loaded.dense_layers, published, loaded.card.layers)
         calibration = calibration_for(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -346,7 +346,7 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
     # The device holds the whole prompt as it came, and codes what is left of it when it is over.
     kv = kv_in(config) if home == "host" else NATIVE
     dtype = models.dtype_of(config["dtype"], device)
-    required = footprint(hub.shape_of(config["model"], source), dtype, prompts, kv)
+    required = Footprint.of(hub.card_of(config["model"], source), dtype, prompts, kv)
     if required is None:
         return
     if tokens and home == "device" and has_budget(config["method"]):
@@ -354,7 +354,7 @@ def refuse_no_room(config: Config, method: Method, prompts: Prompts) -> None:
         # it.
         sure = max(0, tokens - (chunk or tokens))
         required = required._replace(cache=required.cache * sure // tokens)
-    refuse_too_large(required, device, home, source.name, prompts, free_memory(*devices))
+    required.refuse_too_large(device, home, source.name, prompts, free_memory(*devices))
 
 
 class Work(NamedTuple):

@@ -1,6 +1,4 @@
-"""What the layers of a model hand to their attention: found by reading one token, as no config says
-it.
-"""
+"""What is known of a loaded model: its card, and what its layers hand to their attention."""
 
 from __future__ import annotations
 
@@ -14,7 +12,26 @@ from transformers import PreTrainedModel
 from kvbench.backends.hf.hooks import Call, CountingCache, begin_attending, end_attending, mailbox
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
-from kvbench.models.support import windows
+from kvbench.models.card import ModelCard
+
+_cards: weakref.WeakKeyDictionary[PreTrainedModel, ModelCard] = weakref.WeakKeyDictionary()
+
+
+def card_of(model: PreTrainedModel) -> ModelCard:
+    """The card of a loaded model, as it was when it was last made ready."""
+    return _cards.get(model) or new_card(model)
+
+
+def new_card(model: PreTrainedModel) -> ModelCard:
+    """The card of a loaded model by its config as it is now, which holds from here on.
+
+    Raises
+    ------
+    ConfigError
+        rope parameters that no model can have.
+    """
+    _cards[model] = ModelCard.of_config(model.config, f"{type(model).__name__}: ")
+    return _cards[model]
 
 
 class _Reading(CountingCache):
@@ -41,11 +58,11 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     ConfigError
         the model hands its attention what kvbench would compute wrong.
     """
-    config, name = model.config.get_text_config(), type(model).__name__
-    reading = _Reading(config.num_hidden_layers)
+    card, name = card_of(model), type(model).__name__
+    reading = _Reading(card.layers)
     # whose embedding may be zero
-    token = next(token for token in (3, 4) if token != config.pad_token_id)
-    ids = torch.full((1, 1), min(token, config.vocab_size - 1), device=model.device)
+    token = next(token for token in (3, 4) if token != card.padding_id)
+    ids = torch.full((1, 1), min(token, card.vocabulary - 1), device=model.device)
     arguments = {} if position is None else {"position_ids": torch.full_like(ids, position)}
     begin_attending(model)
     try:
@@ -65,9 +82,9 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     finally:
         mailbox.call, mailbox.masking = None, False
         end_attending(model)
-    if reading.calls.keys() != set(range(config.num_hidden_layers)):
+    if reading.calls.keys() != set(range(card.layers)):
         raise ConfigError(
-            f"{name}: of its {config.num_hidden_layers} layers {len(reading.calls)} store and"
+            f"{name}: of its {card.layers} layers {len(reading.calls)} store and"
             " attend keys; kvbench runs models with attention in every layer"
         )
     return reading
@@ -101,9 +118,7 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
 
 
 def _device_of(module: torch.nn.Module, otherwise: torch.device) -> torch.device:
-    """Where a module's weights lie; `otherwise`: it has none that say so, as where they are
-    quantised and packed.
-    """
+    """Where a module's weights lie; `otherwise`: no weight says so, as where they are packed."""
     return next((weight.device for weight in module.parameters()), otherwise)
 
 
@@ -121,7 +136,7 @@ def shape_of(
     ConfigError
         its layers differ in something that a method knows once for all.
     """
-    reading, windowed = reading_of(model), windows(model.config.get_text_config().to_dict())
+    reading, windowed = reading_of(model), card_of(model).windows
     layers = sorted(reading.calls)
     full = [reading.calls[layer] for layer in layers if layer not in windowed]
     sizes = {(*call.key.shape[1::2], call.scaling) for call in full}

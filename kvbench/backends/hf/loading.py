@@ -43,19 +43,27 @@ from transformers.utils.logging import (
 
 from kvbench.backends.hf import spread
 from kvbench.backends.hf.hooks import NAME
+from kvbench.backends.hf.layers import card_of
 from kvbench.backends.hf.model import refuse_custom_attention, use_kvbench_attention
 from kvbench.config import ConfigError, first_line
-from kvbench.models import gguf, hub
+from kvbench.models import hub
+from kvbench.models.card import ModelCard
 from kvbench.models.digests import fingerprint
 from kvbench.models.folder import stop_ids, tensor_types
+from kvbench.models.gguf import read_header
 from kvbench.models.prompts import is_panic, tokenizing
-from kvbench.models.support import refuse_unsupported, window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Byte b is token id b; the three specials follow.
-BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+BOS = "<bos>"
+EOS = "<eos>"
+PAD = "<pad>"
 BYTE_VOCABULARY = 256 + 3
+
+
+# Called with the tokenizer before weights are read; what it raises ends the load.
+TryOut = Callable[[PreTrainedTokenizerBase], object]
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,8 @@ class Loaded:
     revision
         the hub's commit, "folder-<hash>", "gguf-<hash>", what a fetched folder states, or
         "dummy-<seed>".
-    window
-        tokens the positions reach, as `support.window` counts them; None: the model sets no limit.
+    card
+        what its config says.
     stop_ids
         every token id that ends a generation.
     dense_layers
@@ -85,7 +93,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     name: str
     revision: str
-    window: int | None
+    card: ModelCard
     stop_ids: tuple[int, ...]
     dense_layers: tuple[int, ...]
 
@@ -104,18 +112,6 @@ class Loaded:
         """Of its weights."""
         return self.model.dtype
 
-    @property
-    def layers(self) -> int:
-        """How many it has."""
-        count: int = self.model.config.get_text_config().num_hidden_layers
-        return count
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens it knows."""
-        count: int = self.model.config.get_text_config().vocab_size
-        return count
-
 
 class Described(NamedTuple):
     """A pretrained model before its weights are read.
@@ -128,13 +124,14 @@ class Described(NamedTuple):
         with which transformers' classes read it, its commit among them.
     config
         transformers' config of it.
-    tokenizer, revision
+    card, tokenizer, revision
         as of `Loaded`.
     """
 
     where_from: str
     settings: dict[str, Any]
     config: PreTrainedConfig
+    card: ModelCard
     tokenizer: PreTrainedTokenizerBase
     revision: str
 
@@ -144,7 +141,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     seed: int = 0,
-    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+    try_out: TryOut = lambda tokenizer: None,
 ) -> Loaded:
     """The model that the `model` group of a run asks for.
 
@@ -162,7 +159,7 @@ def load(
     seed
         of random weights.
     try_out
-        called with the tokenizer before weights are read; what it raises ends the load.
+        see `TryOut`.
 
     Raises
     ------
@@ -183,19 +180,15 @@ def _load(
     where: torch.device,
     kind: torch.dtype,
     seed: int,
-    try_out: Callable[[PreTrainedTokenizerBase], None],
+    try_out: TryOut,
 ) -> Loaded:
-    if config["weights"] not in ("pretrained", "dummy"):
-        raise ConfigError(f"model.weights={config['weights']}: expected pretrained or dummy")
     source = hub.source_of(config)
     if source.path is None:
         return _random(source, config["config"], where, kind, seed, try_out)
     if source.gguf is not None:
-        model, tokenizer = read_gguf(
-            source.gguf, kind, lambda config: _refuse_unsupported(config, source.name), try_out
-        )
+        model, tokenizer = read_gguf(source.gguf, kind, source.name, try_out)
         return _loaded(model.to(where), tokenizer, source, fingerprint([source.gguf], "gguf"))
-    return _pretrained(source, source.path, where, kind, try_out)
+    return _pretrained(source, where, kind, try_out)
 
 
 def _random(
@@ -204,7 +197,7 @@ def _random(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
-    try_out: Callable[[PreTrainedTokenizerBase], None],
+    try_out: TryOut,
 ) -> Loaded:
     values, name = copy.deepcopy(dict(shape)), source.name
     if values["vocab_size"] < BYTE_VOCABULARY:
@@ -216,43 +209,33 @@ def _random(
     values |= {
         f"{key}_token_id": getattr(tokenizer, f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
-    with _shape_explained(name):
+    refused = f"model.config of {name}: transformers refuses it: "
+    with _explained(lambda error: refused + error[:300]):
         model_config = AutoConfig.for_model(**values)
-    _refuse_unsupported(model_config, name)
+    config_card(model_config, name)
     try_out(tokenizer)
     # from_config builds each weight in its dtype on its device: no float32 copy of a large shape on
     # the host.
-    with _shape_explained(name), _seeded(seed, device), device:
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=NAME
-        )
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
+    with _explained(lambda error: refused + error[:300]), _seeded(seed, device), device:
+        model = AutoModelForCausalLM.from_config(model_config, **arguments)
     return _loaded(model, tokenizer, source, f"dummy-{seed}")
 
 
-def _refuse_unsupported(model_config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model that kvbench would run wrong, by its config and by its class.
+def config_card(model_config: PreTrainedConfig, name: str) -> ModelCard:
+    """The card of a model that kvbench runs.
 
     Raises
     ------
     ConfigError
-        names the model and why.
+        it would run it wrong, by its config or by its class; names the model and why.
     """
-    refuse_unsupported(model_config.to_dict(), name)
+    card = ModelCard.of_config(model_config, f"{name}: ")
+    card.refuse_unsupported(name)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if isinstance(kind, type):
         refuse_custom_attention(kind, name)
-
-
-@contextlib.contextmanager
-def _shape_explained(name: str) -> Iterator[None]:
-    """Turn what transformers raises at a shape into one line; each version raises others."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        reason = first_line(error)[:300]
-        raise ConfigError(f"model.config of {name}: transformers refuses it: {reason}") from error
+    return card
 
 
 @contextlib.contextmanager
@@ -267,19 +250,15 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def describe(
-    source: hub.ModelSource,
-    path: str,
-    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
-) -> Described:
-    """What a folder or the hub says of the model there, `source.path`; for `try_out` see `load`.
+def describe(source: hub.ModelSource, try_out: TryOut = lambda tokenizer: None) -> Described:
+    """What a folder or the hub says of a model there.
 
     Raises
     ------
     ConfigError
         no such folder, hub id not reachable, or an unsupported model.
     """
-    folder = source.folder
+    folder, path = source.folder, str(source.path)
     where_from = path if folder is None else str(folder)
     # else transformers asks, and takes any "y" of stdin's
     settings: dict[str, Any] = {"trust_remote_code": False}
@@ -289,14 +268,15 @@ def describe(
         # half a minute.
         settings["local_files_only"] = hub.out_of_reach() is not None
     else:
-        refuse_unsupported(hub.config_in(folder, path), source.name)
-    with _explained(path):
+        stated = ModelCard.of(hub.config_in(folder, path), f"{source.name}: ")
+        stated.refuse_unsupported(source.name)
+    with _explained(_unreadable(path)):
         model_config = AutoConfig.from_pretrained(where_from, **settings)
         if folder is None and find_adapter_config_file(
             path, local_files_only=settings["local_files_only"]
         ):
             hub.refuse_adapter(path)
-    _refuse_unsupported(model_config, source.name)
+    card = config_card(model_config, source.name)
     where = folder or _snapshot(path)
     if folder is None:
         # the weights are of the commit that the results will name
@@ -306,23 +286,19 @@ def describe(
     )
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log file every step of the bar would be a line
-    with _explained(path), _silent():
+    with _explained(_unreadable(path)), _silent():
         tokenizer = AutoTokenizer.from_pretrained(where_from, **settings)
         _refuse_unfit(tokenizer, path)
     with tokenizing(path):
         try_out(tokenizer)
-    return Described(where_from, settings, model_config, tokenizer, revision)
+    return Described(where_from, settings, model_config, card, tokenizer, revision)
 
 
 def _pretrained(
-    source: hub.ModelSource,
-    path: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    try_out: Callable[[PreTrainedTokenizerBase], None],
+    source: hub.ModelSource, device: torch.device, dtype: torch.dtype, try_out: TryOut
 ) -> Loaded:
-    described = describe(source, path, try_out)
-    with _explained(path):
+    described, path = describe(source, try_out), str(source.path)
+    with _explained(_unreadable(path)):
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             described.where_from,
             config=described.config,
@@ -335,7 +311,7 @@ def _pretrained(
     _refuse_random_weights(loading_info, path)
     _refuse_unread(loading_info, model, path)
     if getattr(described.config, "quantization_config", None) is None:
-        with _explained(path):
+        with _explained(_unreadable(path)):
             _refuse_whole_numbers(source.folder or _snapshot(path), model, path)
     return _loaded(model.to(device), described.tokenizer, source, described.revision)
 
@@ -343,8 +319,7 @@ def _pretrained(
 def _refuse_random_weights(
     loading_info: Mapping[str, Any], path: str, shape: str = "config.json"
 ) -> None:
-    """Refuse weights that are not those of config.json, in whose place transformers goes on with
-    random ones.
+    """Refuse weights that do not fit config.json, where transformers goes on with random ones.
 
     Parameters
     ----------
@@ -368,8 +343,9 @@ def _refuse_random_weights(
 
 
 def _refuse_unread(loading_info: Mapping[str, Any], model: PreTrainedModel, path: str) -> None:
-    """Refuse weights that belong to what config.json has: of layers after its last, or of a part
-    whose others are read.
+    """Refuse weights that are not read though they belong to what config.json has.
+
+    Those of layers after its last, or of a part whose other weights are read.
 
     Weights of other parts, such as a head, or layers for predicting several tokens, are nobody's
     loss.
@@ -394,8 +370,7 @@ def _refuse_unread(loading_info: Mapping[str, Any], model: PreTrainedModel, path
 
 
 def _refuse_whole_numbers(folder: Path, model: PreTrainedModel, path: str) -> None:
-    """Refuse weights that are whole numbers or true and false, which transformers takes as they
-    are, scaled by nothing.
+    """Refuse weights that are whole numbers or booleans, which transformers takes unscaled.
 
     Parameters
     ----------
@@ -433,13 +408,11 @@ def _first(part: str) -> str:
 
 
 def read_gguf(
-    file: Path,
-    dtype: torch.dtype,
-    check: Callable[[PreTrainedConfig], None] = lambda config: None,
-    try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
+    file: Path, dtype: torch.dtype, name: str = "", try_out: TryOut = lambda tokenizer: None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer in a GGUF file, its weights dequantised and its rotary positions
-    scaled as it says.
+    """The model and the tokenizer in a GGUF file.
+
+    Its weights are dequantised, its rotary positions scaled as it says.
 
     Parameters
     ----------
@@ -447,70 +420,72 @@ def read_gguf(
         to read.
     dtype
         of the weights.
-    check, try_out
-        called with config and tokenizer before weights are read; what they raise ends the load.
+    name
+        what messages call the model; "": the file's.
+    try_out
+        see `TryOut`.
 
     Raises
     ------
     ConfigError
         transformers cannot read it, or lacks the packages to; or what it reads is not what the file
-        says.
+        says, or a model that kvbench would run wrong.
     """
     if not sys.stderr.isatty():
         disable_progress_bar()
-    header = gguf.read_header(file)
+    header = read_header(file)
     where_from = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        with _read_once():
-            with _silent(), tokenizing(str(file)):
-                tokenizer = AutoTokenizer.from_pretrained(**where_from)
-                _refuse_unfit(tokenizer, str(file))
-            config = AutoConfig.from_pretrained(**where_from)
-            if rope := gguf.with_scaling(header, config):
-                config.rope_parameters = rope
-            gguf.refuse_dropped(header, config)
-            check(config)
-            with tokenizing(str(file)):
-                try_out(tokenizer)
-            quantised = GgufConfig(gguf_file=file.name, dequantize=True)
-            model, loading_info = AutoModelForCausalLM.from_pretrained(
-                **where_from,
-                config=config,
-                quantization_config=quantised,
-                dtype=dtype,
-                output_loading_info=True,
-            )
-            read = _tensors_read(model, header.arch)
-    except ImportError as error:
-        raise ConfigError(
-            f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'"
-        ) from error
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a damaged file makes of the parser
-        raise ConfigError(
-            f"model.path={file}: cannot be read as GGUF: {first_line(error)}"
-        ) from error
+    unreadable = f"model.path={file}: cannot be read as GGUF: "
+    with _explained(lambda error: unreadable + error), _read_once(file):
+        with _silent(), tokenizing(str(file)):
+            tokenizer = AutoTokenizer.from_pretrained(**where_from)
+            _refuse_unfit(tokenizer, str(file))
+        config = AutoConfig.from_pretrained(**where_from)
+        if rope := header.with_scaling(config):
+            config.rope_parameters = rope
+        header.refuse_dropped(config)
+        config_card(config, name or file.name)
+        with tokenizing(str(file)):
+            try_out(tokenizer)
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            **where_from,
+            config=config,
+            quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+            dtype=dtype,
+            output_loading_info=True,
+        )
+        read = _tensors_read(model, header.arch)
     _refuse_random_weights(loading_info, str(file), "the file's keys")
-    gguf.refuse_unread(header, read)
+    header.refuse_unread(read)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # it is not any more, and could not be saved
     return model, tokenizer
 
 
 @contextlib.contextmanager
-def _read_once() -> Iterator[None]:
-    """While transformers reads a GGUF file, keep what it would work out again: it parses the file's
-    header three times, and lists the names that tensors may have for every module of the model,
-    which takes most of the time.
-    """
-    import gguf as package
+def _read_once(file: Path) -> Iterator[None]:
+    """Have transformers read the header of a GGUF file once.
 
-    originals = {name: getattr(package, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    It parses the header three times, and lists the names that tensors may have for every module of
+    the model, which takes most of the time.
+
+    Raises
+    ------
+    ConfigError
+        it lacks the packages to read one.
+    """
+    originals = {}
     try:
-        for name, function in originals.items():
-            setattr(package, name, functools.cache(function))
+        import gguf as package
+
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            originals[name] = getattr(package, name)
+            setattr(package, name, functools.cache(originals[name]))
         yield
+    except ImportError as error:
+        raise ConfigError(
+            f"model.path={file}: needs gguf and accelerate; pip install 'kvbench[models]'"
+        ) from error
     finally:
         for name, function in originals.items():
             setattr(package, name, function)
@@ -529,11 +504,15 @@ def _tensors_read(model: PreTrainedModel, arch: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Turn what transformers raises while it reads `path` into one line, whatever damaged files
-    make of it.
+def _explained(message: Callable[[str], str]) -> Iterator[None]:
+    """Turn whatever transformers raises into one line, and silence its warnings.
 
-    Its own warnings are left out: what matters of them is refused.
+    What matters of these is refused.
+
+    Parameters
+    ----------
+    message
+        makes the line of the first one of the error.
     """
     verbosity = get_verbosity()
     set_verbosity_error()
@@ -544,16 +523,19 @@ def _explained(path: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if Path(path).expanduser().is_dir():
-            raise ConfigError(
-                f"model.path={path}: not a usable model folder: {first_line(error)}"
-            ) from error
-        raise ConfigError(
-            f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
-            f"({first_line(error).rstrip('.')}); without network, use model.path=FOLDER"
-        ) from error
+        raise ConfigError(message(first_line(error))) from error
     finally:
         set_verbosity(verbosity)
+
+
+def _unreadable(path: str) -> Callable[[str], str]:
+    """The message that a folder or a hub id cannot be read, by the first line of the error."""
+    if Path(path).expanduser().is_dir():
+        return lambda error: f"model.path={path}: not a usable model folder: {error}"
+    return lambda error: (
+        f"model.path={path}: no such folder, and neither the hub nor its local cache gave it "
+        f"({error.rstrip('.')}); without network, use model.path=FOLDER"
+    )
 
 
 @contextlib.contextmanager
@@ -604,7 +586,7 @@ def _loaded(
         tokenizer=tokenizer,
         name=source.name,
         revision=revision,
-        window=window(model.config.to_dict()),
+        card=card_of(model),
         stop_ids=stop_ids_of(model.generation_config, model.config, tokenizer),
         dense_layers=source.dense_layers,
     )
@@ -614,8 +596,9 @@ STOPS_IN = ("generation_config.json", "config.json", "tokenizer_config.json")
 
 
 def stop_ids_of(*sources: Any) -> tuple[int, ...]:
-    """The tokens that end a generation, by the first of generation config, config and tokenizer
-    that names any.
+    """The tokens that end a generation.
+
+    They are those of the first of generation config, config and tokenizer that names any.
     """
     # Chat models list several in their generation config and only one in the other two places.
     for place, source in zip(STOPS_IN, sources, strict=False):
@@ -677,8 +660,9 @@ def dtype_of(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def quick_in_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX): there a prefill takes a third
-    of float32's time.
+    """Whether this CPU multiplies bfloat16 matrices in tiles (AMX).
+
+    There a prefill takes a third of float32's time.
 
     With AVX512_BF16 alone both take the same, and without it bfloat16 takes twice as long or more.
     Arm: not measured.
@@ -687,8 +671,9 @@ def quick_in_bfloat16() -> bool:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that needs no files: byte b is id b, then <bos>, <eos>, <pad>; decoding gives
-    back any text exactly.
+    """A tokenizer that needs no files: byte b is id b, then <bos>, <eos>, <pad>.
+
+    Decoding gives back any text exactly.
 
     <bos> goes before a text unless `add_special_tokens=False`. The specials have no spelling: a
     text that holds "<eos>" is five bytes. Padding is on the left.

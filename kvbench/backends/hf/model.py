@@ -1,6 +1,4 @@
-"""What kvbench asks of a model of transformers: its attention, its shape, an engine for it, the
-text of its tokens.
-"""
+"""A model of transformers made ready for kvbench, and engines for it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.hooks import NAME
-from kvbench.backends.hf.layers import attention_modules, reading_of, shape_of
+from kvbench.backends.hf.layers import (
+    attention_modules,
+    card_of,
+    new_card,
+    reading_of,
+    shape_of,
+)
 from kvbench.backends.hf.replay import template_of
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
@@ -25,7 +29,6 @@ from kvbench.engine.engine import Engine
 from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Shape
 from kvbench.models import heads, hub
-from kvbench.models.support import refuse_unsupported
 
 
 def use_kvbench_attention(model: PreTrainedModel) -> None:
@@ -71,7 +74,7 @@ def make_ready(model: PreTrainedModel) -> None:
     refuse_compiled(model)
     refuse_compiled_layers(model)
     refuse_training(model)
-    refuse_unsupported(model.config.to_dict(), name)
+    new_card(model).refuse_unsupported(name)
     refuse_custom_attention(type(model), name)
     devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(devices) > 1 and (away := sorted(devices & {"cpu", "disk"})):
@@ -125,8 +128,7 @@ def refuse_compiled_layers(model: torch.nn.Module) -> None:
 
 
 def refuse_training(model: torch.nn.Module) -> None:
-    """Refuse a model that trains with gradient checkpointing: transformers takes the cache from its
-    layers.
+    """Refuse gradient checkpointing in training: transformers gives layers no cache then.
 
     Raises
     ------
@@ -195,7 +197,7 @@ class EnginePlan:
             the method needs what this model cannot give, or the model is none that kvbench runs.
         """
         make_ready(model)
-        dense = _layer_indices(dense_layers, model.config.get_text_config().num_hidden_layers)
+        dense = _layer_indices(dense_layers, card_of(model).layers)
         shape, kv = shape_of(model, [1], dense, model.dtype, model.device), settings["kv"]
         more = engine_requirements(model, shape, method, budget, kv, tokenizer) | {
             "head_scores": head_scores_of(model, method)
@@ -214,8 +216,7 @@ class EnginePlan:
         return engine_for(*arguments, offsets=offsets, columns=columns, **self.settings)
 
     def refuse_assisted(self, question: str) -> None:
-        """Refuse assisted decoding where tokens cannot be taken back, or some logits of a turn are
-        missing.
+        """Refuse assisted decoding where tokens cannot be taken back, or logits are missing.
 
         Raises
         ------
@@ -252,8 +253,7 @@ def engine_for(
     kind: type[Engine] = Engine,
     **settings: Any,
 ) -> Engine:
-    """An engine of a kind that runs `method` on prompts of these lengths; `settings` as for
-    `Engine`.
+    """An engine that runs `method` on prompts of these lengths; `settings` as for `Engine`.
 
     Raises
     ------
@@ -276,8 +276,7 @@ def engine_for(
 
 
 def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
-    """The weight [Hq, D, hidden size] of a layer by which its heads' outputs go into the hidden
-    states.
+    """The weight [Hq, D, hidden size] that takes a layer's heads into the hidden states.
 
     Raises
     ------
@@ -337,8 +336,9 @@ def engine_requirements(
 
 
 def vocabulary_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of every token id, spaces as in running text; bytes that are no whole character
-    become U+FFFD.
+    """The text of every token id, spaces as in running text.
+
+    Bytes that are no whole character become U+FFFD.
     """
     if len(_texts.get(tokenizer, ())) != len(tokenizer):
         pieces, words = (

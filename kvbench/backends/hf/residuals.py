@@ -1,6 +1,4 @@
-"""Watches what each layer's attention makes of the hidden states, for methods that ask
-(`Needs.layer_similarity`).
-"""
+"""Shows methods what attention makes of the hidden states (`Needs.layer_similarity`)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from kvbench.method import Needs
 
 @contextmanager
 def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
-    """Meanwhile the cache of a forward pass gets each layer's hidden states before and after
-    attention, if needed.
+    """Show a cache each layer's hidden states before and after attention, if a method needs them.
 
     Raises
     ------
@@ -51,9 +48,7 @@ def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
 
 
 def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:
-    """The part of a decoder layer that reads the hidden states once its attention is
-    added to them.
-    """
+    """The part of a decoder layer that reads the hidden states once attention is added to them."""
     names = ["pre_feedforward_layernorm", "post_attention_layernorm"]
     if hasattr(block, "post_feedforward_layernorm"):  # the norms come after attention and MLP
         names[1] = "mlp"

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf.hooks import CountingCache, CountingLayer, module_function
-from kvbench.backends.hf.layers import attention_modules, read_token
+from kvbench.backends.hf.layers import attention_modules, card_of, read_token
 from kvbench.config import ConfigError
 from kvbench.engine.positions import Angles
+from kvbench.models.card import ModelCard
+from kvbench.models.rope import FULL
 
-FULL = "full_attention"  # as transformers calls these layers
 PLACE = 3  # where a key is turned to, to see whether that is right
 
 
@@ -47,18 +49,16 @@ class RotaryOf:
     def __init__(
         self, model: PreTrainedModel, layers: Iterable[int], instead: str = "positions=original"
     ) -> None:
-        parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-        self._kind: tuple[str, ...] = ()  # of layer, where layers with a window have other angles
-        if FULL in parameters:
-            self._kind, parameters = (FULL,), parameters[FULL] or {}
-        rotary, kind = _modules(model), parameters.get("rope_type", "default")
-        reason = ""
+        rotary, rope = _modules(model), card_of(model).rope.get(FULL)
+        kind, reason = rope.kind if rope else "default", ""
         if _follows_length(kind):
             reason = f"its {kind} RoPE changes with the length"
         elif not rotary:
             reason = "it has layers without rotary positions"
         else:
             self._rotary = rotary[0]
+            # of layer, where layers with a window have other angles
+            self._kind = (FULL,) if isinstance(_rope_type(self._rotary), dict) else ()
             self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]), 1.0)
             self._apply = module_function(attention_modules(model)[0], "apply_rotary_pos_emb")
             reason = self._tried(model, layers)
@@ -69,8 +69,9 @@ class RotaryOf:
             )
 
     def angles(self, by: torch.Tensor) -> Angles:
-        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions; R of D dimensions
-        are turned.
+        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions.
+
+        R of D dimensions are turned.
         """
         flat = by.flatten(0, 1)
         # read for its dtype and device
@@ -91,8 +92,7 @@ class RotaryOf:
 
     @torch.no_grad()
     def _tried(self, model: PreTrainedModel, layers: Iterable[int]) -> str:
-        """Why a key of the first position, turned, is not that of a later one; "" where it is, in
-        all these layers.
+        """Why keys of these layers cannot be turned to a later position; "": they can.
 
         The hidden states of one token do not depend on its position: it attends itself alone.
         """
@@ -114,9 +114,7 @@ class RotaryOf:
         return ""
 
     def _turned(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A key [1, H, 1, D] turned as a whole, and as far as the angles reach; models do either,
-        or neither.
-        """
+        """A key [1, H, 1, D] turned as a whole, and as far as angles reach: models do either."""
         with suppress(RuntimeError, TypeError, ValueError):
             angles = self.angles(torch.full((1, 1, 1), PLACE, device=key.device))
             for self._width in (key.shape[-1], angles[0].shape[-1]):
@@ -153,8 +151,9 @@ class Stretch(NamedTuple):
 
 
 class _Noted(threading.local):
-    """Tokens of each row that the angles of this thread's forward pass are for; None: the pass is
-    none of kvbench's.
+    """Tokens of each row that this thread's forward pass has angles for.
+
+    None: the pass is not kvbench's.
     """
 
     lengths: Sequence[int] | None = None
@@ -164,8 +163,9 @@ _noted = _Noted()
 
 
 def note(lengths: Sequence[int] | None) -> None:
-    """The next forward passes read rows that come to these lengths, see `Stretch`; None:
-    transformers' own way.
+    """Say to what lengths the rows of the next forward passes come, see `Stretch`.
+
+    None: transformers' own angles.
     """
     _noted.lengths = lengths
 
@@ -182,14 +182,16 @@ def angles_of(lengths: Sequence[int]) -> Iterator[None]:
 
 def stretches(model: PreTrainedModel) -> list[Stretch]:
     """Those of a model; [] where positions alone say its angles."""
-    return [stretch for module in _modules(model) for stretch in _stretches(module).values()]
+    card, modules = card_of(model), _modules(model)
+    return [stretch for module in modules for stretch in _stretches(module, card).values()]
 
 
 def watch_length(model: PreTrainedModel) -> None:
     """Have the angles of a model follow what is noted, where they follow the length."""
     for module in _modules(model):
-        if _stretches(module) and not getattr(module, "_kvbench_watches", False):
-            module.register_forward_hook(_angles, with_kwargs=True)
+        by_prefix = _stretches(module, card_of(model))
+        if by_prefix and not getattr(module, "_kvbench_watches", False):
+            module.register_forward_hook(partial(_angles, by_prefix), with_kwargs=True)
             module._kvbench_watches = True
 
 
@@ -211,8 +213,7 @@ def refuse_mixed(model: PreTrainedModel, lengths: Sequence[int]) -> None:
 
 
 def refuse_recomputed(model: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
-    """Refuse prompts that pass, as they go on, where the model's class computes all keys again,
-    with other angles.
+    """Refuse prompts that pass, as they go on, where the model's class computes all keys again.
 
     Raises
     ------
@@ -231,10 +232,8 @@ def refuse_recomputed(model: PreTrainedModel, lengths: Sequence[int], new_tokens
 
 
 def drops_cache(model: PreTrainedModel, read: int) -> bool:
-    """Whether the model's class, in `generate`, lets go of a cache that has read so many tokens, at
-    the next one.
-    """
-    cache = CountingCache(model.config.get_text_config().num_hidden_layers, {})
+    """Whether the model's class, in `generate`, drops a cache that has read so many tokens."""
+    cache = CountingCache(card_of(model).layers, {})
     for layer in cache.layers:
         assert isinstance(layer, CountingLayer)
         layer.counted = read
@@ -258,32 +257,33 @@ def _follows_length(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
-def _stretches(module: Any) -> dict[str, Stretch]:
-    """What of a module follows the length, by the prefix of its buffers: "", or a kind of
-    layer's.
-    """
-    kinds, parameters = (
-        getattr(module, "rope_type", "default"),
-        getattr(module.config, "rope_parameters", None) or {},
-    )
-    by_kind = (
-        {f"{name}_": (kind, parameters[name]) for name, kind in kinds.items()}
-        if isinstance(kinds, dict)
-        else {}
-    )
+def _rope_type(module: Any) -> Any:
+    """The kind of scaling of a module's angles; a mapping where each kind of layer has its own."""
+    return getattr(module, "rope_type", "default")
+
+
+def _stretches(module: Any, card: ModelCard) -> dict[str, Stretch]:
+    """What of a module follows the length, by the prefix of its buffers: "" or a layer kind's."""
+    kinds = _rope_type(module)
+    by_layer = kinds if isinstance(kinds, dict) else {FULL: kinds}
     stretches = {}
-    for prefix, (kind, kind_parameters) in (by_kind or {"": (kinds, parameters)}).items():
+    for layer, kind in by_layer.items():
+        if not _follows_length(kind):
+            continue
+        limit, key = module.original_max_seq_len, "max_position_embeddings"
         if kind == "longrope":
-            key = "original_max_position_embeddings"
-            stretches[prefix] = Stretch(kind, kind_parameters[key], key)
-        elif _follows_length(kind):
-            stretches[prefix] = Stretch(
-                kind, module.original_max_seq_len, "max_position_embeddings"
-            )
+            limit, key = card.rope[layer].original, "original_max_position_embeddings"
+        stretches[f"{layer}_" if by_layer is kinds else ""] = Stretch(kind, limit, key)
     return stretches
 
 
-def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _angles(
+    by_prefix: Mapping[str, Stretch],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
     """cos and sin [B, q, R] of positions [B, q], each row's for its noted length."""
     lengths = _noted.lengths
     if lengths is None:
@@ -295,26 +295,26 @@ def _angles(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
         rows = [(positions, max(lengths))]
     else:
         rows = [(positions[row : row + 1], length) for row, length in enumerate(lengths)]
-    angles = [
-        _for_length(module, row_positions, length, arguments) for row_positions, length in rows
-    ]
+    angles = []
+    for row_positions, length in rows:
+        _renew(module, by_prefix)
+        angles.append(_for_length(module, row_positions, length, arguments))
+    _renew(module, by_prefix)
     return tuple(torch.cat(parts) for parts in zip(*angles, strict=True))
 
 
 def _for_length(
     module: Any, positions: torch.Tensor, length: int, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The module's own, but as it was made, and of positions the last of which is the text's."""
-    _renew(module)
+    """The module's own, of positions the last of which is the text's."""
     last = positions.new_full((len(positions), 1), length - 1)
     out = module.forward(position_ids=torch.cat([positions, last], dim=1), **arguments)
-    _renew(module)
     return tuple(part[:, :-1] for part in out)
 
 
-def _renew(module: Any) -> None:
+def _renew(module: Any, by_prefix: Mapping[str, Stretch]) -> None:
     """Forget the longest text that a module was asked about; only dynamic scaling goes by it."""
-    for prefix, stretch in _stretches(module).items():
+    for prefix, stretch in by_prefix.items():
         if stretch.rope_type != "longrope":
             module.register_buffer(
                 f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False

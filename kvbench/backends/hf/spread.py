@@ -1,5 +1,4 @@
-"""A model on several GPUs, its decoder layers one after the other on each:
-`model.device_map=balanced | auto`.
+"""A model on several GPUs, consecutive layers on each: `model.device_map=balanced | auto`.
 
 A part of the model brings what it is given to where it is; nothing else of transformers knows that
 the model is spread. Keys, values and indexes of a layer lie with the layer (`Shape.device_of`).
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvbench.backends.hf.layers import card_of
 from kvbench.config import ConfigError
 
 
@@ -81,24 +81,19 @@ def places_of(
 
 
 def _entry(device_map: dict[str, Any], name: str) -> Any:
-    """What a map of modules says of one of them: the entry of its name, or of the longest module
-    around it.
-    """
+    """The entry of a module in a map of modules: its own, or that of the nearest one around it."""
     enclosing = (key for key in device_map if not key or f"{name}.".startswith(f"{key}."))
     return device_map[max(enclosing, key=len)]
 
 
 def spread(model: PreTrainedModel, places: Sequence[torch.device]) -> None:
-    """Put each decoder layer of a model on its device, what comes before them with the first, what
-    comes after with the last; but an output layer whose weight is the embedding's, which stays with
-    that.
+    """Put each decoder layer of a model on its device.
+
+    What comes before the layers goes with the first, what comes after with the last; but an output
+    layer whose weight is the embedding's stays with that.
     """
-    layers, embedding, head = (
-        decoder_layers(model),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    )
-    tied = head is not None and head.weight is embedding.weight
+    layers, head = decoder_layers(model), model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
     for part, after in _parts(model, layers):
         if part is layers:
             for layer, place in zip(layers, places, strict=True):
@@ -114,15 +109,16 @@ def devices_under(model: PreTrainedModel) -> int:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of a model, in their order."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = card_of(model).layers
     return next(
         part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count
     )
 
 
 def _parts(module: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, bool]]:
-    """The layers, and the largest parts of a module without them; whether a part has weights and
-    comes after them.
+    """The layers, and the largest parts of a module without them.
+
+    With each: whether it has weights and comes after the layers.
     """
     after = False
     for child in module.children():

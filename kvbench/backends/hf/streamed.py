@@ -1,5 +1,4 @@
-"""A model's layers that read their weights once, at the speed of memory, where a few tokens meet
-them: bfloat16, CPU.
+"""A model's layers in bfloat16 on a CPU, reading their weights at the speed of memory.
 
 A decode step is little else than this reading, and the steps of Python from one tensor to the next;
 so what stands between two weights is computed with them. Beside transformers' own layers, results
@@ -34,8 +33,7 @@ _BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
 
 
 def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels take x [..., inputs] for a weight [..., inputs]: they know addresses
-    alone.
+    """Whether the kernels, which know addresses alone, take x [..., inputs] for a weight.
 
     What they do not take is torch's, to compute or to refuse.
     """
@@ -45,8 +43,7 @@ def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @functools.cache
 def slow_in_bfloat16() -> bool:
-    """Whether torch multiplies matrices in bfloat16 one number after another: on x86 without
-    AVX512.
+    """Whether torch multiplies bfloat16 matrices one number after another: on x86 without AVX512.
 
     A prompt then takes four times as long as in float32. Arm, for which torch has other names, is
     not measured.
@@ -55,8 +52,9 @@ def slow_in_bfloat16() -> bool:
 
 
 def _widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A linear layer of bfloat16 in float32: a copy of all weights would be written to memory, and
-    read from it.
+    """A linear layer of bfloat16 computed in float32, some outputs at a time.
+
+    A copy of all weights would be written to memory and read from it.
     """
     wide, out = x.float(), x.new_empty(*x.shape[:-1], len(weight))
     for first in range(0, len(weight), BLOCK):
@@ -154,25 +152,41 @@ class StreamedAttention(LlamaAttention):
     def _projected(
         self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Queries, keys and values, [B, heads, q, D] each, of x [B, q, inputs]; angles [1 or B, q,
-        D].
+        """Queries, keys and values, [B, heads, q, D] each, of x [B, q, inputs].
+
+        Angles are [1 or B, q, D].
         """
-        (batch, many, inputs), head_dim = x.shape, self.head_dim
-        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        batch, many = x.shape[:2]
+        head_dim = self.head_dim
+        weights = [part.weight for part in (self.q_proj, self.k_proj, self.v_proj)]
         outs = [x.new_empty(batch, many, len(weight) // head_dim, head_dim) for weight in weights]
         turns = [part.expand(batch, -1, -1).contiguous() for part in angles]
-        addresses = (tuple(part.data_ptr() for part in parts) for parts in (weights, turns, outs))
-        heads = outs[0].shape[2], outs[1].shape[2], head_dim
         kernels.rotated(
             torch.get_num_threads(),
             x.data_ptr(),
-            *addresses,
+            *(tuple(part.data_ptr() for part in parts) for parts in (weights, turns, outs)),
             batch * many,
-            inputs,
-            heads,
+            x.shape[2],
+            (outs[0].shape[2], outs[1].shape[2], head_dim),
             _BFLOAT16,
         )
         return [out.transpose(1, 2) for out in outs]
+
+
+STREAMED: dict[type, type] = {
+    nn.Linear: StreamedLinear,
+    LlamaRMSNorm: StreamedNorm,
+    LlamaMLP: StreamedMLP,
+    LlamaAttention: StreamedAttention,
+}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the kernels compute what a module does: without biases between its parts, by SiLU."""
+    parts = [part for part in module.children() if isinstance(part, nn.Linear)]
+    silu = isinstance(getattr(module, "act_fn", None), nn.SiLU | None)
+    contiguous = all(weight.is_contiguous() for weight in module.parameters())
+    return silu and contiguous and all(part.bias is None for part in parts)
 
 
 def stream(model: PreTrainedModel) -> None:
@@ -183,15 +197,9 @@ def stream(model: PreTrainedModel) -> None:
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return
-    config = model.config
-    kinds: dict[type, type] = {nn.Linear: StreamedLinear, LlamaRMSNorm: StreamedNorm}
-    if not getattr(config, "attention_bias", False):
-        kinds[LlamaAttention] = StreamedAttention
-    if not getattr(config, "mlp_bias", False) and getattr(config, "hidden_act", None) == "silu":
-        kinds[LlamaMLP] = StreamedMLP
     for module in model.modules():
-        if type(module) in kinds and all(weight.is_contiguous() for weight in module.parameters()):
-            module.__class__ = kinds[type(module)]
+        if type(module) in STREAMED and _is_plain(module):
+            module.__class__ = STREAMED[type(module)]
     large.move(model.parameters())
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)  # the kernels are compiled now

@@ -1,5 +1,4 @@
-"""A process that renders chat templates, started by `kvbench.models.prompts`: a request a line, an
-answer a line.
+"""A process that renders chat templates for `kvbench.models.prompts`, a line a request and answer.
 
 A template comes with a model's folder and is a program, so it runs here with a bound on time and
 memory, and sees nothing that changes from day to day or from start to start: transformers' clock
@@ -65,9 +64,7 @@ def _in_use() -> int:
 def _answer(
     template: Any, messages: list[Any], today: str, most: int, settings: dict[str, Any]
 ) -> dict[str, str]:
-    """The "text" that a template makes of messages, of at most so many characters; or the "error"
-    that it ends in.
-    """
+    """The "text" that a template makes of messages, or the "error" that it ends in."""
     StandingClock.stands_at = datetime.fromisoformat(today)
     random.seed(0)
     try:

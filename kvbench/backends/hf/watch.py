@@ -1,5 +1,4 @@
-"""Watches a model for the passes that a `KVCache` is handed to; every other pass is as if nobody
-watched.
+"""Watches a model for the passes that a `KVCache` is handed to; others stay as they were.
 
 Attention sees neither token ids nor what `generate` was given: hooks show both to the cache as they
 come to the model, which attends through kvbench from the one hook to the other and no longer.
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.given import check_length
 from kvbench.backends.hf.hooks import CountingCache, begin_attending, end_attending, mailbox
+from kvbench.backends.hf.layers import card_of
 from kvbench.backends.hf.model import refuse_compiled, refuse_compiled_layers, refuse_training
 from kvbench.backends.hf.replay import read_again
 from kvbench.config import ConfigError
@@ -62,8 +62,9 @@ class WatchedCache(CountingCache):
         raise NotImplementedError
 
     def continue_with(self, input_ids: torch.Tensor) -> None:
-        """Look at the whole conversation [B, n], as `generate` begins; it leaves out what
-        was read.
+        """Look at the whole conversation [B, n], as `generate` begins.
+
+        It leaves out what was read.
         """
         raise NotImplementedError
 
@@ -76,9 +77,7 @@ class _Pass(NamedTuple):
 
 
 def watch(model: PreTrainedModel) -> None:
-    """Have a model tell the caches that it is handed of its passes, and of those of its part
-    without the head.
-    """
+    """Have a model, and its part without the head, tell caches of the passes they are in."""
     for part in {model, model.base_model}:
         if not getattr(part, "_kvbench_watches", False):
             part.register_forward_pre_hook(_before, with_kwargs=True)
@@ -158,9 +157,7 @@ def _refuse(model: Any, cache: WatchedCache, arguments: dict[str, Any]) -> None:
 
 
 class _Prepare:
-    """A model's `prepare_inputs_for_generation`; but that `generate`, as it begins, gives a KVCache
-    only what goes on from what was read.
-    """
+    """A model's `prepare_inputs_for_generation` that gives a KVCache what it has not read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._replaced = model, vars(model).get("prepare_inputs_for_generation")
@@ -205,9 +202,8 @@ def _refuse_dropped(model: PreTrainedModel, read: int) -> NoReturn:
     ConfigError
         always.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
-    key = "original_max_position_embeddings"
-    limit, stretched = getattr(config, key, None), rotary.stretches(model)
+    name, key = type(model).__name__, "original_max_position_embeddings"
+    limit, stretched = card_of(model).original_length, rotary.stretches(model)
     why, right = "", "a model whose class keeps the cache that generate is given"
     if limit is not None and limit >= read:
         why = f", to compute all keys again beyond {key}={limit}"

@@ -18,8 +18,8 @@ from kvbench.backends.hf.generate import Generation, Progress, Stops
 from kvbench.backends.vllm.plan import Plan, engine_options, plan_of_run
 from kvbench.config import ConfigError, first_line
 from kvbench.models import hub
-from kvbench.models.footprint import Prompts, footprint
-from kvbench.models.support import text_config, window
+from kvbench.models.card import ModelCard
+from kvbench.models.footprint import Footprint, Prompts
 
 EXTRA = 512  # tokens beside those of `task.lengths`: of a chat template, and what ends a prompt
 BLOCK = 128  # tokens of a block of vLLM's memory, or a multiple of them
@@ -47,24 +47,8 @@ class Served(models.Loaded):
     @property
     def dtype(self) -> torch.dtype:
         """See `Loaded`."""
-        dtype: torch.dtype = self._config.dtype
+        dtype: torch.dtype = self.model.llm_engine.model_config.dtype  # type: ignore[operator, union-attr]
         return dtype
-
-    @property
-    def layers(self) -> int:
-        """See `Loaded`."""
-        count: int = self._config.hf_text_config.num_hidden_layers
-        return count
-
-    @property
-    def vocabulary(self) -> int:
-        """See `Loaded`."""
-        count: int = self._config.hf_text_config.vocab_size
-        return count
-
-    @property
-    def _config(self) -> Any:
-        return self.model.llm_engine.model_config  # type: ignore[operator, union-attr]
 
     def generate(
         self,
@@ -163,20 +147,20 @@ def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float
 
 
 def _memory(
-    shape: Mapping[str, Any], dtype: torch.dtype, prompts: Prompts, plan: Plan
+    card: ModelCard, dtype: torch.dtype, prompts: Prompts, plan: Plan
 ) -> tuple[int | None, dict[str, int]]:
     """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None,
     {}: not known.
     """
-    most = window(shape)
+    most = card.context_length
     if prompts.tokens:
         most = min(prompts.tokens + EXTRA, most or prompts.tokens + EXTRA)
     if not most:
         return None, {}
     tokens = BLOCK * (most // BLOCK + 2)
     if plan.frees:
-        tokens += _extra_tokens(plan, tokens, text_config(shape)["num_hidden_layers"])
-    required = footprint(shape, dtype, Prompts(tokens, prompts.rows))
+        tokens += _extra_tokens(plan, tokens, card.layers)
+    required = Footprint.of(card, dtype, Prompts(tokens, prompts.rows))
     return most, {} if required is None else {
         "max_model_len": most,
         "kv_cache_memory_bytes": required.cache,
@@ -237,7 +221,7 @@ def load(
         "check has let a model through that vLLM cannot run"
     )
     dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
-    described = models.describe(source, source.path, try_out)
+    described = models.describe(source, try_out)
     llm = _start(
         described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"]
     )
@@ -250,7 +234,7 @@ def load(
         tokenizer=described.tokenizer,
         name=source.name,
         revision=described.revision,
-        window=window(described.config.to_dict()),
+        card=described.card,
         stop_ids=models.stop_ids_of(generation, described.config, described.tokenizer),
         dense_layers=source.dense_layers,
     )
@@ -272,7 +256,7 @@ def _start(
         there is no vLLM, or it refuses what it is asked for.
     """
     options = engine_options(plan if plan.frees else Plan("full", None))
-    most, memory = _memory(described.config.to_dict(), dtype, prompts, plan)
+    most, memory = _memory(described.card, dtype, prompts, plan)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM

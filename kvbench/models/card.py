@@ -1,0 +1,355 @@
+"""The card of a model: what its config says of it, read once, and whether kvbench runs it.
+
+`kvbench.models.hub` makes it before anything is loaded, `kvbench.backends.hf.layers` of a loaded
+model; nobody else reads a transformers config. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.config import ConfigError, show
+from kvbench.models.rope import FULL, SLIDING, Rope, context_length, refuse_wrong_rope, ropes
+
+# Keys of a transformers config that only models with other layers than attention have.
+OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
+# Every which layer has full attention, between layers with a window, where a config says no more
+# than the model's type.
+FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+GATED = {"llama", "mistral", "qwen2", "qwen3"}  # whether or not a config says its activation
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+PARAMETERS_OF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+# Sizes in a transformers config that are whole numbers, 1 or more, where they are set.
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+# And of its windows, where it has any; with the least they may be.
+WINDOW_SIZES = {"sliding_window": 1, "max_window_layers": 0}
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a model's config says, as far as it is known; a size of 0 is not known.
+
+    Attributes
+    ----------
+    layer_kinds
+        what each layer is, in transformers' words: `FULL`, `SLIDING` or another; (): not known.
+    sliding_window
+        tokens that the layers with a window attend; 0: there are none.
+    query_heads, kv_heads, head_dim
+        of each layer's attention.
+    hidden_size, vocabulary
+        widths of the hidden states and of the logits.
+    mlp_width
+        widths of the matrices of an MLP, added up: three of a gated one, else two. Of the narrowest
+        MLP, as some layers may be of experts alone.
+    parameters
+        how many there are at least, norms and biases left out.
+    expert_share
+        of a layer's experts that a token has; 1 where there are none.
+    padding_id
+        the token of padding; None: there is none.
+    context_length
+        tokens that the positions reach, see `kvbench.models.rope`; None: no limit is known.
+    original_length
+        `original_max_position_embeddings` of the model itself, where some classes compute all keys
+        again.
+    rope
+        rotary positions by kind of layer, see `kvbench.models.rope.ropes`.
+    refusal
+        why kvbench does not run it; "": it does.
+    """
+
+    layer_kinds: tuple[str, ...]
+    sliding_window: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocabulary: int
+    mlp_width: int
+    parameters: int
+    expert_share: float
+    padding_id: int | None
+    context_length: int | None
+    original_length: int | None
+    rope: Mapping[str, Rope]
+    refusal: str
+
+    @classmethod
+    def of(cls, whole_config: Mapping[str, Any], where: str = "") -> ModelCard:
+        """The card of a transformers config as a mapping, from `config.json` or `to_dict()`.
+
+        Parameters
+        ----------
+        whole_config
+            as far as it is known; {}: nothing is.
+        where
+            what stands before a key in a message.
+
+        Raises
+        ------
+        ConfigError
+            rope parameters that no model can have.
+        """
+        config = _text_config(whole_config)
+        refuse_wrong_rope(config, where)
+        kinds = _layer_kinds(config)
+        return cls(
+            layer_kinds=kinds,
+            sliding_window=_size(config, "sliding_window") if SLIDING in kinds else 0,
+            query_heads=_size(config, "num_attention_heads"),
+            kv_heads=_kv_heads(config),
+            head_dim=_head_dim(config),
+            hidden_size=_size(config, "hidden_size"),
+            vocabulary=_size(config, "vocab_size"),
+            mlp_width=_mlp_width(config),
+            parameters=_parameters(config),
+            expert_share=_expert_share(config),
+            padding_id=config.get("pad_token_id"),
+            context_length=context_length(config),
+            original_length=config.get("original_max_position_embeddings"),
+            rope=ropes(config),
+            refusal=_refusal(whole_config, config, kinds),
+        )
+
+    @classmethod
+    def of_config(cls, config: Any, where: str = "") -> ModelCard:
+        """The card of a config object of transformers.
+
+        Parameters
+        ----------
+        config
+            a `PreTrainedConfig`, which knows sizes by other names than `to_dict()` has.
+        where
+            as of `of`.
+
+        Raises
+        ------
+        ConfigError
+            as `of`.
+        """
+        values = config.to_dict()
+        # of several parts, as an encoder and a decoder, none is the model
+        part = config if values.get("is_encoder_decoder") else config.get_text_config()
+        renamed = {key: getattr(part, key) for key in SIZES if key in part.attribute_map}
+        text = {**_text_config(values), **renamed}
+        return cls.of({**values, "text_config": text}, where)
+
+    @property
+    def layers(self) -> int:
+        """How many there are; 0: not known."""
+        return len(self.layer_kinds)
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Layers that attend the most recent tokens alone: their true indices, and how many."""
+        layers = (layer for layer, kind in enumerate(self.layer_kinds) if kind == SLIDING)
+        return dict.fromkeys(layers, self.sliding_window)
+
+    def entries(self, tokens: int) -> int:
+        """Keys of a KV head that all layers hold of a text."""
+        in_windows = [min(tokens, size - 1) for size in self.windows.values()]
+        return sum(in_windows) + (self.layers - len(in_windows)) * tokens
+
+    def refuse_unsupported(self, name: str) -> None:
+        """Refuse a model that kvbench would compute wrong, or that leaves methods nothing to do.
+
+        Parameters
+        ----------
+        name
+            what the message calls it.
+
+        Raises
+        ------
+        ConfigError
+            names the model and the key that says so.
+        """
+        if self.refusal:
+            raise ConfigError(f"{name}: {self.refusal}")
+
+
+def _text_config(whole_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config that may hold others beside it."""
+    part = whole_config.get("text_config")
+    return part if isinstance(part, Mapping) else whole_config
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    """A size of a config; 0: it has none, or not the same in every layer."""
+    size = config.get(key)
+    return size if type(size) is int else 0
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    heads = _size(config, "num_attention_heads")
+    return _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    return _size(config, "num_key_value_heads") or _size(config, "num_attention_heads")
+
+
+def _mlp_width(config: Mapping[str, Any]) -> int:
+    kind = str(config.get("model_type"))
+    gated = config.get("hidden_act") == "silu" or kind in GATED or kind.startswith("gemma")
+    sizes = [_size(config, key) for key in ("intermediate_size", "moe_intermediate_size")]
+    return (3 if gated else 2) * min(filter(None, sizes), default=0)
+
+
+def _parameters(config: Mapping[str, Any]) -> int:
+    if not all(_size(config, key) for key in PARAMETERS_OF):
+        return 0
+    width, layers, heads, vocabulary = (config[key] for key in PARAMETERS_OF)
+    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the
+    # MLP.
+    layer = 2 * _head_dim(config) * (heads + _kv_heads(config)) + _mlp_width(config)
+    embeddings = 2 if config.get("tie_word_embeddings") is False else 1
+    return int(width * (layers * layer + embeddings * vocabulary))
+
+
+def _expert_share(config: Mapping[str, Any]) -> float:
+    experts = next(filter(None, (_size(config, key) for key in EXPERTS)), 0)
+    per_token = _size(config, "num_experts_per_tok")
+    return min(1.0, per_token / experts) if experts and per_token else 1.0
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What each layer is.
+
+    Windows in all layers that no position of the model reaches past are none.
+    """
+    layers = range(_size(config, "num_hidden_layers"))
+    size = _size(config, "sliding_window") if config.get("use_sliding_window", True) else 0
+    stated = config.get("layer_types")
+    if stated and isinstance(stated, list | tuple):
+        kinds = [*stated, *[FULL] * len(layers)][: len(layers)]
+    elif every := _full_every(config):
+        kinds = [SLIDING if (layer + 1) % every else FULL for layer in layers]
+    else:
+        first = _size(config, "max_window_layers")
+        kinds = [SLIDING if layer >= first else FULL for layer in layers]
+    if SLIDING in kinds and (not size or _is_out_of_reach(config, kinds, size)):
+        kinds = [FULL if kind == SLIDING else kind for kind in kinds]
+    return tuple(kinds)
+
+
+def _is_out_of_reach(config: Mapping[str, Any], kinds: list[str], size: int) -> bool:
+    limit = context_length(config)
+    return set(kinds) == {SLIDING} and limit is not None and size >= limit
+
+
+def _full_every(config: Mapping[str, Any]) -> int | None:
+    every = config.get("sliding_window_pattern")
+    return every if type(every) is int else FULL_EVERY.get(config.get("model_type", ""))
+
+
+def _refusal(
+    whole_config: Mapping[str, Any], config: Mapping[str, Any], kinds: tuple[str, ...]
+) -> str:
+    """Why kvbench does not run a model; "" where it does."""
+    if whole_config.get("is_encoder_decoder"):
+        kind = whole_config.get("model_type", "this architecture")
+        return f"{kind} has an encoder and a decoder; kvbench runs decoder-only models"
+    if (reason := next(_unsupported(config, kinds), None)) is None:
+        return ""
+    return (
+        f"{config.get('model_type', 'this architecture')} has {reason}; kvbench runs models with"
+        " full attention in some layers or in all"
+    )
+
+
+def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[str]:
+    others = sorted(set(config.get("layer_types") or ()) - {FULL, SLIDING})
+    if others:
+        yield f"layers of other kinds (layer_types: {', '.join(others)})"
+    elif set(kinds) == {SLIDING}:
+        yield f"a sliding window in every layer (sliding_window={config['sliding_window']})"
+    if config.get("attn_logit_softcapping") is not None:
+        yield f"soft-capped attention (attn_logit_softcapping={config['attn_logit_softcapping']})"
+    if config.get("attention_chunk_size") is not None:
+        yield f"chunked attention (attention_chunk_size={config['attention_chunk_size']})"
+    if config.get("kv_lora_rank") is not None:
+        yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
+    if config.get("num_kv_shared_layers"):
+        yield (
+            "layers without keys and values of their own"
+            f" (num_kv_shared_layers={config['num_kv_shared_layers']})"
+        )
+    for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
+        if config.get(key) in value:
+            yield f"bidirectional attention ({key}={show(config[key])})"
+    for key, value in config.items():
+        if value is not None and OTHER_LAYERS.match(key):
+            yield f"layers other than attention ({key})"
+
+
+def refuse_impossible(whole_config: Mapping[str, Any], where: str) -> None:
+    """Refuse a shape that no model can have: heads that do not share out, or no size at all.
+
+    Parameters
+    ----------
+    whole_config
+        a transformers config as a mapping, as far as it is known.
+    where
+        what stands before a key in the message, such as "model.config.".
+
+    Raises
+    ------
+    ConfigError
+        names the key, its value and what would be right.
+    """
+    config = _text_config(whole_config)
+    refuse_wrong_rope(config, where)
+    for key in (*SIZES, "max_position_embeddings"):
+        may_be_null = key not in config or key in ("num_key_value_heads", "head_dim")
+        _refuse_less_than(1, config, key, where, may_be_null)
+    for key, least in WINDOW_SIZES.items():
+        _refuse_less_than(least, config, key, where)
+    types = config.get("layer_types")
+    if types is not None and not (
+        isinstance(types, list | tuple) and all(isinstance(kind, str) for kind in types)
+    ):
+        raise ConfigError(
+            f"{where}layer_types={show(types)}: expected a list of words, such as full_attention"
+        )
+    _refuse_uneven(config, where)
+
+
+def _refuse_less_than(
+    least: int, config: Mapping[str, Any], key: str, where: str, may_be_null: bool = True
+) -> None:
+    size = config.get(key)
+    if not (size is None and may_be_null) and (type(size) is not int or size < least):
+        raise ConfigError(f"{where}{key}={show(size)}: expected a whole number, {least} or more")
+
+
+def _refuse_uneven(config: Mapping[str, Any], where: str) -> None:
+    """Heads that do not share out evenly."""
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    kv_heads, head_dim = config.get("num_key_value_heads"), _head_dim(config)
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{where}num_key_value_heads={kv_heads}: query heads share KV heads evenly; expected a"
+            f" divisor of num_attention_heads={heads}"
+        )
+    if config.get("head_dim") is None and width and heads and width % heads:
+        raise ConfigError(
+            f"{where}hidden_size={width}: expected a multiple of num_attention_heads={heads},"
+            " or a head_dim"
+        )
+    if head_dim and head_dim % 2:
+        raise ConfigError(
+            f"{where}head_dim={head_dim}: rotary positions turn pairs; expected an even number"
+        )
