@@ -47,8 +47,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class ForcedOutput:
-    """What a sample is whose output is given to the model, so that methods are compared on the same
-    tokens.
+    """What a sample is whose output is given to the model: all methods see the same tokens.
 
     Attributes
     ----------
@@ -190,8 +189,9 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Scores of one decoded output, each in 0..1; of the sample it uses id, answers, group and
-        meta alone.
+        """Scores of one decoded output, each in 0..1.
+
+        Of the sample it uses id, answers, group and meta alone.
         """
 
     def questions(self, sample: Sample, output: str) -> dict[str, str]:
@@ -224,8 +224,9 @@ def take(samples: Iterable[Sample], limit: int | None) -> Iterator[Sample]:
 
 
 def several(samples: Iterable[Sample], count: int) -> Iterator[Sample]:
-    """Each sample as often as answers to it are asked for, one after the other; a single answer is
-    the sample.
+    """Each sample as often as answers to it are asked for, one after the other.
+
+    A single answer is the sample.
     """
     for sample in samples:
         for answer in range(count):

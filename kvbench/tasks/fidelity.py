@@ -51,7 +51,9 @@ class Fidelity(Task):
         lengths that are none, or a path without texts.
     """
 
-    name, metric, stored = "fidelity", "agreement", True
+    name = "fidelity"
+    metric = "agreement"
+    stored = True
 
     def __init__(
         self, lengths: Sequence[int], steps: int = 64, samples: int = 4, texts: str = PROSE
@@ -61,7 +63,9 @@ class Fidelity(Task):
                 f"task.lengths={show(lengths)}: expected whole numbers, 1 or more, such as"
                 " [2048,4096]"
             )
-        self.lengths, self.steps, self.count = tuple(lengths), steps, samples
+        self.lengths = tuple(lengths)
+        self.steps = steps
+        self.count = samples
         root = ASSETS / PROSE if texts == PROSE else Path(texts).expanduser()
         files = (
             sorted(file for file in root.glob("*") if file.suffix in KINDS)

@@ -30,8 +30,9 @@ ANSWER = re.compile(r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?")
 
 
 class Gpqa(TableTask):
-    """All questions; the order of a question's choices is simple-evals' of the first of its
-    repeats.
+    """All questions.
+
+    The order of a question's choices is simple-evals' of the first of its repeats.
 
     Attributes
     ----------

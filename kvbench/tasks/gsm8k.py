@@ -1,5 +1,4 @@
-"""GSM8K: grade-school word problems, solved step by step after worked examples, in two published
-set-ups.
+"""GSM8K: grade-school word problems after worked examples, in two published set-ups.
 
 `wei8` is lm-eval's `gsm8k_cot`: eight examples of Wei et al. `pqcache` is the script of PQCache,
 which IceCache runs too: ten examples from a file without a licence, so the user names it. Both are
@@ -149,8 +148,10 @@ class Gsm8k(TableTask):
 
 def gold_of(solution: str) -> str:
     """The number after a solution's last "####", or "" where something else is there, too."""
-    _, mark, gold = solution.rpartition("####")
-    return gold.strip() if mark and GOLD.fullmatch(gold.strip()) else ""
+    if "####" not in solution:
+        return ""
+    gold = solution.rpartition("####")[2].strip()
+    return gold if GOLD.fullmatch(gold) else ""
 
 
 def before_any(stops: Iterable[str], text: str) -> str:
@@ -176,8 +177,9 @@ EXTRACTIONS = {"flexible": flexible, "strict": strict}
 
 
 def plain(number: str) -> str:
-    """A number as lm-eval compares it: text without commas, dollar signs and one last full stop, so
-    18.00 is not 18.
+    """A number as lm-eval compares it, as text.
+
+    Commas, dollar signs and one last full stop are left out, so 18.00 is not 18.
     """
     return number.replace(",", "").replace("$", "").removesuffix(".")
 

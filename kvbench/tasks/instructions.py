@@ -1,5 +1,4 @@
-"""Several instructions in one prompt, then a request: which of them a reply keeps, each checked by
-a rule.
+"""Several instructions in one prompt, then a request: which of them a reply keeps, by rules.
 
 The instructions are the context and the request the question, so that a method that compresses
 before the question comes has not seen what they are for. Compressed caches drop some instructions
@@ -36,8 +35,9 @@ MOST = 10  # of any draw so many are compatible: "json" leaves no more
 
 
 class Instructions(Task):
-    """`samples` prompts for each number of instructions; the score is the share of them that the
-    reply keeps.
+    """`samples` prompts for each number of instructions.
+
+    The score is the share of them that the reply keeps.
 
     Attributes
     ----------
@@ -64,14 +64,17 @@ class Instructions(Task):
                 f"task.instructions={show(instructions)}: whole numbers from 1 to {MOST}, such as"
                 " [2,4,8]"
             )
-        self.counts, self.count, self.max_new_tokens = tuple(instructions), samples, max_new_tokens
+        self.counts = tuple(instructions)
+        self.count = samples
+        self.max_new_tokens = max_new_tokens
 
     def __len__(self) -> int:
         return len(self.counts) * self.count
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """A prompt with each number of instructions, then the next; kinds, values, order and
-        request are drawn.
+        """A prompt with each number of instructions, then the next.
+
+        Kinds, values, order and request are drawn.
         """
         for index in range(self.count):
             for count in self.counts:
@@ -80,9 +83,7 @@ class Instructions(Task):
                 )
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The share kept, and 0 or 1 by each instruction's kind and by its place, "place_1" and so
-        on.
-        """
+        """The share kept, and 0 or 1 by each instruction's kind and place, "place_1" and so on."""
         instructions = sample.meta["instructions"]
         scores = {
             instruction["kind"]: float(keeps(output, **instruction)) for instruction in instructions
@@ -114,9 +115,7 @@ class Instructions(Task):
 
 
 def drawn(count: int, rng: random.Random) -> list[dict[str, Any]]:
-    """So many instructions of different kinds that one reply can keep, in their order: kind and
-    values of each.
-    """
+    """Instructions of different kinds that one reply can keep, in order: their kinds, values."""
     chosen: list[dict[str, Any]] = []
     used: set[str] = set()
     for kind in rng.sample(list(INSTRUCTIONS), len(INSTRUCTIONS)):
@@ -133,8 +132,9 @@ def drawn(count: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def keeps(reply: str, kind: str, **values: Any) -> bool:
-    """Whether a reply keeps an instruction of a kind with these values; one that says nothing keeps
-    none.
+    """Whether a reply keeps an instruction of a kind with these values.
+
+    One that says nothing keeps none.
     """
     return bool(reply.strip()) and _RULES[kind](reply.strip(), **values)
 

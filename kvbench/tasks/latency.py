@@ -72,15 +72,21 @@ class Latency(Task):
                 "task.prefill=false: the model computes no keys then; add"
                 " task.keys=synthetic_attention"
             )
-        self.lengths, self.batch, self.repeats = list(lengths), list(batch), repeats
-        self.steps, self.warmup, self.keys, self.prefill = steps, warmup, keys, prefill
+        self.lengths = list(lengths)
+        self.batch = list(batch)
+        self.repeats = repeats
+        self.steps = steps
+        self.warmup = warmup
+        self.keys = keys
+        self.prefill = prefill
 
     def __len__(self) -> int:
         return len(self.lengths) * len(self.batch) * self.repeats
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
-        """Every cell once, then every cell again; rows of a batch differ, and are those of smaller
-        batches too.
+        """Every cell once, then every cell again.
+
+        Rows of a batch differ, and are those of smaller batches too.
         """
         import numpy as np
 

@@ -1,5 +1,4 @@
-"""L-Eval's closed-ended subsets: exams, a science fiction, topics of a conversation and word
-problems (An et al. 2023).
+"""L-Eval's closed-ended subsets: exams, a science fiction, topics, word problems (An et al. 2023).
 
 All questions of a document follow each other and differ in what stands after it alone. Prompts,
 cuts and scores follow OpenLMLab/LEval, `Baselines/llama2-chat-test.py` and
@@ -96,11 +95,9 @@ class LEval(Task):
             raise ValueError(
                 f"task.max_length={max_length}: a number of tokens, 1 or more, or null"
             )
-        self.subsets, self.max_length, self.max_new_tokens = (
-            tuple(subsets),
-            max_length,
-            max_new_tokens,
-        )
+        self.subsets = tuple(subsets)
+        self.max_length = max_length
+        self.max_new_tokens = max_new_tokens
         folder = Path(str(data_dir)).expanduser()
         nested = folder / "Closed-ended-tasks"
         folder = nested if nested.is_dir() else folder
@@ -117,8 +114,9 @@ class LEval(Task):
         return sum(1 if row.error else len(row.data["instructions"]) for row in rows)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """The questions of a document of every subset, then of the next; documents are shuffled by
-        the seed.
+        """The questions of a document of every subset, then of the next.
+
+        Documents are shuffled by the seed.
 
         A bad line is a sample with an error.
 
@@ -132,9 +130,7 @@ class LEval(Task):
         return chain.from_iterable(turns)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The official score, "score", and but for topics one by a strict reading of the reply,
-        "strict".
-        """
+        """The official score, "score", and but for topics one by a strict reading, "strict"."""
         reads, (answer,) = SUBSETS[sample.group].reads, sample.answers
         strict = {"strict": float(_STRICT[reads](output, answer))} if reads in _STRICT else {}
         return {self.metric: _OFFICIAL[reads](output, answer), **strict}
@@ -148,8 +144,9 @@ class LEval(Task):
         ]
 
     def _documents(self, name: str, tokenizer: Tokenizer | None) -> list[list[Sample]]:
-        """The samples of each document; lines with one text, as all of gsm100, are of one
-        document.
+        """The samples of each document.
+
+        Lines with one text, as all of gsm100, are of one document.
         """
         lines: dict[str, list[DataRow]] = {}
         for row in self._rows(name):
@@ -185,8 +182,9 @@ class LEval(Task):
         ]
 
     def _cut(self, document: str, tokenizer: Tokenizer | None) -> str:
-        """A document of at most `max_length` tokens; what is too long is cut to as many words, and
-        then further.
+        """A document of at most `max_length` tokens.
+
+        What is too long is cut to as many words, and then further.
         """
         if self.max_length is None:
             return document
@@ -213,8 +211,9 @@ def _unfit(where: str, data: Mapping[str, Any]) -> str:
 
 
 def letter(reply: str) -> str:
-    """The letter of a choice: the first of A to D in a reply; of one without, A, and of an empty
-    one "None".
+    """The letter of a choice: the first of A to D in a reply.
+
+    Of one without, A, and of an empty one "None".
     """
     if not reply.strip():
         return "None"
@@ -226,8 +225,9 @@ def letter(reply: str) -> str:
 
 
 def letters(reply: str) -> str:
-    """The letters of several choices: those at the start of a reply, or before a space, a full stop
-    or a bracket.
+    """The letters of several choices.
+
+    Those at the start of a reply, or before a space, a full stop or a bracket.
     """
     if not reply.strip() or reply in LETTERS:
         return letter(reply)
@@ -241,8 +241,9 @@ def letters(reply: str) -> str:
 
 
 def judgement(reply: str) -> str:
-    """What the first word with "true" or "false" in it says, "untrue" too; "" of a reply
-    without.
+    """What the first word with "true" or "false" in it says, "untrue" too.
+
+    "" of a reply without.
     """
     for word in reply.lower().partition("[fact:")[0].split():
         if verdict := next((option for option in ("true", "false") if option in word), ""):
@@ -251,8 +252,9 @@ def judgement(reply: str) -> str:
 
 
 def number(text: str) -> str:
-    """The digits before a full stop: of the word after "The answer is", or of the first paragraph's
-    last with any.
+    """The digits before a full stop.
+
+    Of the word after "The answer is", or of the first paragraph's last with any.
     """
     named = re.search(r"The answer is (\S+)", text)
     words = [named[1]] if named else text.partition("\n\n")[0].split(" ")

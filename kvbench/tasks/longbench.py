@@ -1,5 +1,4 @@
-"""LongBench v1, its 16 English subsets: question answering, summaries, few-shot learning, retrieval
-and code.
+"""LongBench v1's English subsets: questions, summaries, few-shot learning, retrieval, code.
 
 Prompts, chat templates, cuts and scores follow THUDM/LongBench, `LongBench/pred.py` and `eval.py`.
 The table's number is the unweighted mean of the subsets' scores. Data is read from the hub's
@@ -68,6 +67,16 @@ class LongBenchSubset:
         """The prompt after the context."""
         return self.prompt.partition("{context}")[2].format(input=entry)
 
+    def metric_functions(self, meta: Mapping[str, Any]) -> dict[str, Callable[[str, str], float]]:
+        """Its metrics by name: one, but for code, which has one for each ratio."""
+        metric: Callable[..., float] = getattr(metrics, self.metric)
+        if self.metric == "code_sim":
+            ratios = get_args(metrics.Ratio)
+            return {f"code_sim_{ratio}": functools.partial(metric, ratio=ratio) for ratio in ratios}
+        if self.classifies:
+            metric = functools.partial(metric, classes=meta["classes"])
+        return {self.metric: metric}
+
     def before(self) -> str:
         """The prompt before the context."""
         return self.prompt.partition("{context}")[0]
@@ -130,7 +139,9 @@ class LongBench(Task):
             raise ValueError(
                 f"task.code_sim={code_sim}: one of {', '.join(get_args(metrics.Ratio))}"
             )
-        self.subsets, self.max_length, self.code_sim = tuple(subsets), max_length, code_sim
+        self.subsets = tuple(subsets)
+        self.max_length = max_length
+        self.code_sim = code_sim
         self.data_dir = None if data_dir is None else Path(str(data_dir)).expanduser()
         self.sources = tuple(dict.fromkeys(map(self._source, self.subsets)))
         used = {SUBSETS[name].metric for name in self.subsets}
@@ -141,8 +152,9 @@ class LongBench(Task):
         return sum(len(self._rows(name)) for name in self.subsets)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever
-        the others are.
+        """One sample of every subset, then the next.
+
+        In each subset shuffled by the seed, whatever the others are.
 
         A bad line is a sample with an error. An empty context is none: the official script asks all
         the same.
@@ -155,8 +167,9 @@ class LongBench(Task):
         return in_turn(self.name, seed, {name: self._samples(name) for name in self.subsets})
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The best score over the answers, as "score" and under its metric's name; of code, by both
-        ratios.
+        """The best score over the answers, as "score" and under its metric's name.
+
+        Of code, by both ratios.
         """
         subset = SUBSETS[sample.group]
         # A matter of scoring alone: ended at a newline, a reply that begins with one would be
@@ -164,7 +177,7 @@ class LongBench(Task):
         text = output.lstrip("\n").split("\n")[0] if subset.first_line else output
         best = {
             name: max((metric(text, answer) for answer in sample.answers), default=0.0)
-            for name, metric in _metrics(subset, sample.meta).items()
+            for name, metric in subset.metric_functions(sample.meta).items()
         }
         main = f"code_sim_{self.code_sim}" if subset.metric == "code_sim" else subset.metric
         return {self.metric: best[main], **best}
@@ -221,23 +234,6 @@ class LongBench(Task):
             truncate=True,
             max_length=self.max_length,
         )
-
-
-def _metrics(
-    subset: LongBenchSubset, meta: Mapping[str, Any]
-) -> dict[str, Callable[[str, str], float]]:
-    """The metrics of a subset by name: one, but for code, which has one for each ratio."""
-    metric: Callable[..., float] = getattr(metrics, subset.metric)
-    if subset.metric == "code_sim":
-        return {
-            f"code_sim_{ratio}": functools.partial(metric, ratio=ratio)
-            for ratio in get_args(metrics.Ratio)
-        }
-    return {
-        subset.metric: functools.partial(metric, classes=meta["classes"])
-        if subset.classifies
-        else metric
-    }
 
 
 @contextmanager

@@ -64,9 +64,7 @@ class LongBenchV2(TableTask):
         self.max_length = max_length
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Right or wrong, once more by the names of the question's difficulty and of the text's
-        length.
-        """
+        """Right or wrong, once more by the question's difficulty and the text's length."""
         right = float(answer_in(output) == sample.answers[0])
         return {"accuracy": right, **{sample.meta[kind]: right for kind in KINDS}}
 
@@ -113,8 +111,9 @@ class LongBenchV2(TableTask):
 
 
 def _filled(text: str, data: dict[str, str]) -> str:
-    """The text with a question's parts in it; as officially one after the other, so that a part may
-    hold a place.
+    """The text with a question's parts in it.
+
+    As officially one after the other, so that a part may hold a place.
     """
     for place, field in PLACES.items():
         text = text.replace(place, data[field].strip())

@@ -42,9 +42,7 @@ BEGINS, ENDS = re.compile(r"Answer_\d+:"), re.compile(r"answer is (\d+)")
 
 
 def answers_in(output: str) -> list[str]:
-    """The numbers of an output's answers, read once through: after each "Answer_1:" the first after
-    "answer is".
-    """
+    """The numbers of an output's answers: after each "Answer_1:" the first after "answer is"."""
     answers, place = [], 0
     while (start := BEGINS.search(output, place)) and (end := ENDS.search(output, start.end())):
         answers.append(end[1])
@@ -100,8 +98,9 @@ class LongGenBench(TableTask):
         return {"completion": sum(1 <= part <= number for part in there) / number}
 
     def questions(self, sample: Sample, output: str) -> dict[str, str]:
-        """What a judge is asked, by the check's kind and its part's number; "" where the output has
-        no such part.
+        """What a judge is asked, by the check's kind and its part's number.
+
+        "" where the output has no such part.
         """
         there, ask = parts(sample.meta, output), _STRINGS["blocks"]["judge"]
         return {
@@ -156,8 +155,9 @@ def parts(meta: Mapping[str, Any], output: str) -> dict[int, str]:
 
 
 class ManyProblems(TableTask):
-    """Problems of GSM8K, many in one prompt, as SCOPE runs them; the share of those with the right
-    number.
+    """Problems of GSM8K, many in one prompt, as SCOPE runs them.
+
+    The share of those with the right number.
 
     Attributes
     ----------
@@ -212,12 +212,12 @@ class ManyProblems(TableTask):
         """A prompt with all its problems."""
         golds = [GOLD.search(str(answer)) for answer in row.data["answers"]]
         strings, prompt = _STRINGS["gsm8k"], row.data["prompt"]
-        _, mark, problems = prompt.rpartition(ASKING)
+        asked = prompt.rfind(ASKING)
         return Sample(
             id=id,
             prompt=strings[self.variant].format(task=strings["task"]) + prompt,
             # "": none with a number, and never right
             answers=tuple(gold[1] if gold else "" for gold in golds),
             max_new_tokens=self.max_new_tokens,
-            question=mark + problems if mark else "",
+            question=prompt[asked:] if asked >= 0 else "",
         )

@@ -50,8 +50,9 @@ AIME = {
 
 
 class BoxedAnswers(TableTask):
-    """Problems of one or several files, a file a group; right if math-verify finds the answer
-    equal.
+    """Problems of one or several files, a file a group.
+
+    Right if math-verify finds the answer equal.
 
     Attributes
     ----------
@@ -135,9 +136,7 @@ class Math500(BoxedAnswers):
 
 
 class Aime(BoxedAnswers):
-    """The American Invitational Mathematics Examination, I and II: thirty problems a year, whole
-    numbers to 999.
-    """
+    """The American Invitational Mathematics Examination: thirty problems a year, answers to 999."""
 
     def __init__(
         self,
@@ -174,9 +173,7 @@ class Aime(BoxedAnswers):
 
 
 def equal(gold: str, output: str) -> bool:
-    """Whether math-verify finds the answer in an output, which it reads as a whole, equal to the
-    gold one.
-    """
+    """Whether math-verify finds the gold answer in an output, which it reads as a whole."""
     from math_verify import parse, verify
 
     expected, answer = (

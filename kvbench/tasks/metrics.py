@@ -1,5 +1,4 @@
-"""LongBench's metrics: one decoded output against one accepted answer, 0..1, as the official
-`metrics.py` scores them.
+"""LongBench's metrics: one output against one answer, 0..1, as the official `metrics.py` has them.
 
 They equal the official script with the packages rouge 1.0.1 and fuzzywuzzy, with or without
 Levenshtein, and need none of them: they come down to a longest common subsequence or to difflib.
@@ -24,8 +23,9 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def qa_f1(prediction: str, answer: str) -> float:
-    """F1 of the words, each counted as often as it occurs; case, ASCII punctuation and articles are
-    left out.
+    """F1 of the words, each counted as often as it occurs.
+
+    Case, ASCII punctuation and articles are left out.
     """
     predicted, expected = _plain_words(prediction), _plain_words(answer)
     common = (Counter(predicted) & Counter(expected)).total()
@@ -36,8 +36,9 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L of whole summaries: distinct words on the sentences' common subsequences, over
-    distinct words.
+    """ROUGE-L of whole summaries.
+
+    Distinct words on the sentences' common subsequences, over distinct words.
 
     Equals `["rouge-l"]["f"]` of the package rouge 1.0.1, which also ends every sentence at a full
     stop and knows no other. There two sentences of together about a thousand words exceed Python's
@@ -58,8 +59,9 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def classification(prediction: str, answer: str, classes: Iterable[str]) -> float:
-    """1 where the answer is the one class that the prediction names; classes named beside it share
-    the credit.
+    """1 where the answer is the one class that the prediction names.
+
+    Classes named beside it share the credit.
     """
     named = [name for name in classes if name in prediction]
     # The list shrinks under the loop, as it does officially: the class after a removed one is
@@ -136,11 +138,13 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_words(first: Sequence[str], second: Sequence[str]) -> set[str]:
-    """Words on one longest common subsequence: of several, the one found from the ends, `second`
-    given up first.
+    """Words on one longest common subsequence.
+
+    Of several, the one that is found from the ends, where `second` is given up first.
     """
     rows = _rows(first, second)
-    i, j, words = len(first), len(second), set()
+    words = set()
+    i, j = len(first), len(second)
     while i and j:
         if first[i - 1] == second[j - 1]:
             words.add(first[i - 1])
@@ -153,8 +157,9 @@ def _common_words(first: Sequence[str], second: Sequence[str]) -> set[str]:
 
 
 def _rows(first: Sequence[Symbol], second: Sequence[Symbol]) -> list[int]:
-    """The table of longest common subsequences, a row for each prefix of `first`, a bit for each
-    prefix of `second`.
+    """The table of longest common subsequences.
+
+    A row for each prefix of `first`, a bit for each prefix of `second`.
 
     Bit j is 0 where second[j] makes the subsequence longer (Hyyrö 2004): zeros up to j are the
     length at j. A row is one number, so that a long text takes as many steps as it has words, and

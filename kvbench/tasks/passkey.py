@@ -82,8 +82,12 @@ class Passkey(Task):
             raise ValueError(f"task.keys={keys}, task.positions={positions}: both at least 1")
         if variant not in get_args(Variant):
             raise ValueError(f"task.variant={variant!r}: one of {', '.join(get_args(Variant))}")
-        self.lengths, self.unit, self.keys, self.positions = tuple(lengths), unit, keys, positions
-        self.variant, self.frame = variant, prompt if variant == "quest" else prompt_of_arkvale
+        self.lengths = tuple(lengths)
+        self.unit = unit
+        self.keys = keys
+        self.positions = positions
+        self.variant = variant
+        self.frame = prompt if variant == "quest" else prompt_of_arkvale
 
     def __len__(self) -> int:
         return len(self.lengths) * self.positions * self.keys
@@ -106,8 +110,9 @@ class Passkey(Task):
                     yield sample if self.variant == "quest" else _as_arkvale(sample, tokenizer)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """1 if the first number in the output is the key, as Quest counts it; ArkVale's wants its
-        ids at the end.
+        """1 if the first number in the output is the key, as Quest counts it.
+
+        ArkVale's wants its ids at the end.
         """
         if self.variant == "arkvale":
             key, ids = sample.meta["key_ids"], sample.meta["output_ids"]
@@ -118,8 +123,9 @@ class Passkey(Task):
         }
 
     def _fitting(self, length: int, tokenizer: Tokenizer) -> Callable[[Fraction, int], str]:
-        """How to write a prompt of `length` around a key at a depth; what can be worked out once
-        per length is.
+        """How to write a prompt of `length` around a key at a depth.
+
+        What can be worked out once per length is.
         """
         if self.unit == "words":
             return functools.partial(_prompt_of_words, self.frame, length)
@@ -167,9 +173,7 @@ def prompt_of_arkvale(prefix: str, key: int, suffix: str) -> str:
 
 
 def _as_arkvale(sample: Sample, tokenizer: Tokenizer) -> Sample:
-    """A sample with ArkVale's output: a token, such as a space, and the key's, by whose ids it is
-    scored.
-    """
+    """A sample with ArkVale's output, scored by ids: a token, such as a space, and the key's."""
     ids = list(tokenizer(sample.answers[0], add_special_tokens=False)["input_ids"])
     return replace(
         sample, max_new_tokens=len(ids) + 1, meta={**sample.meta, "key_ids": ids}, keep_ids=True
@@ -185,8 +189,9 @@ def _prompt_of_characters(frame: Frame, length: int, depth: Fraction, key: int) 
 
 
 def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> str:
-    """Whole words of filler; a newline separates words as a space does, and without one two are
-    one.
+    """Whole words of filler.
+
+    A newline separates words as a space does, and without one two are one.
     """
     minimum = len(frame("", key, "").split())
     if length < minimum:
@@ -201,8 +206,9 @@ def _prompt_of_words(frame: Frame, length: int, depth: Fraction, key: int) -> st
 def _prompt_of_tokens(
     frame: Frame, length: int, count: Callable[[str], int], size: int, depth: Fraction, key: int
 ) -> str:
-    """`size` characters of filler fit at depth 0; another cut or key may tip over, and then gives
-    up a few more.
+    """`size` characters of filler fit at depth 0.
+
+    Another cut or key may tip over, and then gives up a few more.
     """
     text = _prompt_of_size(frame, size, depth, key)
     while (over := count(text) - length) > 0:
@@ -214,9 +220,7 @@ def _prompt_of_tokens(
 
 
 def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> int:
-    """Most characters of filler for which the prompt, key at depth 0, has at most
-    `length` tokens.
-    """
+    """Most characters of filler for a prompt, key at depth 0, of at most `length` tokens."""
 
     def tokens(size: int) -> int:
         return count(_prompt_of_size(frame, size, Fraction(0), LARGEST_KEY))
@@ -232,8 +236,9 @@ def _filler_within(frame: Frame, length: int, count: Callable[[str], int]) -> in
 
 
 def _largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest n >= 0 with fits(n), where fits(0) holds: gallop away from a good guess, then
-    bisect.
+    """The largest n >= 0 with fits(n), where fits(0) holds.
+
+    Gallops away from a good guess, then bisects.
     """
     step = 4
     if fits(guess):
@@ -253,8 +258,9 @@ def _largest(fits: Callable[[int], bool], guess: int) -> int:
 
 
 def _prompt_of_size(frame: Frame, size: int, depth: Fraction, key: int) -> str:
-    """The prompt with `size` characters of filler, `depth` of them before the key; the rest starts
-    the filler anew.
+    """The prompt with `size` characters of filler, `depth` of them before the key.
+
+    The rest starts the filler anew.
     """
     before = int(size * depth)
     filler = " ".join([FILLER] * (size // (len(FILLER) + 1) + 1))
@@ -262,8 +268,9 @@ def _prompt_of_size(frame: Frame, size: int, depth: Fraction, key: int) -> str:
 
 
 def _spread(count: int) -> list[int]:
-    """0 .. count-1 in the order of the van der Corput sequence 0, 1/2, 1/4, 3/4, ...: every prefix
-    is spread out.
+    """0 .. count-1 in the order of the van der Corput sequence 0, 1/2, 1/4, 3/4, ...
+
+    Every prefix of it is spread out.
     """
     bits = (count - 1).bit_length()
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))

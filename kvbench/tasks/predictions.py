@@ -1,5 +1,6 @@
-"""Predictions that other projects stored, in the files of LongBench's and RULER's own scripts,
-scored as ours are.
+"""Predictions that other projects stored, scored as ours are.
+
+They are in the files of LongBench's and RULER's own scripts.
 
 A folder has a file a subset, `<subset>.jsonl`, one line a sample: LongBench's `pred`, `answers`,
 `all_classes` and perhaps `length`, RULER's `pred` and `outputs`. `kvbench score --predictions`
@@ -82,9 +83,7 @@ class Predictions:
     others: list[str]
 
     def means(self) -> dict[str, float]:
-        """Plain means over subsets, 0-100: of their scores, and with a second metric where a subset
-        has it.
-        """
+        """Plain means over subsets, 0-100: of scores, and of a second metric where one has it."""
         second = {name for subset in self.subsets for name in subset.metrics[1:]}
         return {"score": self._mean("score"), **{name: self._mean(name) for name in sorted(second)}}
 
@@ -120,6 +119,56 @@ class Benchmark:
     answers: str
     task: Callable[[str], Task]
     in_parts: bool = False
+
+    def scored(self, name: str, paths: Iterable[Path]) -> ScoredSubset:
+        """The predictions of a subset's files, scored.
+
+        Raises
+        ------
+        ConfigError
+            a file that cannot be read or a line that is none; names file and line.
+        """
+        rows = list(chain.from_iterable(self._rows(name, path) for path in paths))
+        # The last line's classes serve for all, as officially.
+        meta = {"classes": rows[-1].data.get("all_classes")}
+        task = self.task(name)
+        scores = []
+        for row in rows:
+            answers = tuple(row.data[self.answers])
+            sample = Sample(str(row.line), "", answers, 0, group=name, meta=meta)
+            scores.append(task.score(sample, row.data["pred"]))
+        # RULER's length is of another kind.
+        lengths = [
+            length
+            for row in rows
+            if type(length := row.data.get("length")) is int and name in longbench.SUBSETS
+        ]
+        empty = sum(not row.data["pred"].strip() for row in rows)
+        return ScoredSubset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
+
+    def _rows(self, name: str, path: Path) -> list[DataRow]:
+        """The lines of a file, each as its benchmark writes it."""
+        subset = longbench.SUBSETS.get(name)
+        fields: dict[str, type] = {"pred": str, self.answers: list}
+        if subset and subset.classifies:
+            fields["all_classes"] = list
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ConfigError(f"{path}: no file; expected one of predictions, a line each")
+        try:
+            with path.open("rb") as lines:
+                rows = list(read_jsonl(str(path), lines, fields))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({first_line(error)})") from error
+        if not rows:
+            raise ConfigError(f"{path}: empty")
+        for row in rows:
+            if (
+                reason := longbench.unfit(str(path), row, subset)
+                if subset
+                else _unfit(str(path), row)
+            ):
+                raise ConfigError(reason)
+        return rows
 
 
 BENCHMARKS = {
@@ -163,7 +212,7 @@ def read(kind: str, folder: Path) -> Predictions:
     if not there:
         close = nearest(others[0], benchmark.names)
         raise ConfigError(f"{folder}: {others[0]}.jsonl is none of {benchmark.title}; {close}")
-    subsets = [_subset(benchmark, name, files[name]) for name in there]
+    subsets = [benchmark.scored(name, files[name]) for name in there]
     missing = [name for name in benchmark.names if name not in files]
     return Predictions(benchmark, folder, subsets, missing, others)
 
@@ -180,47 +229,6 @@ def _files(folder: Path, in_parts: bool) -> dict[str, list[Path]]:
                 " count"
             )
     return files
-
-
-def _subset(benchmark: Benchmark, name: str, paths: Iterable[Path]) -> ScoredSubset:
-    rows = list(chain.from_iterable(_rows(benchmark, name, path) for path in paths))
-    # The last line's classes serve for all, as officially.
-    meta = {"classes": rows[-1].data.get("all_classes")}
-    task, scores = benchmark.task(name), []
-    for row in rows:
-        sample = Sample(
-            str(row.line), "", tuple(row.data[benchmark.answers]), 0, group=name, meta=meta
-        )
-        scores.append(task.score(sample, row.data["pred"]))
-    # RULER's length is of another kind.
-    lengths = [
-        length
-        for row in rows
-        if type(length := row.data.get("length")) is int and name in longbench.SUBSETS
-    ]
-    empty = sum(not row.data["pred"].strip() for row in rows)
-    return ScoredSubset(name, scores, lengths if len(lengths) == len(rows) else [], empty)
-
-
-def _rows(benchmark: Benchmark, name: str, path: Path) -> list[DataRow]:
-    """The lines of a file, each as its benchmark writes it."""
-    subset = longbench.SUBSETS.get(name)
-    fields: dict[str, type] = {"pred": str, benchmark.answers: list}
-    if subset and subset.classifies:
-        fields["all_classes"] = list
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ConfigError(f"{path}: no file; expected one of predictions, a line each")
-    try:
-        with path.open("rb") as lines:
-            rows = list(read_jsonl(str(path), lines, fields))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({first_line(error)})") from error
-    if not rows:
-        raise ConfigError(f"{path}: empty")
-    for row in rows:
-        if reason := longbench.unfit(str(path), row, subset) if subset else _unfit(str(path), row):
-            raise ConfigError(reason)
-    return rows
 
 
 def _unfit(label: str, row: DataRow) -> str:

@@ -46,8 +46,9 @@ class TableTask(Task):
         """The sample of a good row."""
 
     def group_of(self, file: str, data: Mapping[str, Any]) -> str:
-        """The group that a row counts towards, bad or not, or "" if what it holds does not say: its
-        file's.
+        """The group that a row counts towards, bad or not.
+
+        "" if what it holds does not say: its file's.
         """
         return file
 
@@ -119,8 +120,9 @@ def check_subsets(subsets: Sequence[str], valid_names: Collection[str]) -> None:
 
 
 def in_turn(task: str, seed: int, subsets: Mapping[str, list[Element]]) -> Iterator[Element]:
-    """One sample, or one list of them, of every subset, then the next; in each subset shuffled by
-    the seed alone.
+    """One sample, or one list of them, of every subset, then the next.
+
+    In each subset shuffled by the seed alone.
     """
     for name, elements in subsets.items():
         random.Random(f"{task}/{seed}/{name}").shuffle(elements)

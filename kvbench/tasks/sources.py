@@ -250,8 +250,9 @@ class DataRow(NamedTuple):
 def rows_of(
     source: LocalFile | HubFile, fields: Mapping[str, type | tuple[type, ...]]
 ) -> list[DataRow]:
-    """The rows of a table, one or more: of a JSONL file, a JSON list, a parquet or a CSV file, by
-    its name's end.
+    """The rows of a table, one or more.
+
+    A JSONL file, a JSON list, a parquet or a CSV file, by its name's end.
 
     Parameters
     ----------
@@ -283,9 +284,7 @@ def rows_of(
 
 @functools.cache  # once for all arms of a sweep
 def say_rows(label: str, count: int, published: int | None) -> None:
-    """Say how many rows a file has, but where they are as many as were published: part of a file
-    may be missing.
-    """
+    """Say how many rows a file has, unless as many as were published: part of it may be missing."""
     if count != published:
         suffix = "" if published is None else f"; {published:,} were published"
         print(f"{label}: {count:,} rows{suffix}", file=sys.stderr)
@@ -395,8 +394,9 @@ def _parsed(
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON can spell halves of characters, which no
-    tokenizer takes.
+    """Whether a text can be written.
+
+    JSON can spell halves of characters, which no tokenizer takes.
     """
     try:
         text.encode()

@@ -1,5 +1,4 @@
-"""StrucText-Eval (MikeGu721/StrucText-Eval, Gu et al. 2024): questions about structured texts,
-which rules have made.
+"""StrucText-Eval (Gu et al. 2024): questions about structured texts, which rules have made.
 
 CSV, JSON, LaTeX, Markdown, Org, trees, XML and YAML: what stands somewhere, which path leads there,
 how deep a tree is. Prompts are those that the repository's own script writes, scores those of its
@@ -22,8 +21,9 @@ LEAST = 0.75  # a lower ROUGE-L counts as 0
 
 
 class StrucText(TableTask):
-    """The questions with so many worked examples, with or without the rule to follow; a language is
-    a group.
+    """The questions with so many worked examples, with or without the rule to follow.
+
+    A language is a group.
 
     Attributes
     ----------

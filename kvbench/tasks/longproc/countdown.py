@@ -49,13 +49,14 @@ def demonstration(numbers: Sequence[int], target: int) -> str:
     steps = _explored(list(numbers), target, 1, log)
     if steps is None:
         raise ValueError(f"{target} cannot be reached from {list(numbers)}")
-    first, second, third = steps
-    return str(STRINGS["whole"].format(log="\n".join(log), first=first, second=second, third=third))
+    solution = {"first": steps[0], "second": steps[1], "third": steps[2]}
+    return str(STRINGS["whole"].format(log="\n".join(log), **solution))
 
 
 def _explored(numbers: list[int], target: int, depth: int, log: list[str]) -> list[str] | None:
-    """The steps from these numbers to the target, or None; `log` gets what is tried, from this
-    depth on.
+    """The steps from these numbers to the target, or None.
+
+    `log` gets what is tried, from this depth on.
     """
     for first, second in combinations(range(len(numbers)), 2):
         a, b = numbers[first], numbers[second]

@@ -1,5 +1,4 @@
-"""Programs that a model wrote, compiled by g++ and run on test cases, for LongProc's
-pseudo_to_code.
+"""Programs that a model wrote, compiled by g++ and run, for LongProc's pseudo_to_code.
 
 Nothing of it runs unless `task.execute=true` allows it. A program runs in a folder of its own that
 is deleted, without environment, in a session of its own that ends with it, and with limits on
@@ -90,8 +89,9 @@ def _prints(home: Path, input_lines: Sequence[str], expected: Sequence[str]) -> 
 
 
 def _run(command: str, home: Path, stdin: bytes, environment: dict[str, str]) -> int | None:
-    """Run a command there with its output in the file "printed"; its exit code, or None if it was
-    ended by the clock.
+    """Run a command there with its output in the file "printed".
+
+    Its exit code, or None if it was ended by the clock.
 
     A program that another signal than that of a time limit ended has what it printed until then, as
     officially.

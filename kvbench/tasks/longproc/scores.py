@@ -82,9 +82,7 @@ def path_traversal(output: str, reference: str) -> dict[str, float]:
 
 
 def tom_tracking(output: str, reference: str) -> dict[str, float]:
-    """Whether each line of the trace says the same, and the share of those before the first that
-    does not.
-    """
+    """Whether each line of the trace says the same, and the share of those before an error."""
     trace, right = beliefs(output), beliefs(reference)
     if trace == right:
         return _accuracy(1.0, 1.0)

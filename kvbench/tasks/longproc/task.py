@@ -1,8 +1,7 @@
-"""LongProc (princeton-pli/LongProc, Ye et al. 2025): outputs of 500 to 8,000 tokens that follow a
-procedure.
+"""LongProc (Ye et al. 2025): outputs of 500 to 8,000 tokens that follow a procedure.
 
-Data and prompts are read from the repository's own folder `data`; all is asked in a chat and scored
-by rules. Not here: its travel planning.
+Data and prompts are read from the folder `data` of the repository princeton-pli/LongProc; all is
+asked in a chat and scored by rules. Not here: its travel planning.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -75,9 +74,26 @@ SCORES: dict[str, Callable[[str, str], dict[str, float]]] = {
 }
 
 
+class Problem(NamedTuple):
+    """A row as its prompt, its reference and its score need it.
+
+    Attributes
+    ----------
+    slots
+        what the prompt's places are filled with.
+    meta
+        what scoring needs besides the reference.
+    """
+
+    slots: dict[str, Any]
+    reference: str
+    meta: dict[str, Any]
+
+
 class LongProc(Task):
-    """All samples of some subsets, a group each; the score is the F1 of html_to_tsv, and accuracy
-    else.
+    """All samples of some subsets, a group each.
+
+    The score is the F1 of html_to_tsv, and accuracy else.
 
     Attributes
     ----------
@@ -127,7 +143,9 @@ class LongProc(Task):
             raise ValueError(
                 "task.data_dir=null: needs the folder data of the repository princeton-pli/LongProc"
             )
-        self.subsets, self.max_new_tokens, self.execute = tuple(subsets), max_new_tokens, execute
+        self.subsets = tuple(subsets)
+        self.max_new_tokens = max_new_tokens
+        self.execute = execute
         self.data_dir = Path(str(data_dir)).expanduser()
         files = {name: self._file(name) for name in self.subsets}
         prompts = {kind_of(name): self._prompts(kind_of(name)) for name in self.subsets}
@@ -137,8 +155,9 @@ class LongProc(Task):
         return sum(len(self._rows(name)) for name in self.subsets)
 
     def samples(self, tokenizer: Tokenizer | None, seed: int) -> Iterator[Sample]:
-        """One sample of every subset, then the next; in each subset shuffled by the seed, whatever
-        the others are.
+        """One sample of every subset, then the next.
+
+        In each subset shuffled by the seed, whatever the others are.
 
         Raises
         ------
@@ -206,27 +225,27 @@ class LongProc(Task):
         id, kind = f"{name}-{row.line - 1}", kind_of(name)
         new_tokens = self.max_new_tokens or NEW_TOKENS[name.rpartition("_")[2]]
         try:
-            parts, reference, meta = ({}, "", {}) if row.error else self._filled(kind, row.data)
-            prompt = "" if row.error else template.format(**parts)
-            question = (
-                ""
-                if row.error
-                else template.partition(CONTEXT.get(kind, template))[2].format(**parts)
-            )
+            if row.error:
+                return Sample(id, "", (), new_tokens, group=name, error=row.error)
+            problem = self._problem(kind, row.data)
+            prompt = template.format(**problem.slots)
+            after = template.partition(CONTEXT.get(kind, template))[2].format(**problem.slots)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            row = row._replace(
-                error=f"{name}.json, line {row.line}: {type(error).__name__}: {error}"
-            )
-        if row.error:
-            return Sample(id, "", (), new_tokens, group=name, error=row.error)
+            reason = f"{name}.json, line {row.line}: {type(error).__name__}: {error}"
+            return Sample(id, "", (), new_tokens, group=name, error=reason)
         return Sample(
-            id, prompt, (reference,), new_tokens, question, group=name, meta=meta, chat=True
+            id,
+            prompt,
+            (problem.reference,),
+            new_tokens,
+            after,
+            group=name,
+            meta=problem.meta,
+            chat=True,
         )
 
-    def _filled(
-        self, kind: str, data: dict[str, Any]
-    ) -> tuple[dict[str, Any], str, dict[str, Any]]:
-        """What a prompt's places are filled with, the reference, and what scoring needs besides."""
+    def _problem(self, kind: str, data: dict[str, Any]) -> Problem:
+        """What a row asks, checked."""
         if kind == "html_to_tsv":
             page = self.data_dir / kind / data["html_path"]
             if not page.resolve().is_relative_to(self.data_dir.resolve()):
@@ -235,7 +254,7 @@ class LongProc(Task):
                 )
             if not scores.rows_in(data["gt"]):
                 raise ValueError("field gt: no row below a header")
-            return {**data, "html_str": page.read_text(encoding="utf-8")}, data["gt"], {}
+            return Problem({**data, "html_str": page.read_text(encoding="utf-8")}, data["gt"], {})
         if kind == "pseudo_to_code":
             cases = data["testcases"][: cpp.MOST_CASES]
             if not cases or not all(map(cpp.is_case, cases)):
@@ -243,27 +262,21 @@ class LongProc(Task):
                     "field testcases: expected one or more, each the lines of an input and of its"
                     " output"
                 )
-            return (
-                {"pseudocode": "\n".join(data["pseudocode_lines"])},
-                "\n".join(data["code_lines"]),
-                {"testcases": cases},
-            )
+            pseudocode = {"pseudocode": "\n".join(data["pseudocode_lines"])}
+            return Problem(pseudocode, "\n".join(data["code_lines"]), {"testcases": cases})
         if kind == "path_traversal":
             start, end = data["question_repr"]
             if not data["answer_nl"].strip():
                 raise ValueError("field answer_nl: blank")
-            return (
-                {"city_context": data["context_nl"], "src_city": start, "dst_city": end},
-                data["answer_nl"],
-                {},
-            )
+            route = {"city_context": data["context_nl"], "src_city": start, "dst_city": end}
+            return Problem(route, data["answer_nl"], {})
         if kind == "tom_tracking":
             if not scores.beliefs(data["solution"]):
                 raise ValueError("field solution: no line that begins with a hyphen")
-            return data, data["solution"], {}
-        problem = {"nums": data["nums"], "target": data["target"]}
-        parts = {"demonstration": countdown.examples(), **problem}
-        return parts, countdown.demonstration(data["nums"], data["target"]), problem
+            return Problem(data, data["solution"], {})
+        numbers = {"nums": data["nums"], "target": data["target"]}
+        slots = {"demonstration": countdown.examples(), **numbers}
+        return Problem(slots, countdown.demonstration(data["nums"], data["target"]), numbers)
 
 
 def kind_of(subset: str) -> str:

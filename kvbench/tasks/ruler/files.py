@@ -1,5 +1,4 @@
-"""RULER's samples as files: made by its own scripts for one tokenizer and length, or the set on the
-hub.
+"""RULER's samples as files: of its own scripts, for a tokenizer and length, or of the hub.
 
 A file ends every prompt in the answer prefix, or has it in a field of its own; the set, made by
 NVIDIA/kvpress, has it and the question in columns. A file's `index` is not read: for needles RULER
@@ -115,8 +114,9 @@ def _lines(file: LocalFile, subset: str, length: int) -> Iterator[Stored]:
 
 
 def _mismatch(data: Mapping[str, Any], subset: str, length: int | None) -> str:
-    """Why a line is of another file than is asked for, or ""; `length` where no folder's name says
-    it.
+    """Why a line is of another file than is asked for, or "".
+
+    `length` where no folder's name says it.
     """
     if length is not None and not length // 2 < data["length"] <= length:
         return (
@@ -137,8 +137,9 @@ def _mismatch(data: Mapping[str, Any], subset: str, length: int | None) -> str:
 
 
 def _unfit(prefix: Any, outputs: Sequence[Any]) -> str:
-    """What is wrong with the fields of a line that need not be there, or hold anything; "" if
-    nothing.
+    """What is wrong with the fields of a line that need not be there, or hold anything.
+
+    "" if nothing.
     """
     if not isinstance(prefix, str):
         return f"field answer_prefix: expected str, not {type(prefix).__name__}"

@@ -81,8 +81,9 @@ class Fit:
                 return draft.write(size), size
 
     def _tight(self, draft: Draft) -> tuple[Written, int] | None:
-        """From the first sample's size by the tokens that are left or too many; None if nothing is
-        found to fit.
+        """From the first sample's size by the tokens that are left or too many.
+
+        None if nothing is found to fit.
         """
         best: tuple[Written, int] | None = None
         free_tokens = 0
@@ -95,7 +96,9 @@ class Fit:
             room = length - self._tokens(written)
             letters = len(written.text) / (length - room)
             if room >= 0:
-                best, low, free_tokens = (written, size), size, room
+                best = (written, size)
+                low = size
+                free_tokens = room
                 if room <= length // NEAR_ENOUGH:
                     break
             else:
@@ -109,9 +112,7 @@ class Fit:
 
     @functools.cached_property
     def _first(self) -> tuple[int, float]:
-        """The largest size that fits the first sample, and its tokens for each word, line or
-        document.
-        """
+        """The largest size that fits the first sample, and its tokens for each unit."""
         draft = self.writer.draft(self.cell, 0)
 
         def tokens(size: int) -> int:
@@ -134,8 +135,7 @@ class Fit:
 
 
 def _largest(tokens: Callable[[int], int], length: int, least: int) -> tuple[int, float]:
-    """The largest size of at most `length` tokens, but `least` at least, and the tokens that one
-    more takes.
+    """The largest size of at most `length` tokens, at least `least`, and the tokens of one more.
 
     By interpolation between a size that fits and one that does not, as tokens grow nearly evenly
     with the size; every third time by half, in case they do not.

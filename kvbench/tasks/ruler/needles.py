@@ -10,7 +10,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvbench.tasks.ruler.texts import GENERATED, Essay, sentences
 from kvbench.tasks.ruler.writers import (
@@ -36,10 +36,19 @@ NEW_TOKENS: int = _NIAH["new_tokens"]
 DEPTHS = tuple(round(100 * point / 39) for point in range(40))
 
 
+class Asking(NamedTuple):
+    """RULER's strings around a text: the frame has `{context}` where it stands."""
+
+    frame: str
+    question: str
+    answer_prefix: str
+
+
 @dataclass(frozen=True)
 class Needles(Writer):
-    """How one task of the niah family hides and asks; field names follow RULER's `type_*` and
-    `num_needle_*`.
+    """How one task of the niah family hides and asks.
+
+    Field names follow RULER's `type_*` and `num_needle_*`.
 
     Attributes
     ----------
@@ -94,8 +103,9 @@ class Needles(Writer):
         return Draft(functools.partial(writer.write, cell.stream(index), cell.seed))
 
     def write(self, cell: str, seed: int, size: int) -> Written:
-        """The prompt of `cell` around `size` words (essay) or lines; its needles do not change with
-        the size.
+        """The prompt of `cell` around `size` words (essay) or lines.
+
+        Its needles do not change with the size.
         """
         rng = random.Random(f"ruler/{cell}")
         keys = draw(self.key, self.hidden, rng)
@@ -127,14 +137,13 @@ class Needles(Writer):
 
         def ask(queries: Sequence[int]) -> Written:
             answers = tuple(value for key in queries for value in values[key])
-            frame, question, prefix = self._asking([keys[key] for key in queries])
-            depths = {"depths": [depth_of[answer] for answer in answers]}
+            asking = self._asking([keys[key] for key in queries])
             return Written(
-                frame.format(context=context) + question,
-                question,
-                prefix,
+                asking.frame.format(context=context) + asking.question,
+                asking.question,
+                asking.answer_prefix,
                 answers,
-                {**depths, **meta},
+                {"depths": [depth_of[answer] for answer in answers], **meta},
             )
 
         return Written.all(
@@ -146,15 +155,14 @@ class Needles(Writer):
         return str(_NIAH["needle"]).format(type=self.value, key=key, value=value)
 
     def asking(self, queries: Sequence[str]) -> tuple[str, str]:
-        """The text around `{context}`, and the question with the answer prefix, in the right
-        number.
-        """
-        frame, question, prefix = self._asking(queries)
-        return frame, question + prefix
+        """The text around `{context}`, and question with answer prefix, in the right number."""
+        asking = self._asking(queries)
+        return asking.frame, asking.question + asking.answer_prefix
 
     def _lines(self, cell: str, size: int, keys: Sequence[str], values: Sequence[str]) -> list[str]:
-        """`size` lines of haystack; those that look like needles have keys and values of
-        their own.
+        """`size` lines of haystack.
+
+        Those that look like needles have keys and values of their own.
         """
         if self.haystack == "noise":
             return [_NIAH["noise"]] * size
@@ -164,16 +172,14 @@ class Needles(Writer):
         )
         return [self.needle(key, value) for key, value in others]
 
-    def _asking(self, queries: Sequence[str]) -> tuple[str, str, str]:
-        """The text around `{context}`, the question and the answer prefix.
+    def _asking(self, queries: Sequence[str]) -> Asking:
+        """The strings for these keys.
 
         The number is set in RULER's own strings, before any other text is near: neither a haystack
         nor a chat template has its "are" replaced.
         """
-        texts, kind = (
-            [_NIAH[key] for key in ("template", "question", "answer_prefix")],
-            str(self.value),
-        )
+        texts = [_NIAH[key] for key in ("template", "question", "answer_prefix")]
+        kind = str(self.value)
         if self.queries * self.values == 1:
             kind = kind.removesuffix("s")
             for many, singular in _NIAH["singular"]:
@@ -181,10 +187,7 @@ class Needles(Writer):
         query = (
             queries[0] if len(queries) == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
         )
-        frame, question, prefix = (
-            text.format(type=kind, query=query, context="{context}") for text in texts
-        )
-        return frame, question, prefix
+        return Asking(*(text.format(type=kind, query=query, context="{context}") for text in texts))
 
 
 # -- keys and values -------------------------------------------------------------------------------
@@ -226,8 +229,9 @@ _DRAWS: dict[Kind, tuple[Callable[[random.Random], str], int]] = {
 
 
 def _cached_essay(essay: Essay) -> Essay:
-    """An essay whose words stay for the next size, as making them takes as long as counting their
-    tokens.
+    """An essay whose words stay for the next size.
+
+    Making them takes as long as counting their tokens.
     """
     words: list[str] = []
 
@@ -242,8 +246,9 @@ def _cached_essay(essay: Essay) -> Essay:
 def _in_sentences(
     words: Sequence[str], needles: Sequence[str], rng: random.Random
 ) -> tuple[str, list[float]]:
-    """Needles between the sentences of an essay, at distinct ones of `DEPTHS`; the text, and each
-    needle's depth.
+    """Needles between the sentences of an essay, at distinct ones of `DEPTHS`.
+
+    The text, and each needle's depth.
     """
     essay_sentences = sentences(" ".join(words))
     depths = sorted(rng.sample(DEPTHS, len(needles)))
@@ -263,8 +268,9 @@ def _in_sentences(
 def _in_lines(
     lines: list[str], needles: Sequence[str], rng: random.Random
 ) -> tuple[str, list[float]]:
-    """Needles before distinct random lines, the first needle lowest; the text, and each needle's
-    depth in percent.
+    """Needles before distinct random lines, the first needle lowest.
+
+    The text, and each needle's depth in percent.
     """
     indices = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
     depths = [round(100 * index / len(lines), 2) for index in indices]

@@ -1,5 +1,4 @@
-"""Generated prose: varied English sentences from a small grammar, for haystacks where no corpus is
-at hand.
+"""Generated prose: varied English sentences from a small grammar, for haystacks.
 
 The same seed gives the same text on every machine. Sentences are grammatical and keep to a
 paragraph's people, places and things, but make no story; none occurs twice in a text, and none

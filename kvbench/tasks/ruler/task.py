@@ -1,5 +1,4 @@
-"""RULER: needles, variables, words and documents in a long text, after NVIDIA/RULER's own
-generators.
+"""RULER: needles, variables, words and documents in a long text, after NVIDIA's generators.
 
 Thirteen subsets, generated for any length and tokenizer, or read from files that RULER made. A
 generated sample is a function of the seed and of its own cell. Chat models get RULER's answer
@@ -73,8 +72,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Ruler(Task):
-    """`samples` contexts for each subset and length, with `questions` prompts each, one after the
-    other.
+    """`samples` contexts for each subset and length, with `questions` prompts each in a row.
 
     Attributes
     ----------
@@ -144,17 +142,14 @@ class Ruler(Task):
             raise ValueError(f"task.max_new_tokens={max_new_tokens}: at least 1, or null")
         if fit not in get_args(Rule):
             raise ValueError(f"task.fit={fit}: one of {', '.join(get_args(Rule))}")
-        self.subsets, self.lengths, self.count, self.fit = (
-            tuple(subsets),
-            tuple(lengths),
-            samples,
-            fit,
-        )
-        self.max_new_tokens, self.per_context = max_new_tokens, questions
-        self.data_dir, self.stored = (
-            None if data_dir is None else str(data_dir),
-            data_dir is not None,
-        )
+        self.subsets = tuple(subsets)
+        self.lengths = tuple(lengths)
+        self.count = samples
+        self.fit = fit
+        self.max_new_tokens = max_new_tokens
+        self.per_context = questions
+        self.data_dir = None if data_dir is None else str(data_dir)
+        self.stored = data_dir is not None
         choices = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa, "words": words}
         self.files = {
             key: LocalFile(Path(str(value)).expanduser(), f"task.{key}")
@@ -193,8 +188,9 @@ class Ruler(Task):
         return {name: self._writer(name) for name in self.subsets}
 
     def samples(self, tokenizer: Tokenizer, seed: int) -> Iterator[Sample]:
-        """The samples of a context of every subset and length, then of the next; each prefix is a
-        fair smaller run.
+        """The samples of a context of every subset and length, then of the next.
+
+        Each prefix is a fair smaller run.
 
         Raises
         ------
@@ -210,8 +206,9 @@ class Ruler(Task):
         yield from samples
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """The share of the answers that the output contains, in either case; of a question's,
-        whether there is any.
+        """The share of the answers that the output contains, in either case.
+
+        Of a question's, whether there is any.
         """
         text = cleaned(output).lower()
         matches = [answer.lower() in text for answer in sample.answers]
@@ -405,7 +402,8 @@ def counter(tokenizer: Tokenizer) -> Counter:
 
 
 def cleaned(output: str) -> str:
-    """RULER's post-processing of an output: stripped, control characters turned into newlines,
-    stripped again.
+    """RULER's post-processing of an output.
+
+    Stripped, control characters turned into newlines, stripped again.
     """
     return _CONTROL.sub("\n", output.strip()).strip()

@@ -1,5 +1,4 @@
-"""Texts that RULER's prompts are made of: essays, and documents with questions about them;
-generated, or from files.
+"""Texts that RULER's prompts are made of: essays, and documents with questions about them.
 
 Generated texts need no download and are other ones for each sample. Files are SQuAD's and
 HotpotQA's own JSON, read as RULER reads them, and any text for essays.
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import yaml
 
@@ -36,8 +35,9 @@ _DATA: dict[str, Any] = yaml.safe_load(
 
 
 def essays(file: LocalFile | None) -> tuple[str, Essay]:
-    """What results call them, and the essays: generated prose, or a text file from its start,
-    repeated where short.
+    """What results call them, and the essays.
+
+    Generated prose, or a text file from its start, repeated where short.
 
     Raises
     ------
@@ -75,9 +75,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _first_words(words: list[str], cell: str, count: int) -> list[str]:
-    """The first `count` words of a corpus, the same for every cell, and over again where it is
-    short.
-    """
+    """The first `count` words of a corpus, the same for every cell; again where it is short."""
     return (words * (count // len(words) + 1))[:count]
 
 
@@ -136,8 +134,9 @@ class Corpus(Protocol):
     def ask(
         self, stream: str, first: int, count: int
     ) -> tuple[list[DocumentQuestion], Iterator[str]]:
-        """So many questions from the first on, and the documents of all; `stream` names the random
-        numbers.
+        """So many questions from the first on, and the documents of all.
+
+        `stream` names the random numbers.
 
         The documents are without end, those needed first, then the nearest; those of a file come
         again.
@@ -186,9 +185,7 @@ class Published:
     def ask(
         self, stream: str, first: int, count: int
     ) -> tuple[list[DocumentQuestion], Iterator[str]]:
-        """The needed documents, then the near ones and after them all others in random order, then
-        all again.
-        """
+        """The needed documents, the near ones, all others in random order, then all again."""
         questions, rng = self.questions[first : first + count], random.Random(f"ruler/{stream}")
         supporting = list(
             dict.fromkeys(place for question in questions for place in question.supporting)
@@ -310,8 +307,9 @@ def _published(
 
 
 def _shuffled(count: int, rng: random.Random) -> Iterator[int]:
-    """0 .. count-1 in random order, at the cost of those that are taken: HotpotQA has 66,000
-    paragraphs.
+    """0 .. count-1 in random order, at the cost of those that are taken.
+
+    HotpotQA has 66,000 paragraphs.
     """
     moved: dict[int, int] = {}
     for last in range(count - 1, -1, -1):
@@ -330,8 +328,9 @@ def _again(count: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class GeneratedCorpus:
-    """Short documents about invented people, without end; each name in them is made up for one
-    sentence alone.
+    """Short documents about invented people, without end.
+
+    Each name in them is made up for one sentence alone.
 
     Attributes
     ----------
@@ -354,17 +353,43 @@ class GeneratedCorpus:
     ) -> tuple[list[DocumentQuestion], Iterator[str]]:
         """Questions of this sample alone."""
         cast = _Cast(random.Random(f"ruler/{stream}"))
-        drafts = [_single_hop(cast) if self.hops == 1 else _two_hops(cast) for _ in range(count)]
-        supporting, near = ([text for draft in drafts for text in draft[place]] for place in (2, 3))
-        questions = [
-            DocumentQuestion(
-                text, answers, tuple(range(self.hops * place, self.hops * (place + 1)))
-            )
-            for place, (text, answers, _, _) in enumerate(drafts)
-        ]
-        return questions, chain(
-            supporting, near, _paragraphs(cast) if self.hops == 1 else _pairs(cast)
+        hop, further = (
+            (cast.single_hop, cast.paragraphs) if self.hops == 1 else (cast.two_hops, cast.pairs)
         )
+        drafts = [hop() for _ in range(count)]
+        needed = chain.from_iterable(draft.needed for draft in drafts)
+        near = chain.from_iterable(draft.near for draft in drafts)
+        places = [range(self.hops * place, self.hops * (place + 1)) for place in range(count)]
+        questions = [
+            DocumentQuestion(draft.question, draft.answers, tuple(supporting))
+            for draft, supporting in zip(drafts, places, strict=True)
+        ]
+        return questions, chain(needed, near, further())
+
+
+class QuestionDraft(NamedTuple):
+    """A question with its answers, the documents that it needs and those near them."""
+
+    question: str
+    answers: tuple[str, ...]
+    needed: list[str]
+    near: list[str]
+
+
+class _Profile(NamedTuple):
+    """A titled document about a person.
+
+    Attributes
+    ----------
+    relation
+        what the other one whom it names is to the person.
+    facts
+        questions, their slots, and the slot that answers.
+    """
+
+    document: str
+    relation: str
+    facts: list[tuple[str, Mapping[str, str], str]]
 
 
 class _Cast:
@@ -395,6 +420,62 @@ class _Cast:
         """The slots of a sentence about a person."""
         return _Slots(self, name=name, surname=name.rpartition(" ")[2], **values)
 
+    def single_hop(self) -> QuestionDraft:
+        """A question that one paragraph answers; the person's other paragraphs are near."""
+        article = self._article()
+        gold = self.rng.randrange(len(article))
+        text, questions = article[gold]
+        question, answer = self.rng.choice(questions)
+        near = [text for place, (text, _) in enumerate(article) if place != gold]
+        self.rng.shuffle(near)
+        return QuestionDraft(question, _accepted(answer), [text], near)
+
+    def paragraphs(self) -> Iterator[str]:
+        """Paragraphs about one person after another, without end."""
+        while True:
+            yield from (text for text, _ in self._article())
+
+    def _article(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Paragraphs about one person, each with its questions and answers."""
+        name = self.invent("person")
+        article = []
+        for first, *rest in _DATA["topics"].values():
+            sentences, questions = [], []
+            for text, question, answer in (first, *self.rng.sample(rest, len(rest))):
+                slots = self.slots(name)
+                sentences.append(text.format_map(slots))
+                questions.append((question.format_map(slots), slots[answer]))
+            article.append((" ".join(sentences), questions))
+        return article
+
+    def two_hops(self) -> QuestionDraft:
+        """A question about a person whose document names the one whose document answers it."""
+        name, other = self.invent("person"), self.invent("person")
+        first = self._profile(name, other)
+        second = self._profile(other, self.invent("person"))
+        question, slots, answer = self.rng.choice(second.facts)
+        text = question.format_map({**slots, "who": first.relation})
+        return QuestionDraft(text, _accepted(slots[answer]), [first.document, second.document], [])
+
+    def pairs(self) -> Iterator[str]:
+        """The documents of two hops after those of others, without end."""
+        while True:
+            yield from self.two_hops().needed
+
+    def _profile(self, name: str, other: str) -> _Profile:
+        """The document of a person, which names `other`."""
+        link, relation = self.rng.choice(_DATA["links"])
+        slots = self.slots(name, other=other)
+        sentences = [link.format_map(slots)]
+        facts: list[tuple[str, Mapping[str, str], str]] = []
+        targets = _DATA["targets"]
+        for text, question, answer in self.rng.sample(targets, len(targets)):
+            fact_slots = self.slots(name)
+            sentences.append(text.format_map(fact_slots))
+            facts.append((question, fact_slots, answer))
+        document = _titled(name, [" ".join(sentences)])
+        return _Profile(document, str(relation.format_map(slots)), facts)
+
 
 class _Slots(dict[str, str]):
     """A sentence's slots; what it does not have it makes up and keeps."""
@@ -406,79 +487,6 @@ class _Slots(dict[str, str]):
     def __missing__(self, kind: str) -> str:
         self[kind] = self.cast.invent(kind)
         return self[kind]
-
-
-# a question, its answers, documents needed and near
-QuestionDraft = tuple[str, tuple[str, ...], list[str], list[str]]
-
-
-def _single_hop(cast: _Cast) -> QuestionDraft:
-    rng = cast.rng
-    article = _article(cast)
-    gold = rng.randrange(len(article))
-    text, questions = article[gold]
-    question, answer = rng.choice(questions)
-    near = [text for place, (text, _) in enumerate(article) if place != gold]
-    rng.shuffle(near)
-    return question, _accepted(answer), [text], near
-
-
-def _paragraphs(cast: _Cast) -> Iterator[str]:
-    while True:
-        yield from (text for text, _ in _article(cast))
-
-
-def _article(cast: _Cast) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Paragraphs about one person, each with its questions and answers."""
-    name = cast.invent("person")
-    article = []
-    for first, *rest in _DATA["topics"].values():
-        sentences, questions = [], []
-        for text, question, answer in (first, *cast.rng.sample(rest, len(rest))):
-            slots = cast.slots(name)
-            sentences.append(text.format_map(slots))
-            questions.append((question.format_map(slots), slots[answer]))
-        article.append((" ".join(sentences), questions))
-    return article
-
-
-def _two_hops(cast: _Cast) -> QuestionDraft:
-    first, second, question, answer = _pair(cast)
-    return question, _accepted(answer), [first, second], []
-
-
-def _pairs(cast: _Cast) -> Iterator[str]:
-    while True:
-        yield from _pair(cast)[:2]
-
-
-def _pair(cast: _Cast) -> tuple[str, str, str, str]:
-    """The documents of a person and of the one it names; a question about the first, which the
-    second answers.
-    """
-    name, other = cast.invent("person"), cast.invent("person")
-    first, who, _ = _person(cast, name, other)
-    second, _, facts = _person(cast, other, cast.invent("person"))
-    question, slots, answer = cast.rng.choice(facts)
-    return first, second, question.format_map({**slots, "who": who}), slots[answer]
-
-
-def _person(
-    cast: _Cast, name: str, other: str
-) -> tuple[str, str, list[tuple[str, Mapping[str, str], str]]]:
-    """A titled document; what `other` is to the person; and its facts: question, slots, the slot
-    that answers.
-    """
-    link, who = cast.rng.choice(_DATA["links"])
-    slots = cast.slots(name, other=other)
-    sentences = [link.format_map(slots)]
-    facts: list[tuple[str, Mapping[str, str], str]] = []
-    targets = _DATA["targets"]
-    for text, question, answer in cast.rng.sample(targets, len(targets)):
-        fact_slots = cast.slots(name)
-        sentences.append(text.format_map(fact_slots))
-        facts.append((question, fact_slots, answer))
-    return _titled(name, [" ".join(sentences)]), str(who.format_map(slots)), facts
 
 
 def _accepted(answer: str) -> tuple[str, ...]:

@@ -1,5 +1,4 @@
-"""RULER's prompts of any size: what a writer is, and those of all tasks but needles, after
-NVIDIA/RULER's generators.
+"""RULER's prompts of any size: writers of all tasks but needles, after NVIDIA's generators.
 
 A writer knows one task's text and nothing of models; `fit` finds the size that a length has room
 for. Needles are in `needles`, the documents that questions are asked about in `texts`.
@@ -26,7 +25,10 @@ Count = Callable[[str], int]
 
 _DATA = Path(__file__).with_name("data")
 STRINGS: dict[str, Any] = yaml.safe_load(_DATA.joinpath("writers.yaml").read_text())
-_VT, _CWE, _FWE, _QA = (STRINGS[family] for family in ("vt", "cwe", "fwe", "qa"))
+_VT = STRINGS["vt"]
+_CWE = STRINGS["cwe"]
+_FWE = STRINGS["fwe"]
+_QA = STRINGS["qa"]
 
 # The lists that RULER takes from the package wonderwords, as they stand there: keys are
 # "adjective-noun", and cwe lists words of all three kinds. RULER names no release of it; the nouns
@@ -123,8 +125,9 @@ class RulerCell:
 
 
 class Writer(ABC):
-    """One of RULER's tasks, as the length fit sees it: prompts that grow with a number of words,
-    lines or documents.
+    """One of RULER's tasks, as the length fit sees it.
+
+    Its prompts grow with a number of words, lines or documents.
 
     Attributes
     ----------
@@ -142,8 +145,9 @@ class Writer(ABC):
     @property
     @abstractmethod
     def smallest(self) -> int:
-        """The smallest size that a length must have room for: some more, so that no sample fails by
-        its luck.
+        """The smallest size that a length must have room for.
+
+        Some more than the least, so that no sample fails by its luck.
         """
 
     @abstractmethod
@@ -197,8 +201,9 @@ class Variables(Writer):
         return unit_of(_VT["units"], length)
 
     def draft(self, cell: RulerCell, index: int) -> Draft:
-        """See `Writer.draft`; the solved example before the task differs in names and
-        value only.
+        """See `Writer.draft`.
+
+        The solved example before the task differs in names and value only.
         """
         rng = random.Random(f"ruler/{cell.stream(index)}/example")
         order = random.Random(f"ruler/{cell.seed}/{cell.name}/{cell.length}/example")
@@ -249,14 +254,15 @@ class Variables(Writer):
 
 @functools.lru_cache(maxsize=1)
 def _example_lines(count: Count) -> int:
-    """Lines of noise in vt's example: as many as fit its tokens, as RULER has it, at least one
-    small unit.
+    """Lines of noise in vt's example: as many as fit its tokens, at least one small unit.
 
     Its own tokens alone: those of a chat template and special ones, which stand around any text,
     are no part of it.
     """
     template_tokens = count("")
-    lines, letters, tokens = _VT["units"][0], _VT["example"]["letters"], _VT["example"]["tokens"]
+    lines = _VT["units"][0]
+    letters = _VT["example"]["letters"]
+    tokens = _VT["example"]["tokens"]
 
     def fits(lines: int) -> bool:
         [solved] = Variables._tasks(1, letters, lines, random.Random(0), random.Random(0))
@@ -269,8 +275,7 @@ def _example_lines(count: Count) -> int:
 
 @dataclass(frozen=True)
 class CommonWords(Writer):
-    """cwe: the ten words that stand in a numbered list more often than the others, after a solved
-    example.
+    """cwe: the ten words that a numbered list has most often, after a solved example.
 
     Attributes
     ----------
@@ -328,17 +333,16 @@ class CommonWords(Writer):
 
 @dataclass(frozen=True)
 class FrequentWords(Writer):
-    """fwe: the three most frequent of many coded words; one more frequent than they are is shown as
-    dots.
+    """fwe: the three most frequent of many coded words.
+
+    One more frequent than they are is shown as dots.
     """
 
     new_tokens: int = _FWE["new_tokens"]
 
     @property
     def least(self) -> int:
-        """From here on the last word asked for is more frequent than the next, so that the answer
-        is certain.
-        """
+        """From here on the last word of the answer is more frequent than the next one."""
         return _CERTAIN
 
     @property
@@ -374,8 +378,9 @@ class FrequentWords(Writer):
 
 
 def _frequency(size: int, rank: int) -> int:
-    """How often the word of a rank appears among about `size`: a zeta distribution, whose sum at 2
-    is pi^2 / 6.
+    """How often the word of a rank appears among about `size`.
+
+    A zeta distribution, whose sum at 2 is pi^2 / 6.
     """
     return int(size * rank ** -_FWE["alpha"] / _FWE["zeta"])
 
