@@ -1,3 +1,1 @@
-"""kvbench's methods inside vLLM's CPU engine, which batches, schedules and holds the keys and
-values.
-"""
+"""kvbench's methods inside vLLM's CPU engine, which schedules and holds the keys and values."""

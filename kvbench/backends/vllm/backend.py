@@ -85,9 +85,7 @@ class WorkerPass:
         isa: str,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, CPUAttentionMetadata]:
-        """The tokens of some requests, by index in the pass, and what vLLM's attention is given for
-        them.
-        """
+        """The tokens of some requests, by index in the pass, and what vLLM's attention is given."""
         key = id(metadata), *rows
         if key not in self._parts:
             tokens = torch.cat(
@@ -131,10 +129,10 @@ class WorkerPass:
 
 
 def _tables() -> tuple[torch.Tensor, list[int]]:
-    """Which blocks the requests of a pass have, [groups, B, blocks], and the group of
-    each layer.
-    """
-    table_index, groups, tables = dict[int, int](), dict[int, int](), list[torch.Tensor]()
+    """Blocks of the requests of a pass, [groups, B, blocks], and the group of each layer."""
+    table_index = dict[int, int]()
+    groups = dict[int, int]()
+    tables = list[torch.Tensor]()
     for name, metadata in get_forward_context().attn_metadata.items():
         if id(metadata) not in table_index:
             table_index[id(metadata)] = len(tables)
@@ -174,7 +172,9 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
             )
         self._refuse_strange()
         current.begin(attn_metadata)
-        requests, index, isa = current.requests, extract_layer_index(layer.layer_name), layer.isa
+        requests = current.requests
+        index = extract_layer_index(layer.layer_name)
+        isa = layer.isa
         if (
             index not in requests.memory
             or requests.memory[index].whole.data_ptr() != kv_cache.data_ptr()

@@ -24,8 +24,7 @@ class FreedPromptManager(FullAttentionManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks that hold nothing but the prompt, once a forward pass that is over has
-        read its last token.
+        """Free the blocks that hold nothing but the prompt, once its last token has been read.
 
         In that pass the worker has copied what the method keeps.
         """
@@ -36,8 +35,9 @@ class FreedPromptManager(FullAttentionManager):  # type: ignore[misc]
 @register_kv_cache_spec(manager_class=FreedPromptManager)
 @dataclass(frozen=True, kw_only=True)
 class FreedPromptSpec(AttentionSpec):  # type: ignore[misc]
-    """A layer's memory, of which the prompt's blocks are freed; while it is read it takes as much
-    as any other.
+    """A layer's memory, of which the prompt's blocks are freed.
+
+    While it is read it takes as much as any other.
     """
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:

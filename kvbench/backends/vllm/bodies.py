@@ -1,5 +1,4 @@
-"""Requests whose body is too large, or does not come: a server answers and closes, where vLLM's
-would wait for good.
+"""Requests whose body is too large, or does not come: answered, where vLLM's would wait.
 
 vLLM's server takes it as a middleware.
 """

@@ -1,6 +1,4 @@
-"""Attention over the blocks of a serving engine, and copies out of them: the compiled half of
-`paged.py`.
-"""
+"""Attention over a serving engine's blocks, and copies out of them: compiled, for `paged.py`."""
 
 from __future__ import annotations
 
@@ -63,18 +61,19 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     _, claims, pieces, query, scaling, index, bias, blocks, rebuilt, stored, logits, results
 ):
     """As many pieces of a layer's lists as other threads leave."""
-    tables, cache, pair, number = blocks
+    tables = blocks[0]
+    cache = blocks[1]
+    pair = blocks[2]
+    number = blocks[3]
     count, head_dim = index.shape[2], query.shape[2]
-    block_keys, block_values = (
-        np.empty((BLOCK, head_dim // pair), cache.dtype),
-        np.empty((BLOCK, head_dim), number.dtype),
-    )
-    keys, values, groups = np.empty(BLOCK, np.intp), np.empty(BLOCK, np.intp), np.empty(0, np.intp)
-    size, rank, ids = (
-        head_dim * number.itemsize,
-        np.empty(BLOCK, np.intp),
-        np.empty(BLOCK, np.int64),
-    )
+    block_keys = np.empty((BLOCK, head_dim // pair), cache.dtype)
+    block_values = np.empty((BLOCK, head_dim), number.dtype)
+    keys = np.empty(BLOCK, np.intp)
+    values = np.empty(BLOCK, np.intp)
+    groups = np.empty(0, np.intp)
+    size = head_dim * number.itemsize
+    rank = np.empty(BLOCK, np.intp)
+    ids = np.empty(BLOCK, np.int64)
     plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
         keys[i] = block_keys.ctypes.data + i * size
@@ -87,7 +86,9 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         at, piece = item // pieces, item % pieces
         row = at // lists
         head, list_row = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
-        most[:], total[:], sums[:] = LOWEST, 0, 0
+        most[:] = LOWEST
+        total[:] = 0
+        sums[:] = 0
         lay_out(query[at], laid_query, stored)
         place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
         while place < end:
@@ -144,14 +145,17 @@ def _find_values(ids, rows, table, cache, head, row, values):  # type: ignore[no
 
 @inner
 def _score_columns(query, ids, rows, table, cache, head, logits):  # type: ignore[no-untyped-def]
-    """As `score`, of float32 keys ids[:rows] in blocks without tiles: neighbours in a block by
-    vectors, a query each.
+    """As `score`, of float32 keys ids[:rows] in blocks without tiles.
+
+    Neighbours in a block are scored by vectors, a query each.
 
     A vector's last lanes may be of what follows in the block, and are passed over.
     """
     many, head_dim = query.shape
     half = cache.shape[3] * cache.itemsize
-    stride, size, few = half // head_dim, cache.shape[3] // head_dim, np.empty(LANES, np.float32)
+    stride = half // head_dim
+    size = cache.shape[3] // head_dim
+    few = np.empty(LANES, np.float32)
     i = 0
     while i < rows:
         at, run = ids[i] % size, 1
@@ -201,7 +205,8 @@ def gather(threads, claims, ids, blocks, keys, values):  # type: ignore[no-untyp
 @inner
 def _gather(_, claims, ids, blocks, keys, values):  # type: ignore[no-untyped-def]
     """As many pieces as other threads leave."""
-    tables, cache, pair, _ = blocks
+    tables, cache = blocks[0], blocks[1]
+    pair = blocks[2]
     heads, count = ids.shape
     pieces = -(-count // BLOCK)
     item = claim(claims)
@@ -229,7 +234,9 @@ def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type
     # bits of a word before the number of an even token, and of an odd one
     halves = np.zeros(2, cache.dtype)
     halves[1] = 8 * values.itemsize
-    block, at, following = 0, size, -1
+    block = 0
+    at = size
+    following = -1
     for i in range(first, end):
         token = max(ids[i], 0)
         if token != following or at == size:  # lists often name neighbours, one after the other
@@ -245,8 +252,6 @@ def _copy_rows(ids, first, end, table, cache, head, pair, keys, values):  # type
                     values[i, group + lane] = cache[block, head, 1, start + lane] >> half
         else:
             for j in range(words):
-                keys[i, j], values[i, j] = (
-                    cache[block, head, 0, j * size + at],
-                    cache[block, head, 1, at * words + j],
-                )
+                keys[i, j] = cache[block, head, 0, j * size + at]
+                values[i, j] = cache[block, head, 1, at * words + j]
         at, following = at + 1, token + 1

@@ -1,5 +1,6 @@
-"""What a method asks of a vLLM engine: refused before a model is read, by `kvbench serve` and by
-the engine's worker.
+"""What a method asks of a vLLM engine, and what is refused before a model is read.
+
+`kvbench serve` and the engine's worker ask.
 
 Settings are read of vLLM's config, of which nothing is imported.
 """
@@ -92,8 +93,7 @@ def freed_by(vllm_config: Any, plan: Plan) -> Freed | None:
 
 
 def room_for_blocks(vllm_config: Any, freed: Freed | None, available: int) -> int:
-    """Bytes for vLLM's blocks, of all that there are for keys and values: without what is kept of
-    freed prompts.
+    """Bytes for vLLM's blocks: those for keys and values, without what is kept of freed prompts.
 
     Raises
     ------
@@ -121,16 +121,12 @@ def refuse(vllm_config: Any, plan: Plan) -> None:
     ConfigError
         names the setting.
     """
-    model, parallel, where = (
-        vllm_config.model_config,
-        vllm_config.parallel_config,
-        f"additional_config.{KEY}",
-    )
-    layers = model.get_num_layers(parallel)
+    parallel = vllm_config.parallel_config
+    layers = vllm_config.model_config.get_num_layers(parallel)
     if any(layer >= layers for layer in plan.dense_layers):
         raise ConfigError(
-            f"{where}.dense_layers={list(plan.dense_layers)}: the model's layers are 0 to"
-            f" {layers - 1}"
+            f"additional_config.{KEY}.dense_layers={list(plan.dense_layers)}: the model's layers"
+            f" are 0 to {layers - 1}"
         )
     if vllm_config.use_v2_model_runner:
         raise ConfigError(
@@ -156,8 +152,7 @@ def refuse(vllm_config: Any, plan: Plan) -> None:
 
 
 def refuse_to_start(vllm_config: Any, plan: Plan) -> None:
-    """As `refuse`, of an engine that starts with this plan: what the method drops of prompts is
-    freed.
+    """As `refuse`, of an engine that starts with this plan: what is dropped of prompts is freed.
 
     Raises
     ------

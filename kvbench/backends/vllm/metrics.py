@@ -1,5 +1,6 @@
-"""What `/metrics` of a server says of the method, beside vLLM's own numbers. vLLM's server takes it
-as a middleware.
+"""What `/metrics` of a server says of the method, beside vLLM's own numbers.
+
+vLLM's server takes it as a middleware.
 
 A scrape asks the worker, which answers between two steps. It does not wait long for that: while a
 long prompt is read the numbers are older ones.

@@ -1,5 +1,4 @@
-"""Keys and values where vLLM's CPU attention keeps them: blocks of tokens, of all requests, in a
-packed order.
+"""Keys and values where vLLM's CPU attention keeps them: blocks of all requests, packed.
 
 Nothing is copied but what is read, and in an engine that frees prompts what a method keeps of them:
 see `side.py`. In another a token that is dropped is no longer attended, and keeps its place.
@@ -77,8 +76,7 @@ class Memory:
         return tables.numpy(), self._words, self._pair, self._number
 
     def rows(self, table: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of token ids [1, Hkv, M] of the request with this block table, [1, Hkv,
-        M, D] each.
+        """Keys and values [1, Hkv, M, D] of a request's token ids [1, Hkv, M], by its block table.
 
         In place of a token that is none, -1, stands another.
         """
@@ -140,8 +138,9 @@ class InBlocks(Located):
 
 
 class PagedTier(DeviceTier):
-    """The blocks of one request in one layer: vLLM writes them, and which token is where follows
-    from its id.
+    """The blocks of one request in one layer, which vLLM writes.
+
+    Which token is where follows from its id.
 
     What the tier keeps itself is which tokens a method still attends.
 
@@ -158,13 +157,17 @@ class PagedTier(DeviceTier):
     writable = False
 
     def __init__(self, memory: Memory, table: BlockTable, layer: int) -> None:
-        self.memory, self._tables, self._layer = memory, table, layer
+        self.memory = memory
+        self._tables = table
+        self._layer = layer
         heads = 1, memory.kv_heads
         self.codecs = Codecs.native(memory.head_dim, memory.whole.dtype)
         # Sizes are read of it, and bytes; its rows are not those of tokens
         self.pool = Pool(*(memory.whole.view(-1, memory.head_dim),) * 2)
         self.room, self.used = (torch.zeros(heads, dtype=torch.int64) for _ in range(2))
-        self.first, self.even, self.capacity = torch.zeros(heads, dtype=torch.int64), True, 0
+        self.first = torch.zeros(heads, dtype=torch.int64)
+        self.even = True
+        self.capacity = 0
         self.ids: torch.Tensor | None = None
         self.reserved, self._grows = 0, True
 
@@ -198,11 +201,9 @@ class PagedTier(DeviceTier):
             if self.longest >= self.ids.shape[2]:
                 self.ids = with_free_slots(self.ids, self.longest + GROWTH)
             self.ids.scatter_(2, self.used[..., None], lengths[0])
-        self.numbers, self.longest, self.total = (
-            self.numbers + 1,
-            self.longest + 1,
-            self.total + self.numbers.size,
-        )
+        self.numbers = self.numbers + 1
+        self.longest += 1
+        self.total += self.numbers.size
 
     def reserve(self, slots: int) -> None:
         """Blocks are vLLM's to reserve."""
@@ -219,8 +220,9 @@ class PagedTier(DeviceTier):
         self.ids, self.used = ids, used
 
     def end_prompt(self, length: int) -> None:
-        """The prompt, of so many tokens, is over, and what the method does with it; blocks are
-        vLLM's, and stay.
+        """The prompt, of so many tokens, is over, and what the method does with it.
+
+        Blocks are vLLM's, and stay.
         """
 
     def bytes_for(self, length: int) -> int:
@@ -228,8 +230,9 @@ class PagedTier(DeviceTier):
         return -(-length // self.memory.size) * self.memory.block_bytes
 
     def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied; see
-        `DeviceTier.resident`.
+        """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied.
+
+        See `DeviceTier.resident`.
         """
         ids = self.token_ids()
         return *self.rows(ids), None if self.uniform else ids >= 0
@@ -241,8 +244,7 @@ class PagedTier(DeviceTier):
         return InBlocks(self.pool, index, present, self.codecs, self, index)
 
     def refuse_absent(self, index: torch.Tensor) -> None:
-        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or were never
-        seen.
+        """Refuse token ids [1, Hs, M] (-1 = none) that are not attended any more, or never were.
 
         Raises
         ------
@@ -303,9 +305,7 @@ class PagedStore(LayerStore):
         self.device.end_prompt(max(self.lengths))
 
     def allocated_bytes(self) -> int:
-        """Bytes of the request's blocks that are not freed, those of dropped tokens among them, and
-        of its copies.
-        """
+        """Bytes of the request's blocks that are not freed, dropped tokens included, and copies."""
         return self.device.bytes_for(max(self.lengths))
 
 
@@ -319,7 +319,9 @@ def attend_blocks(
     blocks
         see `kernels.gather`, of all rows of the batch.
     """
-    batch, index, heads = len(query), selection.index.contiguous(), blocks[1].shape[1]
+    batch = len(query)
+    index = selection.index.contiguous()
+    heads = blocks[1].shape[1]
     lists, count = max(index.shape[1], heads), index.shape[2]
     rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
     bias = bias_of(selection, batch, lists)

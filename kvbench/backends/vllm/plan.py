@@ -91,15 +91,29 @@ class Plan:
 
     @property
     def writes(self) -> bool:
-        """Whether the method gives tokens other keys or values: where prompts are freed, in copies
-        of its own.
-        """
+        """Whether the method gives tokens other keys or values, in copies if prompts are freed."""
         return self.build().needs.writes
 
     def sizes(self) -> Budget:
         """The budget of every request."""
         harness = method_config(self.method, **(self.options or {})).harness
         return Budget.of(self.budget, harness, self.accounting, self.generated)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of a vLLM engine that runs the plan; see `vllm_options`.
+
+        Raises
+        ------
+        ConfigError
+            there is no vLLM, or another version or runner than kvbench knows.
+        """
+        check_installed()
+        if os.environ.setdefault(RUNNER, "0") != "0":
+            raise ConfigError(
+                f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner;"
+                " expected 0"
+            )
+        return {"worker_cls": WORKER, "additional_config": {KEY: asdict(self)}}
 
 
 def vllm_options(
@@ -129,24 +143,8 @@ def vllm_options(
     ConfigError
         there is no vLLM, or another version than kvbench knows; or as `Plan`.
     """
-    return engine_options(Plan(method, budget, accounting, list(dense_layers), seed, options))
-
-
-def engine_options(plan: Plan) -> dict[str, Any]:
-    """Arguments of a vLLM engine that runs a plan; see `vllm_options`.
-
-    Raises
-    ------
-    ConfigError
-        there is no vLLM, or another version or runner than kvbench knows.
-    """
-    check_installed()
-    if os.environ.setdefault(RUNNER, "0") != "0":
-        raise ConfigError(
-            f"{RUNNER}={os.environ[RUNNER]}: kvbench reads the batches of vLLM's first runner;"
-            " expected 0"
-        )
-    return {"worker_cls": WORKER, "additional_config": {KEY: asdict(plan)}}
+    plan = Plan(method, budget, accounting, list(dense_layers), seed, options)
+    return plan.engine_options()
 
 
 def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> Plan:

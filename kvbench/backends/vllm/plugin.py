@@ -1,6 +1,4 @@
-"""vLLM's entry point (group `vllm.general_plugins`): loaded in every process of every vLLM beside
-which kvbench is.
-"""
+"""vLLM's entry point (group `vllm.general_plugins`), loaded in every process of every vLLM."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ BACKEND = "kvbench.backends.vllm.backend.Backend"
 
 
 def register() -> None:
-    """Have vLLM's CPU attention go through kvbench, which changes nothing in an engine that names
-    no method.
+    """Have vLLM's CPU attention go through kvbench.
+
+    In an engine that names no method nothing changes.
     """
     from llvmlite.binding.ffi import lib
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

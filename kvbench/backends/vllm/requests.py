@@ -74,7 +74,10 @@ class _Executor:
         all tokens were asked for, which vLLM shall attend.
     """
 
-    name, note, in_place, whole = "vllm", None, True, False
+    name = "vllm"
+    note = None
+    in_place = True
+    whole = False
 
     def __call__(
         self,
@@ -106,8 +109,7 @@ class _Executor:
 
 
 class RequestEngine(Engine):
-    """The engine of one request, whose stores lie in vLLM's memory, but for those with a home on
-    the host.
+    """The engine of one request, whose stores lie in vLLM's memory, unless their home is the host.
 
     Parameters
     ----------
@@ -134,7 +136,9 @@ class RequestEngine(Engine):
         its blocks.
     """
 
-    finite, instead, entries = True, "", 0
+    finite = True
+    instead = ""
+    entries = 0
 
     def __init__(
         self,
@@ -144,7 +148,9 @@ class RequestEngine(Engine):
         seat: Seat | None = None,
         **settings: Any,
     ) -> None:
-        self._memory, self.table, self.seat = memory, BlockTable(groups), seat
+        self._memory = memory
+        self.table = BlockTable(groups)
+        self.seat = seat
         super().__init__(*arguments, attention="torch", **settings)
         self._request_executor = self.executor = _Executor()  # type: ignore[assignment]
         cpu.compile_kernels(self.shape.dtype)
@@ -169,8 +175,9 @@ class RequestEngine(Engine):
         return self.lengths[0] if self.prefilled else self._reader.column + self._reader.width
 
     def start_pass(self, scheduled: Scheduled) -> None:
-        """A forward pass begins; of a prompt, all that was not computed in this engine's sight is
-        passed over.
+        """A forward pass begins.
+
+        Of a prompt, all that was not computed in this engine's sight is passed over.
         """
         self._decodes = False
         if not self.finite:
@@ -193,9 +200,7 @@ class RequestEngine(Engine):
 
     @property
     def rests(self) -> bool:
-        """The pass is a decode step in which every layer attends all that it holds, see
-        `RestingRequests`.
-        """
+        """The pass is a decode step where each layer attends all it holds: `RestingRequests`."""
         return self._decodes and self.method.at_rest and self._positions is None and self._uncut
 
     @cached_property
@@ -248,9 +253,7 @@ class RequestEngine(Engine):
         return out
 
     def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of tokens after the prompt that are read at once, over what is left of it, as
-        in decode steps.
-        """
+        """Attention of tokens after the prompt that are read at once, over what is left of it."""
         store = self.stores[layer]
         past, past_value, mask = store.remaining()
         if self._positions is not None:
@@ -259,8 +262,9 @@ class RequestEngine(Engine):
         return turn(query, key, value, (past, past_value, mask), self.shape.scaling, None, weights)
 
     def _take_in(self) -> None:
-        """Learn of tokens after the prompt that vLLM has read at once: a decode step each, without
-        its attention.
+        """Learn of tokens after the prompt that vLLM has read at once.
+
+        A decode step each, without its attention.
         """
         if not len(self._behind):
             return
@@ -285,8 +289,9 @@ class RequestEngine(Engine):
 
     @property
     def attended(self) -> float:
-        """Of `entries` those that were attended; a step that the audit does not count is as the
-        mean of the others.
+        """Of `entries` those that were attended.
+
+        A step that the audit does not count is as the mean of the others.
         """
         return self.audit.attended_mean * self.audit.steps * self._lists
 
@@ -349,7 +354,10 @@ class Requests:
         self.groups: Sequence[int] = ()
         self._side = side
         self.reports: dict[str, dict[str, Any]] = {}
-        self._plan, self._shape, self._settings, self._budget = plan, shape, settings, plan.sizes()
+        self._plan = plan
+        self._shape = shape
+        self._settings = settings
+        self._budget = plan.sizes()
         self._engines: dict[str, RequestEngine] = {}
         self._passing: list[RequestEngine] = []
         # entries of requests that are over: attended, and those of full attention
@@ -371,8 +379,9 @@ class Requests:
             del self.reports[next(iter(self.reports))]
 
     def audits(self) -> dict[str, dict[str, Any]]:
-        """Of requests that have ended, the last ones, and of those that decode now, or cannot; by
-        id.
+        """Of requests that have ended, the last ones, and of those that decode now, or cannot.
+
+        By id.
         """
         reporting = {
             request: engine
@@ -420,9 +429,7 @@ class Requests:
             self._resting_requests.start_pass()
 
     def _engine(self, scheduled: Scheduled) -> RequestEngine:
-        """The request's own, or a new one: its first pass, or it was preempted and is
-        read again.
-        """
+        """The request's engine, or a new one: at its first pass, or when it is read again."""
         existing = self._engines.get(scheduled.request)
         if existing is not None and (
             existing.tokens_read == scheduled.computed or not existing.finite
@@ -509,8 +516,9 @@ class Requests:
         return []
 
     def _refused(self, query: Tensor, key: Tensor) -> bool:
-        """Whether those at rest became fewer: vLLM attends all for a request whose queries or keys
-        are not finite.
+        """Whether those at rest became fewer.
+
+        vLLM attends all for a request whose queries or keys are not finite.
         """
         finite = query.flatten(1).isfinite().all(dim=1) & key.flatten(1).isfinite().all(dim=1)
         for engine, fine in zip(self._resting.values(), finite.tolist(), strict=True):

@@ -1,5 +1,4 @@
-"""Decode steps of requests whose methods are at rest: in each layer all of them attend what they
-hold by one call.
+"""Decode steps of requests whose methods are at rest: one call a layer for all of them.
 
 Between two passes of the same requests nothing of the prompts' copies changes, and of what came
 since only how many tokens there are; so a layer costs the same Python whether one request runs or

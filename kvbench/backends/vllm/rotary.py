@@ -35,8 +35,9 @@ class VLLMRotary:
         self._neighbours = not module.is_neox_style
 
     def angles(self, by: torch.Tensor) -> Angles:
-        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions; R of D dimensions
-        are turned.
+        """cos and sin [B, L, n, R] of a turn by [B, L, n] positions.
+
+        R of D dimensions are turned.
         """
         cos, sin = self._cos[by], self._sin[by]
         if self._neighbours:

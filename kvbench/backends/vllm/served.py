@@ -1,5 +1,6 @@
-"""A run's model inside vLLM: prompts in, generations with their audits out. vLLM itself is imported
-when it starts.
+"""A run's model inside vLLM: prompts in, generations with their audits out.
+
+vLLM itself is imported when it starts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf.generate import Generation, Progress, Stops
-from kvbench.backends.vllm.plan import Plan, engine_options, plan_of_run
+from kvbench.backends.vllm.plan import Plan, plan_of_run
 from kvbench.config import ConfigError, first_line
 from kvbench.models import hub
 from kvbench.models.card import ModelCard
@@ -131,8 +132,9 @@ def _sampling(max_new_tokens: int, stops: Stops) -> Any:
 
 
 def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float]:
-    """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`; yields
-    seconds of each step.
+    """Run vLLM's engine until every request has ended, whose new tokens go to `tokens`.
+
+    Yields seconds of each step.
     """
     while engine.has_unfinished_requests():
         began = time.perf_counter()
@@ -149,8 +151,9 @@ def _steps(engine: Any, tokens: list[list[int]], stops: Stops) -> Iterator[float
 def _memory(
     card: ModelCard, dtype: torch.dtype, prompts: Prompts, plan: Plan
 ) -> tuple[int | None, dict[str, int]]:
-    """The longest text that a run may have, in tokens, and what vLLM shall reserve for it; None,
-    {}: not known.
+    """The longest text that a run may have, in tokens, and what vLLM shall reserve for it.
+
+    None, {}: not known.
     """
     most = card.context_length
     if prompts.tokens:
@@ -180,9 +183,7 @@ def _extra_tokens(plan: Plan, tokens: int, layers: int) -> int:
 
 
 def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
-    """What `protocol.dense_layers` of a run names, before the model is there to be asked how many
-    it has.
-    """
+    """What `protocol.dense_layers` of a run names, before the model is there to be counted."""
     named = {
         "auto": source.dense_layers,
         "method": run["method"].get("published_dense_layers") or (),
@@ -196,8 +197,9 @@ def load(
     prompts: Prompts,
     try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
 ) -> Served:
-    """Start vLLM with the model that a run asks for; another that this process has started before
-    ends.
+    """Start vLLM with the model that a run asks for.
+
+    Another that this process has started before ends.
 
     Where the run's method frees prompts the engine is started with it, for this arm alone; else
     arms share it.
@@ -247,15 +249,16 @@ def _start(
     plan: Plan,
     backend: Mapping[str, Any],
 ) -> Any:
-    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does; `backend` is
-    that of the run.
+    """vLLM's `LLM`, the one of this process, which frees prompts if the plan does.
+
+    `backend` is that of the run.
 
     Raises
     ------
     ConfigError
         there is no vLLM, or it refuses what it is asked for.
     """
-    options = engine_options(plan if plan.frees else Plan("full", None))
+    options = (plan if plan.frees else Plan("full", None)).engine_options()
     most, memory = _memory(described.card, dtype, prompts, plan)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

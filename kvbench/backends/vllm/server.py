@@ -1,6 +1,4 @@
-"""vLLM's OpenAI-compatible server with a method, for `kvbench serve`: what it is started with, and
-what is refused.
-"""
+"""vLLM's OpenAI-compatible server with a method, for `kvbench serve`, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvbench.backends.vllm import bodies, metrics
 from kvbench.backends.vllm.limits import freed_by, refuse_to_start, room_for_blocks, shape_of
-from kvbench.backends.vllm.plan import Plan, engine_options
+from kvbench.backends.vllm.plan import Plan
 from kvbench.config import ConfigError, first_line
 from kvbench.models.footprint import GIB, free_memory
 
@@ -68,7 +66,7 @@ def serve(plan: Plan, ours: Sequence[str], more: Sequence[str]) -> None:
             raise ConfigError(f"{word}: kvbench says that to vLLM; expected {expected}")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # which it would send to its makers
     cli_env_setup()
-    options = engine_options(plan)
+    options = plan.engine_options()
     arguments = [*ours, "--worker-cls", options["worker_cls"]]
     arguments += ["--additional-config", json.dumps(options["additional_config"])]
     try:

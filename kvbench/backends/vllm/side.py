@@ -1,5 +1,4 @@
-"""What methods keep of prompts whose blocks vLLM frees: rows in a memory beside it, of a size that
-is known before.
+"""What methods keep of prompts whose blocks vLLM frees: rows in a memory of a fixed size.
 
 A request has a seat there while it runs, with room for what its method keeps in all sparse layers
 and KV heads together, however these share it out. Tokens that are generated lie in vLLM's blocks,
@@ -37,8 +36,9 @@ LENGTHS = 512  # of prompts, the longest ones, of which all layers are asked
 
 
 def rows_per_seat(method: Method, shape: Shape) -> int | None:
-    """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads; None:
-    no less than it has.
+    """Rows of a seat: what a method keeps of any prompt, of all sparse layers and KV heads.
+
+    None: no less than it has.
 
     Parameters
     ----------
@@ -94,7 +94,10 @@ class Side:
         self, seats: int, rows: int, head_dim: int, dtype: torch.dtype, layers: int
     ) -> None:
         self.pool = Pool(*(torch.zeros(seats * rows, head_dim, dtype=dtype) for _ in range(2)))
-        self.rows, self.layers, self.seats, self.free = rows, layers, seats, list(range(seats))
+        self.rows = rows
+        self.layers = layers
+        self.seats = seats
+        self.free = list(range(seats))
 
     @staticmethod
     def nbytes(seats: int, rows: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -130,7 +133,9 @@ class Seat:
     """
 
     def __init__(self, side: Side, number: int) -> None:
-        self.side, self._number, self._taken = side, number, 0
+        self.side = side
+        self._number = number
+        self._taken = 0
 
     @property
     def share(self) -> int:
@@ -181,7 +186,9 @@ class _CopiedRows(Slotted):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> None:
-        self.pool, self.ids, self.used = seat.side.pool, ids, used
+        self.pool = seat.side.pool
+        self.ids = ids
+        self.used = used
         begin, there = seat.room(self.total), torch.arange(ids.shape[2]) < used[..., None]
         self.first = begin + used.cumsum(1) - used
         for part, rows in zip(self.pool, (key, value), strict=True):
@@ -199,8 +206,9 @@ class _CopiedRows(Slotted):
 
 
 class SideTier(PagedTier):
-    """As `PagedTier`; once the prompt is over, its tokens are read where they were copied to, and
-    in no block.
+    """As `PagedTier`.
+
+    Once the prompt is over, its tokens are read where they were copied to, and in no block.
 
     Parameters
     ----------
@@ -254,8 +262,9 @@ class SideTier(PagedTier):
         self.prompt = length
 
     def bytes_for(self, length: int) -> int:
-        """See `PagedTier.bytes_for`; without the prompt's whole blocks, and with the room for
-        copies of it.
+        """See `PagedTier.bytes_for`.
+
+        Without the prompt's whole blocks, and with the room for copies of it.
         """
         blocks = super().bytes_for(length) - super().bytes_for(
             self.prompt - self.prompt % self.memory.size
@@ -292,7 +301,9 @@ def attend_some(
     """
     tier.refuse_absent(selection.index)
     assert tier.copies is not None
-    copies, heads, index = tier.copies, tier.memory.kv_heads, selection.index.contiguous()
+    copies = tier.copies
+    heads = tier.memory.kv_heads
+    index = selection.index.contiguous()
     lists, pieces = max(index.shape[1], heads), attend.pieces_of(index.shape[2], attend.LIST_PIECE)
     bias, old = bias_of(selection, 1, lists), index < tier.prompt
     rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()

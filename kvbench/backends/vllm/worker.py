@@ -1,6 +1,4 @@
-"""The worker of a vLLM engine that runs a method: vLLM's own, which shows kvbench every forward
-pass.
-"""
+"""The worker of a vLLM engine with a method: vLLM's, which shows kvbench every forward pass."""
 
 from __future__ import annotations
 
@@ -108,8 +106,7 @@ class Worker(CPUWorker):  # type: ignore[misc]
         return settings
 
     def kvbench_run(self, settings: Mapping[str, Any] | None) -> None:
-        """Requests from now on run this method, given as in `additional_config`, or None: vLLM's
-        own attention.
+        """Requests from now on run this method, as in `additional_config`; None: vLLM's attention.
 
         No request may be under way; audits of those that were are forgotten. What a prefix cache
         holds was made under the method before: see `LLM.reset_prefix_cache`.
