@@ -1,5 +1,6 @@
-"""What scripts share: a command line that shows their docstring, times in turns, parts kept, and
-JSON at the end.
+"""What scripts share: a command line that shows their docstring, times in turns, JSON at the end.
+
+Long work is kept in parts, so that it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -16,11 +17,34 @@ from typing import Any
 from kvbench.config import ConfigError
 
 
-def command_line(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring."""
-    return argparse.ArgumentParser(
+def command_line(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring.
+
+    Parameters
+    ----------
+    options
+        by name the default; or the default, a help text and perhaps the valid values. Words are of
+        the default's type, of a list as many as are named, and False is a switch.
+    """
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name, option in options.items():
+        default, text, *valid = option if isinstance(option, tuple) else (option, "")
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        example = default[0] if isinstance(default, list) else default
+        parser.add_argument(
+            flag,
+            type=str if example is None else type(example),
+            nargs="+" if isinstance(default, list) else None,
+            default=default,
+            choices=valid[0] if valid else None,
+            help=text,
+        )
+    return parser
 
 
 def say(text: str) -> None:
@@ -33,10 +57,10 @@ def median_us(
     arguments: Iterable[Any],
     clock: Callable[[], float] = time.process_time,
 ) -> dict[Any, float]:
-    """Median microseconds of each call over the arguments; for each argument all calls take their
-    turn.
+    """Median microseconds of each call over the arguments.
 
-    The clock is the process's own time, which other work on the machine disturbs little.
+    For each argument all calls take their turn. The clock is the process's own time, which other
+    work on the machine disturbs little.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in calls}
     for argument in arguments:
@@ -48,11 +72,10 @@ def median_us(
 
 
 def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """What `find` gives for a part of long work, kept in a file of --parts: what is there is not
-    found again.
+    """What `find` gives for a part of long work, kept in a file of --parts.
 
-    It does not know of changes of the code: another state of it needs another folder. Without a
-    path nothing is kept.
+    What is there is not found again. It does not know of changes of the code: another state of it
+    needs another folder. Without a path nothing is kept.
 
     Raises
     ------
@@ -62,20 +85,7 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
     if path is None:
         return find()
     if path.exists():
-        try:
-            stored = json.loads(path.read_text())
-            was, result = stored["part"], stored["found"]
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(
-                f"{path}: not a part's result; expected another --parts, or the file removed"
-            ) from None
-        if differ := [key for key, value in part.items() if was.get(key) != value]:
-            name = differ[0]
-            raise ConfigError(
-                f"--{name} {part[name]}: {path} was run with {was.get(name)}; expected that, or"
-                " another --parts"
-            )
-        return result
+        return _stored(path, part)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,10 +97,26 @@ def once(path: Path | None, part: Mapping[str, Any], find: Callable[[], Any]) ->
     return result
 
 
+def _stored(path: Path, part: Mapping[str, Any]) -> Any:
+    """The result in a file of --parts, which must be that of this part."""
+    try:
+        stored = json.loads(path.read_text())
+        was, result = stored["part"], stored["found"]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"{path}: not a part's result; expected another --parts, or the file removed"
+        ) from None
+    for name, value in part.items():
+        if was.get(name) != value:
+            raise ConfigError(
+                f"--{name} {value}: {path} was run with {was.get(name)}; expected that, or another"
+                " --parts"
+            )
+    return result
+
+
 def print_result(result: Any) -> None:
-    """One JSON object, the last line of a script; numbers have five digits, as more would
-    be noise.
-    """
+    """One JSON object, the last line of a script; numbers have five digits, more would be noise."""
     print(json.dumps(rounded(result, 5)))
 
 

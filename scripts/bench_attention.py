@@ -2,16 +2,19 @@
 
 Prints one JSON object as its last line. Times are milliseconds, medians of calls that take turns:
   full        every token in place: each executor's `ms`, and flashinfer_over_torch
-  selected    `budget` tokens of each KV head, chosen at random: the same, and over_full (of the quickest of each)
-  prefill     a chunk in front (`first`) and one at the end of the context (`last`): sdpa's and FlashInfer's ms, and
-              flashinfer_over_sdpa
-  offload     `budget` tokens of each KV head that live on the host, `turnover` of them new in each step: chosen on the
-              CPU (`bulk`) or on the device (`uva`, on a GPU); moved_gib_s, and uva_over_bulk
+  selected    `budget` tokens of each KV head, chosen at random: the same, and over_full (of the
+              quickest of each)
+  prefill     a chunk in front (`first`) and one at the end of the context (`last`): sdpa's and
+              FlashInfer's ms, and flashinfer_over_sdpa
+  offload     `budget` tokens of each KV head that live on the host, `turnover` of them new in
+              each step: chosen on the CPU (`bulk`) or on the device (`uva`, on a GPU);
+              moved_gib_s, and uva_over_bulk
   device, dtype, context, budget, sizes, turnover   what was measured
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -117,92 +120,74 @@ def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[st
     return result
 
 
+def shape_of(args: argparse.Namespace) -> Shape:
+    """One layer, as the command line has it."""
+    query_heads, kv_heads = args.heads
+    return Shape(
+        1,
+        query_heads,
+        kv_heads,
+        args.head_dim,
+        (args.context,) * args.batch,
+        DTYPES[args.dtype],
+        torch.device(args.device),
+        args.head_dim**-0.5,
+        sparse_layers=(0,),
+    )
+
+
+def in_place(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps over all tokens and over a selection, and prefill, of tokens on the device."""
+    store = store_of(shape, args.context)
+    sizes = shape.batch, shape.query_heads, 1, shape.head_dim
+    query = torch.randn(*sizes, device=shape.device).to(shape.dtype)
+    scores = torch.rand(shape.batch, shape.kv_heads, args.context, device=shape.device)
+    chosen = Selection(scores.topk(args.budget, dim=2).indices)
+    full = decode(shape, store, query, None)
+    selected = decode(shape, store, query, chosen)
+    selected["over_full"] = min(selected["ms"].values()) / min(full["ms"].values())
+    starts = {"first": 0, "last": args.context - args.chunk}
+    chunks = {name: prefill(shape, store, at, args.chunk) for name, at in starts.items()}
+    return {"full": full, "selected": selected, "prefill": chunks}
+
+
 def main() -> None:
     """Measure and print."""
     gpu = torch.cuda.is_available()
-    parser = command_line(__doc__)
-    parser.add_argument("--device", default="cuda" if gpu else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if gpu else "float32", choices=DTYPES)
-    parser.add_argument(
-        "--context", type=int, default=131072 if gpu else 8192, help="tokens in the store"
-    )
-    parser.add_argument(
-        "--budget", type=int, default=1024 if gpu else 256, help="tokens selected for each KV head"
-    )
-    parser.add_argument(
-        "--chunk", type=int, default=4096 if gpu else 256, help="tokens of a prefill chunk"
-    )
-    parser.add_argument(
-        "--turnover", type=float, default=0.2, help="share of the selection that is new in a step"
+    parser = command_line(
+        __doc__,
+        device="cuda" if gpu else "cpu",
+        dtype=("bfloat16" if gpu else "float32", "", DTYPES),
+        context=(131072 if gpu else 8192, "tokens in the store"),
+        budget=(1024 if gpu else 256, "tokens selected for each KV head"),
+        chunk=(4096 if gpu else 256, "tokens of a prefill chunk"),
+        turnover=(0.2, "share of the selection that is new in a step"),
+        head_dim=128,
+        batch=1,
     )
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("QUERY", "KV"))
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
     if args.chunk > args.context or args.budget > args.context // 2:
         parser.error(
             f"--context {args.context}: at least --chunk {args.chunk} and twice --budget"
             f" {args.budget}"
         )
-    query_heads, kv_heads = args.heads
-    dtype = DTYPES[args.dtype]
-    device = torch.device(args.device)
-    lengths = (args.context,) * args.batch
-    shape = Shape(
-        1,
-        query_heads,
-        kv_heads,
-        args.head_dim,
-        lengths,
-        dtype,
-        device,
-        args.head_dim**-0.5,
-        sparse_layers=(0,),
-    )
+    shape = shape_of(args)
     torch.manual_seed(0)
     with torch.inference_mode():
-        store = store_of(shape, args.context)
-        query = torch.randn(args.batch, query_heads, 1, args.head_dim, device=device).to(dtype)
-        chosen = (
-            torch.rand(args.batch, kv_heads, args.context, device=device)
-            .topk(args.budget, dim=2)
-            .indices
-        )
-        full, selected = (
-            decode(shape, store, query, None),
-            decode(shape, store, query, Selection(chosen)),
-        )
-        selected["over_full"] = min(selected["ms"].values()) / min(full["ms"].values())
-        report = {
-            "full": full,
-            "selected": selected,
-            "prefill": {
-                "first": prefill(shape, store, 0, args.chunk),
-                "last": prefill(shape, store, args.context - args.chunk, args.chunk),
-            },
-        }
-        del store
+        report = in_place(shape, args)
         report["offload"] = offload(shape, args.context, args.budget, args.turnover)
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads"
+    gpu_name = torch.cuda.get_device_name(shape.device) if shape.device.type == "cuda" else ""
+    settings = {name: getattr(args, name) for name in ("dtype", "context", "budget", "turnover")}
+    sizes = {name: getattr(shape, name) for name in ("query_heads", "kv_heads", "head_dim")}
+    print_result(
+        {
+            **report,
+            "device": gpu_name or f"cpu, {torch.get_num_threads()} threads",
+            "sizes": {**sizes, "batch": args.batch},
+            **settings,
+        }
     )
-    sizes = {
-        "query_heads": query_heads,
-        "kv_heads": kv_heads,
-        "head_dim": args.head_dim,
-        "batch": args.batch,
-    }
-    settings = {
-        "device": name,
-        "dtype": args.dtype,
-        "context": args.context,
-        "budget": args.budget,
-        "sizes": sizes,
-    }
-    settings["turnover"] = args.turnover
-    print_result({**report, **settings})
 
 
 if __name__ == "__main__":

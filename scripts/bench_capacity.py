@@ -1,12 +1,10 @@
-"""Requests at once in equal memory: how many of N tokens fit into M MiB of keys and values, and
-what they make.
+"""Requests at once in equal memory: how many of N tokens fit into M MiB, and what they make.
 
 A method that frees memory pays where memory is what limits the requests that run at once. Clients
 ask in a closed loop, each its next request when its last one is answered, until all are; full
 attention and methods get the same M.
 
-    .venv-vllm/bin/python scripts/bench_capacity.py --engine vllm --tokens 4096 --memory 96 192 384
-    --parts FOLDER
+    .venv-vllm/bin/python scripts/bench_capacity.py --engine vllm --memory 96 192 --parts FOLDER
     python scripts/bench_capacity.py --engine hf --tokens 4096 --memory 96 192 384 --parts FOLDER
 
 `--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks,
@@ -25,11 +23,13 @@ their settings, and `arms` with medians over rounds:
   tokens_per_s                   generated tokens over the time of all, prompts included
   decode_tokens_per_s            of the passes that read no prompt, over their time
   decode_share                   of all time, what those take
-  ttft_s_p50, ttft_s_p95         from when a client asks, waiting included; tpot_ms_p50: between its tokens
+  ttft_s_p50, ttft_s_p95         from when a client asks, waiting included; tpot_ms_p50: between
+                                 its tokens
   preemptions, seats             of all requests; and how many the scheduler may run at once
   blocks, blocks_peak            of vLLM's memory, and of them in use
   memory_bytes                   blocks, beside (copies), all: in `hf`, what the audit counts
-  tokens_per_s_ratio, decode_ratio   over full attention's of the same round, the median; of the methods alone
+  tokens_per_s_ratio, decode_ratio   over full attention's of the same round, the median; of the
+                                     methods alone
 and `crossings`: `memory_mib` from which on full attention is as fast, and its requests `at_once`
 there, by tokens_per_s
 and by decode_tokens_per_s, interpolated between several M; null: at none of them.
@@ -48,7 +48,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +77,12 @@ SETTINGS = ("dtype", "budget", "clients", "chunk")
 # Azure's LLM inference trace of 2023, conversations (CC BY; Patel et al., Splitwise, ISCA 2024): of
 # tokens of 19,366 prompts and answers the quantiles at 2.5 %, 7.5 %, ... 97.5 %.
 PROMPTS = (
-    120, 200, 235, 379, 393, 400, 407, 428, 922, 1005, 1034, 1058, 1083, 1112, 1153, 1277, 1434, 2310, 4075, 4092
+    120, 200, 235, 379, 393, 400, 407, 428, 922, 1005,
+    1034, 1058, 1083, 1112, 1153, 1277, 1434, 2310, 4075, 4092,
 )  # fmt: skip
 ANSWERS = (
-    28,
-    48,
-    60,
-    72,
-    82,
-    88,
-    93,
-    99,
-    108,
-    120,
-    139,
-    162,
-    195,
-    373,
-    391,
-    396,
-    406,
-    416,
-    430,
-    522,
-)
+    28, 48, 60, 72, 82, 88, 93, 99, 108, 120, 139, 162, 195, 373, 391, 396, 406, 416, 430, 522
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,10 +151,9 @@ class Part:
         head_dim = sizes.get("head_dim") or sizes["hidden_size"] // heads
         dtype: torch.dtype = getattr(torch, self.dtype)
         sparse = tuple(layer for layer in range(layers) if layer not in dense)
-        return Shape(
-            layers, heads, sizes["num_key_value_heads"], head_dim, (self.longest,), dtype, torch.device("cpu"),
-            head_dim**-0.5, sparse,
-        )  # fmt: skip
+        cpu, kv_heads = torch.device("cpu"), sizes["num_key_value_heads"]
+        lengths, scaling = (self.longest,), head_dim**-0.5
+        return Shape(layers, heads, kv_heads, head_dim, lengths, dtype, cpu, scaling, sparse)
 
     def bytes_of(self, dense: int, sparse: int) -> int:
         """Bytes of so many tokens in each dense and each sparse layer, in whole blocks."""
@@ -202,6 +182,119 @@ class Part:
                 f"--memory {self.memory}: one request of {self.model} with {self.longest} tokens"
                 f" takes {math.ceil(required / MIB)} MiB; expected that or more"
             )
+
+    def drawn_requests(self) -> list[Request]:
+        """Prompts of random tokens.
+
+        Of a trace every quantile comes as often, in an order of no meaning.
+        """
+        rng = random.Random(0)
+        sizes = [(self.tokens, self.answer)] * self.requests
+        if self.lengths == "conversation":
+            prompts, answers = (
+                _drawn(rng, self.requests, quantiles, longest)
+                for quantiles, longest in ((PROMPTS, self.tokens), (ANSWERS, self.answer))
+            )
+            sizes = list(zip(prompts, answers, strict=True))
+        # those before them may be special
+        words = range(1000, min(30_000, self.conf["config"]["vocab_size"]))
+        return [Request(rng.choices(words, k=prompt), answer) for prompt, answer in sizes]
+
+    def seats(self, requests: Sequence[Request], plan: Any = None) -> int:
+        """Requests that shall run at once: as many of the mean size as fit; few are preempted.
+
+        While the longest prompt is read, the others have freed theirs.
+
+        Parameters
+        ----------
+        requests
+            all to come.
+        plan
+            the method and its budget; None: full attention.
+        """
+        from kvbench.backends.vllm.side import Side, rows_per_seat
+
+        shape, room, rows = self.shape, MIB * self.memory, None
+        if plan is not None and plan.frees:
+            from kvbench.backends.vllm.requests import RequestEngine
+
+            # not called
+            turns = (
+                {"rotary": lambda positions: None}
+                if plan.build().needs.positions == "cache"
+                else {}
+            )
+            rows = rows_per_seat(
+                RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape
+            )
+        whole = statistics.mean(self.bytes_of(request.size, request.size) for request in requests)
+        if rows is None:
+            return _between(1, (room - self.bytes_of(BLOCK, BLOCK)) // whole, self.clients)
+        seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
+        after = statistics.mean(
+            self.bytes_of(request.size, len(request.prompt) % BLOCK + request.answer)
+            for request in requests
+        )
+        reading = self.bytes_of(self.longest, self.longest) + (
+            self.bytes_of(BLOCK, 0) or self.bytes_of(BLOCK, BLOCK)
+        )
+        return _between(1, 1 + (room - reading - seat) // (after + seat), self.clients)
+
+    def serve(self) -> dict[str, Any]:
+        """One arm's numbers in vLLM."""
+        requests = self.drawn_requests()
+        served = VllmArm(self, requests)
+        # of which nothing is counted
+        closed_loop(served, [Request([1000] * min(300, self.tokens), WARM)], 1)
+        steps = closed_loop(served, requests, self.clients)
+        return {
+            **over_time(steps),
+            **over_requests(requests),
+            "preemptions": sum(step.preempted for step in steps),
+            "seats": served.seats,
+            "blocks": served.blocks,
+            "blocks_peak": max(step.blocks for step in steps),
+            "memory_bytes": served.memory,
+        }
+
+    def decode(self) -> dict[str, Any]:
+        """One arm's numbers of the largest batch that fits, over synthetic keys."""
+        from kvbench.backends.hf import loading
+        from kvbench.backends.hf.streamed import stream
+
+        loaded = loading.load(self.conf, device="cpu", dtype=self.dtype)
+        stream(loaded.model)
+        with torch.inference_mode():
+            row_bytes, _ = decoded(loaded, self, 1, WARM)
+            batch = max(1, min(self.clients, MIB * self.memory // row_bytes))
+            batch_bytes, steps = decoded(loaded, self, batch, self.answer)
+        if batch_bytes > MIB * self.memory:
+            raise ConfigError(
+                f"{self.name}: a batch of {batch} holds {batch_bytes} bytes, more than"
+                f" {self.memory} MiB"
+            )
+        result = over_time(steps)
+        for name in ("tokens_per_s", "decode_share"):  # no prompt was read
+            del result[name]
+        result["tpot_ms_p50"] = 1e3 * statistics.median(step.seconds for step in steps)
+        result["memory_bytes"] = {"all": batch_bytes}
+        return {**result, "preemptions": 0, "seats": batch}
+
+    def run(self) -> dict[str, float]:
+        """A part measured in a process of its own.
+
+        Raises
+        ------
+        ConfigError
+            the process failed.
+        """
+        words = [sys.executable, __file__, "--part", json.dumps(asdict(self))]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"{self.name}: failed, as it says above")
+        result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        say(f"{self.name}: {result}")
+        return result
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -235,23 +328,6 @@ class Request:
         """So many more tokens are there."""
         self.first = self.first if self.tokens or not tokens else now
         self.tokens, self.last = self.tokens + tokens, now
-
-
-def requests_of(part: Part) -> list[Request]:
-    """Prompts of random tokens; of a trace every quantile comes as often, in an order of no
-    meaning.
-    """
-    rng = random.Random(0)
-    sizes = [(part.tokens, part.answer)] * part.requests
-    if part.lengths == "conversation":
-        prompts, answers = (
-            _drawn(rng, part.requests, quantiles, longest)
-            for quantiles, longest in ((PROMPTS, part.tokens), (ANSWERS, part.answer))
-        )
-        sizes = list(zip(prompts, answers, strict=True))
-    # those before them may be special
-    words = range(1000, min(30_000, part.conf["config"]["vocab_size"]))
-    return [Request(rng.choices(words, k=prompt), answer) for prompt, answer in sizes]
 
 
 def _drawn(rng: random.Random, count: int, quantiles: Sequence[int], longest: int) -> list[int]:
@@ -295,7 +371,7 @@ class Step:
     preempted: int
 
 
-class Served:
+class VllmArm:
     """A vLLM in this process, of one arm.
 
     Parameters
@@ -323,7 +399,7 @@ class Served:
             layers = {"dense_layers": part.conf["dense_layers"]}
             options = vllm_options(part.method, part.budget, **layers)
             plan = Plan(part.method, part.budget, **layers)
-        self.seats = seats_of(part, requests, plan)
+        self.seats = part.seats(requests, plan)
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -407,54 +483,12 @@ class Served:
         return int(self._empty)
 
 
-def seats_of(part: Part, requests: Sequence[Request], plan: Any = None) -> int:
-    """Requests that shall run at once: of the mean size as many as fit, so that hardly one is
-    preempted.
-
-    While the longest prompt is read, the others have freed theirs.
-
-    Parameters
-    ----------
-    requests
-        all to come.
-    plan
-        the method and its budget; None: full attention.
-    """
-    from kvbench.backends.vllm.side import Side, rows_per_seat
-
-    shape, room, rows = part.shape, MIB * part.memory, None
-    if plan is not None and plan.frees:
-        from kvbench.backends.vllm.requests import RequestEngine
-
-        # not called
-        turns = (
-            {"rotary": lambda positions: None} if plan.build().needs.positions == "cache" else {}
-        )
-        rows = rows_per_seat(
-            RequestEngine({}, shape, plan.build(), plan.sizes(), **turns).method, shape
-        )
-    whole = statistics.mean(part.bytes_of(request.size, request.size) for request in requests)
-    if rows is None:
-        return _between(1, (room - part.bytes_of(BLOCK, BLOCK)) // whole, part.clients)
-    seat = Side.nbytes(1, rows, shape.head_dim, shape.dtype)
-    after = statistics.mean(
-        part.bytes_of(request.size, len(request.prompt) % BLOCK + request.answer)
-        for request in requests
-    )
-    reading = part.bytes_of(part.longest, part.longest) + (
-        part.bytes_of(BLOCK, 0) or part.bytes_of(BLOCK, BLOCK)
-    )
-    return _between(1, 1 + (room - reading - seat) // (after + seat), part.clients)
-
-
 def _between(low: int, value: float, high: int) -> int:
     return max(low, min(high, int(value)))
 
 
 def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[Step]:
-    """All requests answered, by clients that each send the next one when their last one
-    has ended.
-    """
+    """All requests answered, by clients that send the next one when their last one has ended."""
     named = {str(number): request for number, request in enumerate(requests)}
     waiting, steps, under_way = iter(named.items()), list[Step](), 0
     while True:
@@ -466,24 +500,6 @@ def closed_loop(served: Any, requests: Sequence[Request], clients: int) -> list[
         step, ended = served.step(named)
         steps.append(step)
         under_way -= len(ended)
-
-
-def serve(part: Part) -> dict[str, Any]:
-    """One arm's numbers in vLLM."""
-    requests = requests_of(part)
-    served = Served(part, requests)
-    # of which nothing is counted
-    closed_loop(served, [Request([1000] * min(300, part.tokens), WARM)], 1)
-    steps = closed_loop(served, requests, part.clients)
-    return {
-        **over_time(steps),
-        **over_requests(requests),
-        "preemptions": sum(step.preempted for step in steps),
-        "seats": served.seats,
-        "blocks": served.blocks,
-        "blocks_peak": max(step.blocks for step in steps),
-        "memory_bytes": served.memory,
-    }
 
 
 def over_time(steps: Sequence[Step]) -> dict[str, Any]:
@@ -523,39 +539,8 @@ def over_requests(requests: Sequence[Request]) -> dict[str, float]:
 # -- the harness -----------------------------------------------------------------------------------
 
 
-def decode(part: Part) -> dict[str, Any]:
-    """One arm's numbers of the largest batch that fits, over synthetic keys."""
-    from kvbench.backends.hf import loading
-    from kvbench.backends.hf.streamed import stream
-
-    loaded = loading.load(part.conf, device="cpu", dtype=part.dtype)
-    stream(loaded.model)
-    with torch.inference_mode():
-        row_bytes, _ = decoded(loaded, part, 1, WARM)
-        batch = max(1, min(part.clients, MIB * part.memory // row_bytes))
-        batch_bytes, steps = decoded(loaded, part, batch, part.answer)
-    if batch_bytes > MIB * part.memory:
-        raise ConfigError(
-            f"{part.name}: a batch of {batch} holds {batch_bytes} bytes, more than"
-            f" {part.memory} MiB"
-        )
-    result = over_time(steps)
-    for name in ("tokens_per_s", "decode_share"):  # no prompt was read
-        del result[name]
-    tpot = 1e3 * statistics.median(step.seconds for step in steps)
-    return {
-        **result,
-        "tpot_ms_p50": tpot,
-        "preemptions": 0,
-        "seats": batch,
-        "memory_bytes": {"all": batch_bytes},
-    }
-
-
 def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[Step]]:
-    """What a batch with room for whole answers holds on the device, in bytes, and its steps without
-    the first ones.
-    """
+    """Bytes on the device of a batch with room for answers, and its steps after the first."""
     from kvbench.backends.hf.generate import EngineCache, decode_step
     from kvbench.backends.hf.model import engine_for, method_named
     from kvbench.budget import Budget
@@ -587,24 +572,7 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
 
 # -- parts and their sum ---------------------------------------------------------------------------
 
-ENGINES = {"vllm": serve, "hf": decode}
-
-
-def run(part: Part) -> dict[str, float]:
-    """A part measured in a process of its own.
-
-    Raises
-    ------
-    ConfigError
-        the process failed.
-    """
-    words = [sys.executable, __file__, "--part", json.dumps(asdict(part))]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"{part.name}: failed, as it says above")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    say(f"{part.name}: {result}")
-    return result
+ENGINES = {"vllm": Part.serve, "hf": Part.decode}
 
 
 def merged(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -653,8 +621,7 @@ def arms_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def crossings(arms: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """By method and rate, the MiB from which on full attention is as fast, and how many of its
-    requests fit there.
+    """By method and rate, the MiB from which on full attention is as fast, and its requests there.
 
     Parameters
     ----------
@@ -690,36 +657,36 @@ def parts_of(options: argparse.Namespace) -> Iterator[Part]:
                     yield Part(tokens=tokens, memory=memory, round=turn, method=method, **common)
 
 
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """What all parts in the folder come to, after those that were asked for and are not there."""
+    if options.engine == "vllm":
+        check_installed()
+    parts = list(parts_of(options))
+    for part in parts:
+        part.check()
+    for part in parts:
+        once(options.parts / f"{part.name}.json", asdict(part), part.run)
+    return merged(json.loads(path.read_text()) for path in sorted(options.parts.glob("*.json")))
+
+
 def main() -> None:
     """Measure and print."""
-    parser = command_line(__doc__)
-    parser.add_argument("--engine", default="vllm", choices=ENGINES)
-    parser.add_argument("--model", default="smollm2-135m-instruct", choices=choices("model"))
-    parser.add_argument("--methods", nargs="+", default=["snapkv"], choices=choices("method"))
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[4096], help="N, of the longest prompt"
-    )
-    parser.add_argument(
-        "--memory", type=int, nargs="+", default=[192], help="M, MiB for keys and values"
-    )
-    parser.add_argument("--answer", type=int, default=128, help="tokens of the longest answer")
-    parser.add_argument(
-        "--lengths",
-        default="equal",
-        choices=("equal", "conversation"),
-        help="all N, or as in a trace",
-    )
-    parser.add_argument("--requests", type=int, default=16, help="in all")
-    parser.add_argument("--clients", type=int, default=16, help="that ask at once")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
-        "--parts",
-        type=Path,
-        default=Path("results/sweep_capacity"),
-        help="where measured parts stay",
+    parser = command_line(
+        __doc__,
+        engine=("vllm", "", ENGINES),
+        model=("smollm2-135m-instruct", "", choices("model")),
+        methods=(["snapkv"], "", choices("method")),
+        budget=256,
+        tokens=([4096], "N, of the longest prompt"),
+        memory=([192], "M, MiB for keys and values"),
+        answer=(128, "tokens of the longest answer"),
+        lengths=("equal", "all N, or as in a trace", ("equal", "conversation")),
+        requests=(16, "in all"),
+        clients=(16, "that ask at once"),
+        dtype=("bfloat16", "", ("float32", "bfloat16")),
+        chunk=(2048, "tokens of one forward pass"),
+        rounds=1,
+        parts=(Path("results/sweep_capacity"), "where measured parts stay"),
     )
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -727,18 +694,10 @@ def main() -> None:
         if options.part:
             part = Part(**options.part)
             print_result(ENGINES[part.engine](part))
-            return
-        if options.engine == "vllm":
-            check_installed()
-        parts = list(parts_of(options))
-        for part in parts:
-            part.check()
-        for part in parts:
-            once(options.parts / f"{part.name}.json", asdict(part), partial(run, part))
+        else:
+            print_result({**measured(options), "threads": torch.get_num_threads()})
     except (ConfigError, ValueError) as error:
         sys.exit(f"bench_capacity: {error}")
-    results = [json.loads(path.read_text()) for path in sorted(options.parts.glob("*.json"))]
-    print_result({**merged(results), "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What a turn of a conversation costs with a kept KVCache, and what it costs to read the whole
-again.
+"""What a turn of a conversation costs with a kept KVCache, and with the whole read again.
 
 One conversation for each method: a long first prompt of random tokens, then turns of equal length,
 each with an answer of fixed length. Every turn goes through `model.generate` twice, one after the
@@ -27,20 +26,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvbench import KVCache
 from kvbench.config import ASSETS
 
+RESULT = ("kept_s", "again_s", "ratio", "same_tokens")
 METHODS = ("full", "snapkv", "quest", "icecache", "pariskv")
 
 
 def main() -> None:
     """Time every turn of a conversation for each method."""
-    parser = command_line(__doc__)
-    parser.add_argument("--model", default=str(ASSETS / "tiny"), help="a folder, or a hub id")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the first prompt")
-    parser.add_argument("--turns", type=int, default=10, help="after the first")
-    parser.add_argument("--turn", type=int, default=64, help="tokens of a turn")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
+    parser = command_line(
+        __doc__,
+        model=(str(ASSETS / "tiny"), "a folder, or a hub id"),
+        dtype="float32",
+        methods=list(METHODS),
+        budget=256,
+        context=(4096, "tokens of the first prompt"),
+        turns=(10, "after the first"),
+        turn=(64, "tokens of a turn"),
+        answer=(16, "tokens of an answer"),
+    )
     arguments = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
@@ -50,22 +52,13 @@ def main() -> None:
         {
             **vars(arguments),
             "model": Path(arguments.model).name,
-            "kept_s": {name: reused for name, (reused, _, _) in talks.items()},
-            "again_s": {name: again for name, (_, again, _) in talks.items()},
-            "ratio": {
-                name: sum(again[1:]) / sum(reused[1:]) for name, (reused, again, _) in talks.items()
-            },
-            "same_tokens": {name: same for name, (_, _, same) in talks.items()},
+            **{key: {name: turns[key] for name, turns in talks.items()} for key in RESULT},
         }
     )
 
 
-def talk(
-    model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace
-) -> tuple[list[float], list[float], int]:
-    """Seconds of each turn with the cache kept and with a new one, and how many turns were answered
-    alike.
-    """
+def talk(model: Any, tokenizer: Any, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the module's docstring names, of one method."""
     random = torch.Generator().manual_seed(0)
 
     def random_ids(tokens: int) -> torch.Tensor:
@@ -75,26 +68,20 @@ def talk(
         return KVCache(model, name, arguments.budget, tokenizer=tokenizer)
 
     reused, same = cache(), 0
-    times: tuple[list[float], list[float]] = [], []
+    kept_s, again_s = list[float](), list[float]()
+    length = {"max_new_tokens": arguments.answer, "min_new_tokens": arguments.answer}
     ids = random_ids(arguments.context)
     for _ in range(arguments.turns + 1):
         answers = []
-        for seconds, current in zip(times, (reused, cache()), strict=True):
+        for seconds, current in ((kept_s, reused), (again_s, cache())):
             start = time.process_time()
-            answers.append(
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    past_key_values=current,
-                    max_new_tokens=arguments.answer,
-                    min_new_tokens=arguments.answer,
-                    do_sample=False,
-                )
-            )
+            inputs = {"attention_mask": torch.ones_like(ids), "past_key_values": current}
+            answers.append(model.generate(ids, **inputs, **length, do_sample=False))
             seconds.append(time.process_time() - start)
         same += torch.equal(*answers)
         ids = torch.cat([answers[0], random_ids(arguments.turn)], dim=1)
-    return *times, same
+    ratio = sum(again_s[1:]) / sum(kept_s[1:])
+    return {"kept_s": kept_s, "again_s": again_s, "ratio": ratio, "same_tokens": same}
 
 
 if __name__ == "__main__":

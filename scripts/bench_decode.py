@@ -8,16 +8,20 @@ an index grows or tokens are evicted count, too.
     python scripts/bench_decode.py                     # 4k to 128k tokens, half an hour
     python scripts/bench_decode.py --cells 32768:1024 --methods icecache --kv native int8 fp8
 
-Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with several `--kv` by those:
+Prints one JSON object as its last line; by dtype, cell (tokens:budget) and method, and with
+several `--kv` by those:
   tpot, tpot_p50, tpot_p95   of a step, ms: the mean, the median and the 95th percentile
   p95_over_mean              of tpot
   model, attention, transfer, select, ...   parts of it, means
   rest                       tpot without the model's part
-  compiled, compiled_share   with --compiled, of the rest: inside compiled code that attends or searches; what is left
-                             is Python, and torch's operations on a few numbers
+  compiled, compiled_share   with --compiled, of the rest: inside compiled code that attends or
+                             searches; what is left is Python, and torch's operations on a few
+                             numbers
   rest_over_full             over that of full attention, measured in the same turns
-  tpot_over_first            over that of the first `--kv`, median of turns; so attention_over_first
-  must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a copy; rest over that
+  tpot_over_first            over that of the first `--kv`, median of turns; so
+                             attention_over_first
+  must_read_ms, rest_over_must_read   keys and values attended, in bytes, over the bandwidth of a
+                                      copy; rest over that
   floor_ms                   the same with the weights that the model reads
   attended_mean, moved_bytes_per_step   by the audit
 and copy_bandwidth (bytes a second), threads, cpu, settings. results/bench_decode_cpu.json names its
@@ -29,6 +33,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -120,14 +125,9 @@ class Side:
     ) -> None:
         self.model, self.compiled = loaded.model, compiled
         limit = Budget(None if method == "full" else budget)
-        common: dict[str, Any] = {
-            "new_tokens": WARM + steps,
-            "kv": kv_of(kv),
-            "kind": SyntheticEngine,
-        }
-        self.engine = engine_for(
-            self.model, [tokens], method_named(method), limit, (), loaded.tokenizer, **common
-        )
+        room: dict[str, Any] = {"new_tokens": WARM + steps, "kind": SyntheticEngine}
+        arm = method_named(method), limit, (), loaded.tokenizer
+        self.engine = engine_for(self.model, [tokens], *arm, kv=kv_of(kv), **room)
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
         self.engine.fill_prompt(prompt.tolist())
@@ -146,13 +146,9 @@ class Side:
         self.engine.settle()
         parts = self.engine.spans.reset()
         if counts:
-            more = {} if self.compiled is None else {"compiled": self.compiled.reset()}
-            for name, seconds in {
-                **parts,
-                **more,
-                "tpot": spent,
-                "rest": spent - parts["model"],
-            }.items():
+            parts |= {"tpot": spent, "rest": spent - parts["model"]}
+            parts |= {} if self.compiled is None else {"compiled": self.compiled.reset()}
+            for name, seconds in parts.items():
                 self.ms[name].append(1e3 * seconds)
 
     def report(self, full: Side, first: Side, bandwidth: float) -> dict[str, float]:
@@ -188,8 +184,9 @@ def with_full(
     sizes: tuple[int, int, int],
     compiled: Compiled | None,
 ) -> dict[str, Any]:
-    """A method and full attention over keys and values of each kind: the method's reports by kind,
-    full's as "full".
+    """A method and full attention over keys and values of each kind.
+
+    The method's reports by kind, full attention's as "full".
 
     Parameters
     ----------
@@ -216,21 +213,30 @@ def with_full(
 
 def main() -> None:
     """Measure and print."""
-    parser = command_line(__doc__)
-    parser.add_argument("--model", default="dummy-100m", choices=choices("model"))
-    parser.add_argument(
-        "--dtypes", default=["float32", "bfloat16"], choices=("float32", "bfloat16"), nargs="+"
+    parser = command_line(
+        __doc__,
+        model=("dummy-100m", "", choices("model")),
+        dtypes=(["float32", "bfloat16"], "", ("float32", "bfloat16")),
+        methods=(list(METHODS), "", choices("method")),
+        kv=(["native"], "", choices("kv")),
+        steps=(64, "that are counted, of each engine"),
+        compiled=(False, "time what compiled code takes, too"),
     )
     parser.add_argument(
         "--cells", type=_cell, nargs="+", default=list(CELLS), help="prompt tokens:budget"
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=choices("method"))
-    parser.add_argument("--kv", nargs="+", default=["native"], choices=choices("kv"))
-    parser.add_argument("--steps", type=int, default=64, help="that are counted, of each engine")
-    parser.add_argument(
-        "--compiled", action="store_true", help="time what compiled code takes, too"
-    )
     options = parser.parse_args()
+    result = measured(options)
+    machine = {
+        "copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.cpu.get_capabilities().get("architecture", ""),
+    }
+    print_result({**result, **machine, "settings": vars(options)})
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """The reports by dtype, cell and method."""
     compiled = Compiled() if options.compiled else None
     result: dict[str, Any] = {}
     for dtype in options.dtypes:
@@ -239,30 +245,21 @@ def main() -> None:
         stream(loaded.model)
         for tokens, budget in options.cells:
             for method in options.methods:
+                sizes = tokens, budget, options.steps
                 with torch.inference_mode():
-                    reports = with_full(
-                        loaded, method, options.kv, (tokens, budget, options.steps), compiled
-                    )
+                    reports = with_full(loaded, method, options.kv, sizes, compiled)
                 shown = reports if len(reports) > 1 else reports[options.kv[0]]
                 result.setdefault(dtype, {}).setdefault(f"{tokens}:{budget}", {})[method] = shown
                 say(f"{dtype} {tokens}:{budget} {method} {rounded(shown, 4)}")
-    result |= {
-        "copy_bandwidth": hardware.bandwidth(torch.device("cpu")).copy,
-        "threads": torch.get_num_threads(),
-    }
-    result |= {
-        "cpu": torch.cpu.get_capabilities().get("architecture", ""),
-        "settings": vars(options),
-    }
-    print_result(result)
+    return result
 
 
 def _cell(word: str) -> tuple[int, int]:
-    tokens, _, budget = word.partition(":")
-    if not (tokens.isdecimal() and budget.isdecimal()):
+    if not re.fullmatch(r"[0-9]+:[0-9]+", word):
         raise argparse.ArgumentTypeError(
             f"{word}: expected prompt tokens and budget, as in 32768:1024"
         )
+    tokens, budget = word.split(":")
     return int(tokens), int(budget)
 
 

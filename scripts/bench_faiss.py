@@ -1,5 +1,4 @@
-"""RACC's Table 5 again: build, search, memory and accuracy of faiss's Flat, IVFPQ and HNSW, as
-ratios to Flat.
+"""RACC's Table 5: build, search, memory, accuracy of faiss's IVFPQ and HNSW, over Flat's.
 
 The paper searches 100,000 GloVe vectors for their 100 nearest; here they are synthetic, of the same
 size. Every arm holds the same vectors, answers the same single queries by distance and runs on one
@@ -8,10 +7,12 @@ thread. Times are CPU time; those of queries are medians, taken turn by turn.
 Prints one JSON object as its last line, with one entry in `runs`:
   n, dim, k            vectors, their dimension, and how many are wanted
   flat                 build_s, search_ms of one query, mbytes
-  arms                 for each setting of the paper (and `code`'s, of the published code): build, search, memory, each
-                       over Flat's; accuracy, recall of the exact k in percent
+  arms                 for each setting of the paper (and `code`'s, of the published code): build,
+                       search, memory, each over Flat's; accuracy, recall of the exact k in
+                       percent
   paper                the paper's own numbers as the same ratios
-  orderings            of each column, the pairs of arms whose order here is not the paper's, as [arm, arm, here, paper]
+  orderings            of each column, the pairs of arms whose order here is not the paper's, as
+                       [arm, arm, here, paper]
 
 IVFPQ's three numbers are read as lists, subspaces and probes; HNSW's as neighbours, efConstruction
 and efSearch.
@@ -59,9 +60,7 @@ HNSW = {
 
 
 def glove_like(rng: np.random.Generator, count: int, dim: int) -> Floats:
-    """Word vectors' shape: topics of very different size, variances that fall by direction, lengths
-    that vary.
-    """
+    """Vectors as of words: topics of very different size, directions and lengths that vary."""
     topics = 2000
     size = 1 / np.arange(1, topics + 1) ** 0.7
     spread = np.arange(1, dim + 1) ** -0.25
@@ -78,9 +77,10 @@ def widened(vectors: Floats, subspaces: int) -> Floats:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """An index, the seconds it took to build, and how it is asked; arms that differ in that alone
-    share the index.
+class IndexArm:
+    """An index, the seconds it took to build, and how it is asked.
+
+    Arms that differ in that alone share the index.
     """
 
     index: Any
@@ -97,7 +97,9 @@ class Arm:
         return self.index.search(self.queries[query : query + 1], k)[1][0]
 
 
-def arm(name: str, vectors: Floats, queries: Floats, built: dict[Any, tuple[Any, float]]) -> Arm:
+def arm(
+    name: str, vectors: Floats, queries: Floats, built: dict[Any, tuple[Any, float]]
+) -> IndexArm:
     """An arm by its name; `built` are the indexes there are."""
     *how, width = (*IVFPQ.get(name, ()), *HNSW.get(name, ())) or (name, 0)
     key = name in IVFPQ, *how
@@ -105,15 +107,16 @@ def arm(name: str, vectors: Floats, queries: Floats, built: dict[Any, tuple[Any,
         built[key] = build(name, vectors)
     index, seconds = built[key]
     say(f"{name} built in {seconds:.1f} s")
-    return Arm(index, seconds, widened(queries, how[1]) if name in IVFPQ else queries, width)
+    return IndexArm(index, seconds, widened(queries, how[1]) if name in IVFPQ else queries, width)
 
 
 def build(name: str, vectors: Floats) -> tuple[Any, float]:
-    """The index of an arm, and the seconds it took; a set too small for its lists has fewer of
-    them.
+    """The index of an arm, and the seconds it took.
+
+    A set too small for its lists has fewer of them.
     """
     if name in IVFPQ:
-        lists, subspaces, _ = IVFPQ[name]
+        lists, subspaces = IVFPQ[name][:2]
         vectors = widened(vectors, subspaces)
         width = vectors.shape[1]
         lists = min(lists, max(1, len(vectors) // 39))
@@ -123,7 +126,7 @@ def build(name: str, vectors: Floats) -> tuple[Any, float]:
         index.cp.max_points_per_centroid, index.cp.niter = 40, 10
         index.pq.cp.niter = 10
     elif name in HNSW:
-        neighbours, construction, _ = HNSW[name]
+        neighbours, construction = HNSW[name][:2]
         index = faiss.IndexHNSWFlat(vectors.shape[1], neighbours)
         index.hnsw.efConstruction = construction
     else:
@@ -142,23 +145,11 @@ def bench(vectors: Floats, queries: Floats, k: int, names: list[str]) -> dict[st
     query_ids = range(len(queries))
     us = median_us({name: partial(arm.search, k) for name, arm in arms.items()}, query_ids)
     nearest = {name: [arm.search(k, query) for query in query_ids] for name, arm in arms.items()}
-    rows = {
-        name: (
-            arm.build_s,
-            us[name] / 1e3,
-            faiss.serialize_index(arm.index).nbytes / 1e6,
-            100
-            * float(
-                np.mean(
-                    [
-                        np.isin(*both).mean()
-                        for both in zip(nearest["Flat"], nearest[name], strict=True)
-                    ]
-                )
-            ),
-        )
-        for name, arm in arms.items()
-    }
+    rows = {}
+    for name, arm in arms.items():
+        megabytes = faiss.serialize_index(arm.index).nbytes / 1e6
+        shares = map(np.mean, map(np.isin, nearest["Flat"], nearest[name]))
+        rows[name] = (arm.build_s, us[name] / 1e3, megabytes, 100 * float(np.mean(list(shares))))
     ratios, paper = over_flat(rows), over_flat(PAPER)
     return {
         "vectors": "made",
@@ -186,8 +177,9 @@ def over_flat(rows: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def orderings(ours: dict[str, Any], paper: dict[str, Any]) -> dict[str, list[list[Any]]]:
-    """Pairs of the paper's arms that a column orders the other way; Flat, at 1 (100 %), is one of
-    them.
+    """Pairs of the paper's arms that a column orders the other way.
+
+    Flat, at 1 (100 %), is one of them.
 
     What differs by less than 5 % on either side has no order.
     """
@@ -212,12 +204,14 @@ def _order(first: float, other: float) -> str:
 def main() -> None:
     """Measure, and print."""
     every = [*IVFPQ, *HNSW]
-    parser = command_line(__doc__)
-    parser.add_argument("--n", type=int, default=100_000, help="synthetic vectors")
-    parser.add_argument("--dim", type=int, default=128, help="their dimension")
-    parser.add_argument("--queries", type=int, default=100, help="asked one by one")
-    parser.add_argument("--k", type=int, default=100, help="vectors wanted")
-    parser.add_argument("--arms", nargs="+", choices=every, default=every, help="beside Flat")
+    parser = command_line(
+        __doc__,
+        n=(100_000, "synthetic vectors"),
+        dim=(128, "their dimension"),
+        queries=(100, "asked one by one"),
+        k=(100, "vectors wanted"),
+        arms=(every, "beside Flat", every),
+    )
     options = parser.parse_args()
     faiss.omp_set_num_threads(1)
     points = glove_like(np.random.default_rng(0), options.n + options.queries, options.dim)

@@ -1,27 +1,36 @@
-"""What LycheeCluster's index costs and what it finds: builds, searches, bytes, recall; and what
-delimiters are worth.
+"""What LycheeCluster's index costs and what it finds: builds, searches, bytes, recall.
+
+And what delimiters are worth.
 
 Times are CPU time of one process, which other work on the machine disturbs little; arms take turns,
 and medians count.
 
 Prints one JSON object as its last line:
-  index      for each seed and n of --lengths, synthetic keys of --heads KV heads, bf16, and chunks of 8 to 16 tokens:
-    full_s, two_level_s    seconds to cluster all chunks, by both builds; settled_s: full with two iterations of k-means
+  index      for each seed and n of --lengths, synthetic keys of --heads KV heads, bf16, and
+             chunks of 8 to 16 tokens:
+    full_s, two_level_s    seconds to cluster all chunks, by both builds; settled_s: full with two
+                           iterations of k-means
     pool_s                 seconds to take the chunks' means, in either build
-    build_ratio            two_level_s over full_s; with_pooling: the same with pool_s added to both
-    recall                 of the best --budget tokens of a query in those its chunks hold, by build, mean over queries
-    bytes_over_kv          index bytes over those of keys and values, by radii (exact keeps representatives)
+    build_ratio            two_level_s over full_s; with_pooling: the same with pool_s added to
+                           both
+    recall                 of the best --budget tokens of a query in those its chunks hold, by
+                           build, mean over queries
+    bytes_over_kv          index bytes over those of keys and values, by radii (exact keeps
+                           representatives)
     search_us, scan_us     one search of all heads, and scoring all their keys; search_over_scan
     graft_over_search      adding a chunk to all heads, per token of the chunk, over one search
-  model      for each n of --model-lengths, the small model reading RULER's needles in prose, --budget tokens:
-    build_share            of the prefill, by build: building the index over the whole; build_s, prefill_s without it
-    retrieval_share        of a decode step: selection and index updates over the whole; selection_share, update_share:
-                           each of them; step_ms
+  model      for each n of --model-lengths, the small model reading RULER's needles in prose,
+             --budget tokens:
+    build_share            of the prefill, by build: building the index over the whole; build_s,
+                           prefill_s without it
+    retrieval_share        of a decode step: selection and index updates over the whole;
+                           selection_share, update_share: each of them; step_ms
     chunk_tokens           mean length of its chunks
-  structure  the paper's pilot study: JSON documents with facts in some records, the question read as decode steps,
-             --small-budget tokens, everything counted: score, and answer_recall, the share of the answer's tokens
-             that the best head of the layer that retrieves attends as it writes them; gain: structure over fixed
-             chunks of 16 or of 12 tokens, whichever score higher, and of the scores for each document
+  structure  the paper's pilot study: JSON documents with facts in some records, the question read
+             as decode steps, --small-budget tokens, everything counted: score, and answer_recall,
+             the share of the answer's tokens that the best head of the layer that retrieves
+             attends as it writes them; gain: structure over fixed chunks of 16 or of 12 tokens,
+             whichever score higher, and of the scores for each document
 
 Synthetic keys: an autoregressive walk (0.9) of anisotropic normals, j^-0.4, over a mean of their
 length; queries lie near keys. On the small model all layers are sparse.
@@ -54,6 +63,7 @@ from methods.blocks.chunking import Chunks  # noqa: E402
 from methods.lychee.clustering import ClusterLayout, pooled  # noqa: E402
 from methods.lychee.index import ChunkSearch, ClusterIndex  # noqa: E402
 
+PARTS = ("index", "model", "structure")
 RETRIEVES = 1  # the small model's layer that finds what was asked for
 NEW = 12  # tokens of an answer about a document
 LENGTHS = [4096, 5376, 6656, 8192, 9472, 10752, 12032, 13312, 14592, 16000]  # that the model reads
@@ -129,21 +139,9 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
     )
     seconds = {name: micros / 1e6 for name, micros in us.items()}
     kv = 2 * keys.numel() * keys.element_size()
-    full, two_level = make(), make(build="two_level")
-    query, room = queries[:, :1], min(arguments.budget, count // 4)
-    norms = query.norm(dim=2)
-    floats = keys.float()
-    grafted = deepcopy(full)
-    decode = median_us(
-        {
-            "search": lambda _: chunks.tokens(
-                chunks.fitting(full.best_chunks(query, norms, room, ChunkSearch()), room)
-            ),
-            "scan": lambda _: (query @ floats.transpose(1, 2)).topk(room, dim=2),
-            "graft": lambda _: grafted.graft(points[:, 0], 12),
-        },
-        range(31),
-    )
+    room = min(arguments.budget, count // 4)
+    full = make()
+    indexes = {"full": full, "two_level": make(build="two_level"), "settled": make(iterations=2)}
     return {
         "n": count,
         "seed": seed,
@@ -154,18 +152,39 @@ def bench_index(count: int, seed: int, arguments: argparse.Namespace) -> dict[st
             (seconds["two_level"] + seconds["pool"]) / (seconds["full"] + seconds["pool"])
         ),
         "recall": {
-            "full": token_recall(full, chunks, keys, queries, room, ChunkSearch()),
-            "two_level": token_recall(two_level, chunks, keys, queries, room, ChunkSearch()),
-            "settled": token_recall(make(iterations=2), chunks, keys, queries, room, ChunkSearch()),
+            name: token_recall(index, chunks, keys, queries, room, ChunkSearch())
+            for name, index in indexes.items()
         },
         "bytes_over_kv": {
             "exact": index_bytes(full) / kv,
             "strict": index_bytes(make(radii="strict")) / kv,
         },
-        "search_us": decode["search"],
-        "scan_us": decode["scan"],
-        "search_over_scan": decode["search"] / decode["scan"],
-        "graft_over_search": decode["graft"] / 12 / decode["search"],
+        **step_times(full, chunks, keys.float(), queries[:, :1], room),
+    }
+
+
+def step_times(
+    index: ClusterIndex, chunks: Chunks, keys: torch.Tensor, query: torch.Tensor, room: int
+) -> dict[str, float]:
+    """What a decode step's search takes beside a scan, and adding a chunk beside a search."""
+    norms = query.norm(dim=2)
+    grafted = deepcopy(index)
+    chunk = keys[:, 0]
+    us = median_us(
+        {
+            "search": lambda _: chunks.tokens(
+                chunks.fitting(index.best_chunks(query, norms, room, ChunkSearch()), room)
+            ),
+            "scan": lambda _: (query @ keys.transpose(1, 2)).topk(room, dim=2),
+            "graft": lambda _: grafted.graft(chunk, 12),
+        },
+        range(31),
+    )
+    return {
+        "search_us": us["search"],
+        "scan_us": us["scan"],
+        "search_over_scan": us["search"] / us["scan"],
+        "graft_over_search": us["graft"] / 12 / us["search"],
     }
 
 
@@ -197,23 +216,30 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
     prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
     steps, budget = arguments.steps, Budget(arguments.budget)
     shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
-    rows: dict[str, list[tuple[float, ...]]] = {"full": [], "two_level": []}
+    rows: dict[str, list[dict[str, float]]] = {"full": [], "two_level": []}
     for _ in range(arguments.repeats):
         for name, of_build in rows.items():
             method: Any = method_named("lychee", build=name)
             done = answer(
                 loaded, prompt, method, budget, steps, max_new_tokens=steps, prefilled=shared
             )
-            step = done.breakdown_ms
-            ms, select, grafts = sum(step.values()), step["select"], step["index_update"]
-            shares = [part / ms for part in (select + grafts, select, grafts)]
-            of_build.append((done.prefill_ms["index_build"] / 1e3, ms, *shares))
+            ms = sum(done.breakdown_ms.values())
+            selection = done.breakdown_ms["select"] / ms
+            update = done.breakdown_ms["index_update"] / ms
+            of_build.append(
+                {
+                    "build_s": done.prefill_ms["index_build"] / 1e3,
+                    "step_ms": ms,
+                    "retrieval_share": selection + update,
+                    "selection_share": selection,
+                    "update_share": update,
+                }
+            )
     middle = {
-        name: list(map(statistics.median, zip(*of_build, strict=True)))
+        name: {key: statistics.median(row[key] for row in of_build) for key in of_build[0]}
         for name, of_build in rows.items()
     }
-    build_s = {name: times[0] for name, times in middle.items()}
-    _, step_ms, retrieval, selection, update = middle["full"]
+    build_s = {name: times.pop("build_s") for name, times in middle.items()}
     return {
         "n": len(prompt),
         "chunk_tokens": float(method.rows[0].text.chunks.lengths.float().mean()),
@@ -222,10 +248,7 @@ def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> di
         "build_share": {
             name: seconds / (seconds + shared.seconds) for name, seconds in build_s.items()
         },
-        "step_ms": step_ms,
-        "retrieval_share": retrieval,
-        "selection_share": selection,
-        "update_share": update,
+        **middle["full"],
     }
 
 
@@ -242,9 +265,7 @@ PILOT = {
 
 
 def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Score and answer recall of chunks at delimiters and of fixed ones, by layout of the
-    document.
-    """
+    """Score and answer recall of chunks at delimiters and of fixed ones, by layout."""
     result: dict[str, Any] = {}
     for layout in LAYOUTS:
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in PILOT}
@@ -298,8 +319,9 @@ def bench_structure(loaded: Loaded, arguments: argparse.Namespace) -> dict[str, 
 
 
 def watch_answer(method: Any, answer_tokens: set[int]) -> list[float]:
-    """Note at every step which share of `answer_tokens` the best head of the layer that retrieves
-    attends.
+    """Note at every step which share of `answer_tokens` the best head attends.
+
+    Of the layer that retrieves.
     """
     shares: list[float] = []
     select = method.select
@@ -319,36 +341,32 @@ def watch_answer(method: Any, answer_tokens: set[int]) -> list[float]:
 
 def main() -> None:
     """Measure what is asked for, print."""
-    parser = command_line(__doc__)
-    parts = ("index", "model", "structure")
-    parser.add_argument(
-        "--parts", nargs="+", choices=parts, default=list(parts), help="what to measure"
+    parser = command_line(
+        __doc__,
+        parts=(list(PARTS), "what to measure", PARTS),
+        lengths=([4096, 16384, 65536], "synthetic keys"),
+        seeds=(1, "sets of synthetic keys"),
+        heads=(8, "KV heads of synthetic keys"),
+        dim=(128, "head dimension of synthetic keys"),
+        queries=(32, "queries a head, for recall"),
+        budget=(1024, "tokens attended, for index and model"),
+        repeats=(3, "turns of slow measurements"),
+        steps=(32, "tokens it writes, for shares of a step"),
+        samples=(10, "documents of each layout"),
+        document=(2048, "tokens of a document"),
+        small_budget=(128, "tokens attended, for structure"),
     )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[4096, 16384, 65536], help="synthetic keys"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="sets of synthetic keys")
-    parser.add_argument("--heads", type=int, default=8, help="KV heads of synthetic keys")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
-    parser.add_argument("--queries", type=int, default=32, help="queries a head, for recall")
-    parser.add_argument(
-        "--budget", type=int, default=1024, help="tokens attended, for index and model"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="turns of slow measurements")
     parser.add_argument(
         "--model-lengths", type=int, nargs="*", default=LENGTHS, help="tokens it reads"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=32, help="tokens it writes, for shares of a step"
-    )
-    parser.add_argument("--samples", type=int, default=10, help="documents of each layout")
-    parser.add_argument("--document", type=int, default=2048, help="tokens of a document")
-    parser.add_argument(
-        "--small-budget", type=int, default=128, help="tokens attended, for structure"
     )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
+    print_result(measured(arguments))
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parts that are asked for."""
     loaded = load(composed("model=tiny")["model"], device="cpu")
     result: dict[str, Any] = {}
     for part in arguments.parts:
@@ -362,7 +380,7 @@ def main() -> None:
             ]
         else:
             result[part] = bench_structure(loaded, arguments)
-    print_result(result)
+    return result
 
 
 if __name__ == "__main__":

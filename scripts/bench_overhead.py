@@ -1,5 +1,4 @@
-"""What kvbench itself costs: decode time and peak memory of method=full over transformers' own
-generate.
+"""What kvbench costs: time and memory of method=full over transformers' own generate.
 
 Both sides run the same random-weight model on the same prompt in one process. After its own prefill
 each side decodes in short bursts, turn by turn, so that a noisy machine disturbs both alike; the
@@ -7,8 +6,10 @@ ratio is of the medians over all steps. Peak memory is the largest resident set 
 that does one side alone.
 
 Prints one JSON object as its last line:
-  time_ratio_4k, time_ratio_16k   ms per token, kvbench over transformers (sdpa, DynamicCache); 1.0 = no overhead
-  mem_ratio                       peak resident bytes, kvbench over transformers, at the longest context
+  time_ratio_4k, time_ratio_16k   ms per token, kvbench over transformers (sdpa, DynamicCache);
+                                  1.0 = no overhead
+  mem_ratio                       peak resident bytes, kvbench over transformers, at the longest
+                                  context
   ms_per_token                    the raw medians of the time ratios, by context
   peak_bytes                      the raw bytes of mem_ratio
   same_tokens                     both sides generated the same tokens
@@ -71,11 +72,9 @@ class Transformers:
     """model.generate with sdpa and DynamicCache; a streamer stamps every token."""
 
     def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> None:
-        self.model, self.cache, self.length = (
-            model,
-            DynamicCache(config=model.config),
-            prompt.shape[1],
-        )
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+        self.length = prompt.shape[1]
         model.set_attn_implementation("sdpa")
         for start in range(0, self.length, CHUNK):
             part = prompt[:, start : start + CHUNK]
@@ -123,15 +122,13 @@ class _Stamps:
 
 def main() -> None:
     """Measure, or be the child process that prints its peak memory."""
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--model", default="dummy-100m", choices=choices("model"), help="with random weights"
+    parser = command_line(
+        __doc__,
+        model=("dummy-100m", "with random weights", choices("model")),
+        contexts=([4096, 16384], "prompt tokens"),
+        bursts=(6, "turns of each side"),
+        steps=(8, "decode steps in one turn"),
     )
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[4096, 16384], help="prompt tokens"
-    )
-    parser.add_argument("--bursts", type=int, default=6, help="turns of each side")
-    parser.add_argument("--steps", type=int, default=8, help="decode steps in one turn")
     # the child process of mem_ratio
     parser.add_argument("--peak", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -175,17 +172,10 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _peak_of_child(side: str, arguments: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--peak", side, "--model", arguments.model]
-    command += [
-        "--contexts",
-        str(max(arguments.contexts)),
-        "--bursts",
-        "1",
-        "--steps",
-        str(arguments.steps),
-    ]
-    return int(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
-    )
+    command += ["--contexts", str(max(arguments.contexts))]
+    command += ["--bursts", "1", "--steps", str(arguments.steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
 
 
 @torch.inference_mode()

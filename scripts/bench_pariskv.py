@@ -1,5 +1,4 @@
-"""What ParisKV's search finds and costs, beside scanning every key in fp32: one KV head, one
-thread, on the CPU.
+"""What ParisKV's search finds and costs, beside scanning every key in fp32: one head, one thread.
 
 All sides hold the same keys and answer the same queries turn by turn. Times are CPU time, which
 other work on the machine disturbs little: medians over the queries.
@@ -9,15 +8,17 @@ Prints one JSON object as its last line:
     ratio          tables + vote + rerank over scan
     ratio_top      the same over scan_top
     encode_ratio   to encode one key, over scan: what a generated token adds to a step
-    us             the medians these are of, in microseconds: scan (one product of all keys with the query, in torch),
-                   scan_top (that and its top k), tables (a query's lookups), vote (with the choice of candidates),
-                   rerank (with the choice of k), encode (a key)
+    us             the medians these are of, in microseconds: scan (one product of all keys with
+                   the query, in torch), scan_top (that and its top k), tables (a query's
+                   lookups), vote (with the choice of candidates), rerank (with the choice of k),
+                   encode (a key)
     coarse, final  share of the exact top k among the candidates, and among the k retrieved
-  sweep      for each kind of keys (n = --sweep-length): coarse and final at the published shares, and at points, for
-             each beta and rho, with six tiers and with one
-  max_ratio, min_final    the largest ratio, and the least final recall by kind, of the runs with n >= 128k
-  bytes      metadata of a key: ids, codes, weights, all; without_ids, as ids repeat the signs in the codes; over_kv,
-             all over its key and value in bfloat16
+  sweep      for each kind of keys (n = --sweep-length): coarse and final at the published shares,
+             and at points, for each beta and rho, with six tiers and with one
+  max_ratio, min_final    the largest ratio, and the least final recall by kind, of the runs with
+                          n >= 128k
+  bytes      metadata of a key: ids, codes, weights, all; without_ids, as ids repeat the signs in
+             the codes; over_kv, all over its key and value in bfloat16
 
 Keys: those of `scripts/bench_index.py` (isotropic, clustered, attention); anisotropic, lognormal
 deviations (1) of the coordinates around a mean as long as they are, and normal queries, which care
@@ -26,6 +27,7 @@ for all coordinates alike.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +45,9 @@ from methods.pariskv.codebook import Quotas, quotas, random_signs
 from methods.pariskv.index import KernelIndex
 
 # Parts of a search, each compiled by itself to be timed.
-TABLES, VOTE, RERANK = (
-    kernel(part.py_func) for part in (kernels.tables, kernels.vote, kernels.rerank)
-)
+TABLES = kernel(kernels.tables.py_func)
+VOTE = kernel(kernels.vote.py_func)
+RERANK = kernel(kernels.rerank.py_func)
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -55,9 +57,7 @@ LONG = 131072
 
 
 def anisotropic(rng: np.random.Generator, count: int, queries: int, dim: int) -> tuple[Any, Any]:
-    """Keys with a few wide coordinates and a mean, which codes of the whole key must spend their
-    bits on.
-    """
+    """Keys with a few wide coordinates and a mean, on which codes must spend their bits."""
     deviation, mean = np.exp(rng.standard_normal(dim)), rng.standard_normal(dim)
     deviation *= np.sqrt(dim) / np.linalg.norm(deviation)
     mean *= np.sqrt(dim) / np.linalg.norm(mean)
@@ -68,12 +68,65 @@ KINDS = {**INDEX_KINDS, "anisotropic": anisotropic}
 
 
 @dataclass(frozen=True)
-class Data:
+class GroupedKeys:
     """Keys [n, D], and queries [m, G, D] of the group that shares them."""
 
     name: str
     keys: Floats
     queries: Floats
+
+    def best_of_mean(self, k: int) -> Any:
+        """The k keys with the largest product with each group's mean query, [m, k]."""
+        logits = self.queries.mean(axis=1) @ self.keys.T
+        return np.argpartition(-logits, k, axis=1)[:, :k]
+
+    def times(self, k: int) -> dict[str, Any]:
+        """Times of all stages beside the scans', and the recall, at the published shares."""
+        head = Head(self.keys)
+        keys = torch.from_numpy(self.keys)
+        quota = quotas(len(self.keys), k)
+        calls: dict[str, Callable[[Floats], Any]] = {
+            "scan": lambda group: torch.mv(keys, torch.from_numpy(group[0])),
+            "scan_top": lambda group: torch.mv(keys, torch.from_numpy(group[0])).topk(k),
+            "tables": lambda group: head.tables(group, quota),
+            "vote": lambda group: head.vote(quota),
+            "rerank": lambda group: head.rerank(quota),
+        }
+        us = median_us(calls, self.queries)
+        step = us["tables"] + us["vote"] + us["rerank"]
+        return {
+            "keys": self.name,
+            "n": len(self.keys),
+            "candidates": quota.candidates,
+            "ratio": step / us["scan"],
+            "ratio_top": step / us["scan_top"],
+            "encode_ratio": head.encode_us / us["scan"],
+            "us": {**us, "encode": head.encode_us},
+            **head.recalls(self, quota, self.best_of_mean(k)),
+        }
+
+    def sweep(self, k: int) -> dict[str, Any]:
+        """Recall for each beta and rho."""
+        head = Head(self.keys)
+        best = self.best_of_mean(k)
+        count = len(self.keys)
+        points = [
+            {
+                "tiers": tiers,
+                "rho": rho,
+                "beta": beta,
+                **head.recalls(self, quotas(count, k, beta, rho, tiers), best),
+            }
+            for tiers in (6, 1)
+            for rho in RHOS
+            for beta in BETAS
+        ]
+        return {
+            "keys": self.name,
+            "n": count,
+            **head.recalls(self, quotas(count, k), best),
+            "points": points,
+        }
 
 
 class Head:
@@ -114,72 +167,19 @@ class Head:
         RERANK(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
         return tokens
 
-
-def recalls(head: Head, data: Data, quota: Quotas, best: Any) -> dict[str, float]:
-    """Mean coarse and final recall of the tokens `best` [m, k]."""
-    recall: dict[str, list[float]] = {"coarse": [], "final": []}
-    for group, best_ids in zip(data.queries, best, strict=True):
-        head.tables(group, quota)
-        recall["coarse"].append(np.isin(best_ids, head.vote(quota)).mean())
-        recall["final"].append(np.isin(best_ids, head.rerank(quota)).mean())
-    return {name: float(np.mean(shares)) for name, shares in recall.items()}
-
-
-def best_of_mean(data: Data, k: int) -> Any:
-    """The k keys with the largest product with each group's mean query, [m, k]."""
-    logits = data.queries.mean(axis=1) @ data.keys.T
-    return np.argpartition(-logits, k, axis=1)[:, :k]
+    def recalls(self, data: GroupedKeys, quota: Quotas, best: Any) -> dict[str, float]:
+        """Mean coarse and final recall of the tokens `best` [m, k]."""
+        recall: dict[str, list[float]] = {"coarse": [], "final": []}
+        for group, best_ids in zip(data.queries, best, strict=True):
+            self.tables(group, quota)
+            recall["coarse"].append(np.isin(best_ids, self.vote(quota)).mean())
+            recall["final"].append(np.isin(best_ids, self.rerank(quota)).mean())
+        return {name: float(np.mean(shares)) for name, shares in recall.items()}
 
 
-def run(data: Data, k: int) -> dict[str, Any]:
-    """Times of all stages beside the scans', and the recall, at the published shares."""
-    head, keys, quota = Head(data.keys), torch.from_numpy(data.keys), quotas(len(data.keys), k)
-    calls: dict[str, Callable[[Floats], Any]] = {
-        "scan": lambda group: torch.mv(keys, torch.from_numpy(group[0])),
-        "scan_top": lambda group: torch.mv(keys, torch.from_numpy(group[0])).topk(k),
-        "tables": lambda group: head.tables(group, quota),
-        "vote": lambda group: head.vote(quota),
-        "rerank": lambda group: head.rerank(quota),
-    }
-    us = median_us(calls, data.queries)
-    step = us["tables"] + us["vote"] + us["rerank"]
-    return {
-        "keys": data.name,
-        "n": len(data.keys),
-        "candidates": quota.candidates,
-        "ratio": step / us["scan"],
-        "ratio_top": step / us["scan_top"],
-        "encode_ratio": head.encode_us / us["scan"],
-        "us": {**us, "encode": head.encode_us},
-        **recalls(head, data, quota, best_of_mean(data, k)),
-    }
-
-
-def sweep(data: Data, k: int) -> dict[str, Any]:
-    """Recall for each beta and rho."""
-    head, best, count = Head(data.keys), best_of_mean(data, k), len(data.keys)
-    points = [
-        {
-            "tiers": tiers,
-            "rho": rho,
-            "beta": beta,
-            **recalls(head, data, quotas(count, k, beta, rho, tiers), best),
-        }
-        for tiers in (6, 1)
-        for rho in RHOS
-        for beta in BETAS
-    ]
-    return {
-        "keys": data.name,
-        "n": count,
-        **recalls(head, data, quotas(count, k), best),
-        "points": points,
-    }
-
-
-def _synthetic(kind: str, count: int, queries: int, dim: int) -> Data:
+def _synthetic(kind: str, count: int, queries: int, dim: int) -> GroupedKeys:
     keys, query_vectors = KINDS[kind](np.random.default_rng(0), count, queries, dim)
-    return Data(kind, keys.astype(np.float32), query_vectors.astype(np.float32)[:, None])
+    return GroupedKeys(kind, keys.astype(np.float32), query_vectors.astype(np.float32)[:, None])
 
 
 def _bytes(dim: int) -> dict[str, float]:
@@ -197,52 +197,52 @@ def _bytes(dim: int) -> dict[str, float]:
     }
 
 
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the module's docstring names."""
+    k, dim = arguments.k, arguments.dim
+    queries = arguments.queries
+    _synthetic("isotropic", 1000, 2, dim).times(10)  # compiles
+    runs, sweeps = [], []
+    for kind in arguments.kinds:
+        for length in arguments.lengths:
+            say(f"{kind}, {length} keys")
+            runs.append(_synthetic(kind, length, queries, dim).times(k))
+        say(f"{kind}, sweep")
+        sweeps.append(_synthetic(kind, arguments.sweep_length, queries // 2, dim).sweep(k))
+    long = [record for record in runs if record["n"] >= LONG]
+    finals = {record["keys"]: list[float]() for record in long}
+    for record in long:
+        finals[record["keys"]].append(record["final"])
+    return {
+        "k": k,
+        "dim": dim,
+        "max_ratio": max((record["ratio"] for record in long), default=None),
+        "min_final": {kind: min(shares) for kind, shares in sorted(finals.items())},
+        "bytes": _bytes(dim),
+        "runs": runs,
+        "sweep": sweeps,
+    }
+
+
 def main() -> None:
     """Make or read the keys, measure, print."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        lengths=([8192, 32768, LONG, 4 * LONG], "keys"),
+        sweep_length=(32768, "keys of the sweep"),
+        dim=(128, "head dimension of synthetic keys"),
+        queries=(40, "queries of each run; half as many in the sweep"),
+        k=(100, "keys wanted"),
+    )
     parser.add_argument(
         "--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="synthetic keys"
     )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[8192, 32768, LONG, 4 * LONG], help="keys"
-    )
-    parser.add_argument("--sweep-length", type=int, default=32768, help="keys of the sweep")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension of synthetic keys")
-    parser.add_argument(
-        "--queries", type=int, default=40, help="queries of each run; half as many in the sweep"
-    )
-    parser.add_argument("--k", type=int, default=100, help="keys wanted")
     arguments = parser.parse_args()
     if min(arguments.lengths + [arguments.sweep_length]) <= arguments.k:
         parser.error(f"--lengths, --sweep-length: expected more keys than --k {arguments.k}")
 
     torch.set_num_threads(1)
-    run(_synthetic("isotropic", 1000, 2, arguments.dim), 10)  # compiles
-    runs, sweeps = [], []
-    for kind in arguments.kinds:
-        for length in arguments.lengths:
-            say(f"{kind}, {length} keys")
-            runs.append(
-                run(_synthetic(kind, length, arguments.queries, arguments.dim), arguments.k)
-            )
-        say(f"{kind}, sweep")
-        sweep_data = _synthetic(kind, arguments.sweep_length, arguments.queries // 2, arguments.dim)
-        sweeps.append(sweep(sweep_data, arguments.k))
-    long = [record for record in runs if record["n"] >= LONG]
-    print_result(
-        {
-            "k": arguments.k,
-            "dim": arguments.dim,
-            "max_ratio": max((record["ratio"] for record in long), default=None),
-            "min_final": {
-                kind: min(record["final"] for record in long if record["keys"] == kind)
-                for kind in sorted({record["keys"] for record in long})
-            },
-            "bytes": _bytes(arguments.dim),
-            "runs": runs,
-            "sweep": sweeps,
-        }
-    )
+    print_result(measured(arguments))
 
 
 if __name__ == "__main__":

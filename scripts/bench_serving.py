@@ -1,5 +1,4 @@
-"""Requests of 1k to 8k tokens served by vLLM with a kvbench method, beside vLLM's own attention in
-the same engine.
+"""Requests of 1k to 8k tokens in vLLM, with a method and with vLLM's own attention.
 
 Runs where vLLM is (`make setup-vllm`); one engine serves all arms in turns, with the same model,
 memory and scheduler:
@@ -15,7 +14,8 @@ Prints one JSON object as its last line; by batch, of "vllm" and of each method:
   ttft_s_p50, ttft_s_p95             over the requests of all rounds
   tpot_ms_p50, tpot_ms_p95           likewise
   ttft_s, tpot_ms                    of each request, round after round
-  tokens_per_s_ratio, ttft_ratio, tpot_ratio    over those of "vllm", of medians; of the methods alone
+  tokens_per_s_ratio, ttft_ratio, tpot_ratio    over those of "vllm", of medians; of the methods
+                                                alone
 and attended_mean (entries per KV head and step in sparse layers) of each method, and threads,
 settings.
 """
@@ -58,7 +58,7 @@ def requests_of(batch: int, shortest: int, longest: int) -> list[list[int]]:
     return [rng.choices(range(1000, 30_000), k=length) for length in lengths]
 
 
-class Served:
+class VllmEngine:
     """One vLLM engine, whose requests run a method or none.
 
     Parameters
@@ -90,9 +90,7 @@ class Served:
         self.llm.collective_rpc("kvbench_run", args=(plan and asdict(plan),))
 
     def times(self, prompts: list[list[int]], batch: int) -> dict[str, Any]:
-        """Seconds to the first token, ms a token of each request, and tokens a second, of all
-        together.
-        """
+        """Seconds to the first token and ms a token of each request, and tokens a second of all."""
         start, noted = time.perf_counter(), []
         for group in [prompts] if batch > 1 else [[prompt] for prompt in prompts]:
             requests = [{"prompt_token_ids": prompt} for prompt in group]
@@ -140,52 +138,50 @@ def over(first: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="one that kvbench.cli.fetch has fetched"
+    parser = command_line(
+        __doc__,
+        model=("smollm2-135m-instruct", "one that kvbench.cli.fetch has fetched"),
+        dtype=("bfloat16", "", ("float32", "bfloat16")),
+        methods=["quest"],
+        budget=256,
+        batches=[1, 4, 16],
+        steps=(32, "tokens of a request after its first"),
+        chunk=(2048, "tokens of one forward pass"),
+        rounds=1,
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--methods", nargs="+", default=["quest"])
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs=2,
-        default=[1024, 8000],
-        help="of the shortest and longest prompt",
-    )
-    parser.add_argument("--steps", type=int, default=32, help="tokens of a request after its first")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of one forward pass")
-    parser.add_argument("--rounds", type=int, default=1)
+    ends = "of the shortest and longest prompt"
+    parser.add_argument("--lengths", type=int, nargs=2, default=[1024, 8000], help=ends)
     options = parser.parse_args()
     try:
         arms = {VLLM: None, **{method: Plan(method, options.budget) for method in options.methods}}
-        served = Served(options)
+        engine = VllmEngine(options)
     except ConfigError as error:
         sys.exit(f"bench_serving: {error}")
-    result: dict[str, Any] = {}
-    for batch in options.batches:
-        prompts = requests_of(batch, *options.lengths)
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-        attended = {}
-        for _ in range(options.rounds):
-            for name, plan in arms.items():
-                served.under(plan)
-                served.times([prompts[0][:300]], 1)  # of which nothing is counted
-                served.under(plan)
-                turns[name].append(served.times(prompts, batch))
-                if plan is not None:
-                    attended[name] = served.attended()
-                say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
-        reports = {name: summary(rounds) for name, rounds in turns.items()}
-        for method in options.methods:
-            reports[method] |= {
-                **over(reports[method], reports[VLLM]),
-                "attended_mean": attended[method],
-            }
-        result[str(batch)] = reports
+    result = {str(batch): measured(engine, arms, batch, options) for batch in options.batches}
     print_result({**result, "threads": torch.get_num_threads(), "settings": vars(options)})
+
+
+def measured(
+    engine: VllmEngine, arms: dict[str, Plan | None], batch: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Each arm's numbers of one batch, round after round in turns."""
+    prompts = requests_of(batch, *options.lengths)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    attended = {}
+    for _ in range(options.rounds):
+        for name, plan in arms.items():
+            engine.under(plan)
+            engine.times([prompts[0][:300]], 1)  # of which nothing is counted
+            engine.under(plan)
+            turns[name].append(engine.times(prompts, batch))
+            if plan is not None:
+                attended[name] = engine.attended()
+            say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
+    reports = {name: summary(rounds) for name, rounds in turns.items()}
+    for method, entries in attended.items():
+        ratios = over(reports[method], reports[VLLM])
+        reports[method] |= {**ratios, "attended_mean": entries}
+    return reports
 
 
 if __name__ == "__main__":

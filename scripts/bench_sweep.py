@@ -1,27 +1,29 @@
-"""What a sweep gains where its arms decode together: tokens a second over all arms, over those of
-arms one by one.
+"""What a sweep gains where its arms decode together: tokens a second, over those of arms alone.
 
 Both ways are sweeps as the command line runs them (`sweep.shared_decode=true` and `false`), one
 after the other on the same prompts, each with an empty results folder. The tokens are given
 (`task=fidelity`), so that no arm ends early and both decode as many; full attention, with which
 they are compared, decodes them once more in both.
 
-    python scripts/bench_sweep.py --lengths 2048 4096                    # SmolLM2, the demo's methods and all of them
+    python scripts/bench_sweep.py --lengths 2048 4096      # SmolLM2, the demo's methods and all
     python scripts/bench_sweep.py --path FOLDER --lengths 4096 --samples 4 --methods all
-    python scripts/bench_sweep.py --no-speed --logits --answers 500      # are they the same numbers?
+    python scripts/bench_sweep.py --no-speed --logits --answers 500    # are they the same numbers?
 
 Prints one JSON object as its last line; by model, length and set of methods
-  together, alone            tokens decoded; decode_s, seconds inside decode steps; all_s, of the whole sweep but for
-                             loading the model; decode_tokens_per_s, tokens_per_s
+  together, alone            tokens decoded; decode_s, seconds inside decode steps; all_s, of the
+                             whole sweep but for loading the model; decode_tokens_per_s,
+                             tokens_per_s
   decode_ratio, ratio        of these two, together over alone
   rows                       of a pass, at most and on average
   arms, left_out             how many ran, and why others did not
 by model, with --logits of the first length, in float32
   logits.largest             by arm the largest difference of a logit, together against alone
-  logits.same_again          whether all logits are the same bits where the same arms decode together twice
+  logits.same_again          whether all logits are the same bits where the same arms decode
+                             together twice
 and with --answers N
   answers.equal, answers.of  how many of N answers are the same tokens both ways
-  answers.gaps               of the others, how far the best two logits lie apart where they part: 0 is a tie
+  answers.gaps               of the others, how far the best two logits lie apart where they part:
+                             0 is a tie
 and cpu, threads, settings.
 """
 
@@ -123,7 +125,9 @@ class Watch:
     """
 
     def __init__(self, keep: Callable[[torch.Tensor], Any] | None) -> None:
-        self.seconds, self._inside, self._keep = 0.0, False, keep
+        self.seconds = 0.0
+        self._inside = False
+        self._keep = keep
         self.rows: list[int] = []
         self.records: StepRecords = {}
         self._of = WeakKeyDictionary[Engine, Answer]()
@@ -131,7 +135,9 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Take the places of the functions that decode."""
-        engine, settle, step = Setup.engine, generate.Decoding.settle, DecodePass.step
+        engine = Setup.engine
+        settle = generate.Decoding.settle
+        step = DecodePass.step
 
         def watched_engine(
             setup: Setup,
@@ -191,7 +197,9 @@ class Sweeps:
     """
 
     def __init__(self, words: Sequence[str], budget: int) -> None:
-        self._words, self._budget, self._loaded = words, budget, None
+        self._words = words
+        self._budget = budget
+        self._loaded = None
         self._prepare = shared.prepare
 
     def run(
@@ -243,6 +251,73 @@ class Sweeps:
         self._loaded = arm.loaded
         return arm
 
+    def speed(self, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+        """Both ways one after the other; what the module's docstring names."""
+        sides = {}
+        for way in ("together", "alone"):
+            sides[way], _ = self.run(methods, way == "together", task)
+            say(f"{way}: {sides[way].report()}")
+        shared, alone = (side.report() for side in sides.values())
+        rows = sides["together"].rows
+        return {
+            "together": shared,
+            "alone": alone,
+            "decode_ratio": shared["decode_tokens_per_s"] / alone["decode_tokens_per_s"],
+            "ratio": shared["tokens_per_s"] / alone["tokens_per_s"],
+            "rows": {"most": max(rows, default=0), "mean": sum(rows) / max(1, len(rows))},
+            "arms": len({arm for arm, _ in sides["together"].answers}),
+            "left_out": {**sides["alone"].skipped, **sides["together"].skipped},
+        }
+
+    def logits(self, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
+        """How far the logits of each step lie apart, together against alone.
+
+        And whether they come out the same again.
+        """
+        ran, first = self.run(methods, True, task, torch.clone)
+        again = self.run(methods, True, task, torch.clone)[1]
+        alone = self.run(methods, False, task, torch.clone)[1]
+        largest: dict[str, float] = {}
+        for (arm, id), steps in alone.items():
+            pairs = zip(first[arm, id], steps, strict=True)
+            largest[arm] = max(
+                largest.get(arm, 0.0), *(float((row - other).abs().max()) for row, other in pairs)
+            )
+        same = all(
+            torch.equal(*pair)
+            for answer, steps in first.items()
+            for pair in zip(steps, again[answer], strict=True)
+        )
+        return {
+            "largest": largest,
+            "same_again": same and first.keys() == again.keys(),
+            "left_out": ran.skipped,
+        }
+
+    def answers(self, methods: Sequence[str], count: int) -> dict[str, Any]:
+        """How many short answers are the same both ways, and how near the others were to a tie."""
+        per_method = math.ceil(count / len(methods))
+        task = [
+            *SHORT,
+            f"task.samples={math.ceil(per_method / len(SUBSETS))}",
+            f"task.limit={per_method}",
+        ]
+        (shared, _), (other, gaps) = (self.run(methods, way, task, _gap) for way in (True, False))
+        differing = {}
+        for answer in shared.answers.keys() & other.answers.keys():
+            pair = shared.answers[answer], other.answers[answer]
+            if pair[0] != pair[1]:  # the first token is the prefill's, which is one
+                place = next(
+                    at
+                    for at, tokens in enumerate(zip(*pair, strict=False))
+                    if tokens[0] != tokens[1]
+                )
+                differing[answer] = gaps[answer][place - 1]
+        of = len(shared.answers.keys() & other.answers.keys())
+        named_gaps = {f"{arm} {id}": gap for (arm, id), gap in sorted(differing.items())}
+        skipped = {**shared.skipped, **other.skipped}
+        return {"equal": of - len(differing), "of": of, "gaps": named_gaps, "left_out": skipped}
+
 
 def fixed_task(length: int, samples: int, tokens: int) -> list[str]:
     """The task whose tokens are given: so many after the first, of each of these texts."""
@@ -254,79 +329,6 @@ def fixed_task(length: int, samples: int, tokens: int) -> list[str]:
     ]
 
 
-def speed(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
-    """Both ways one after the other; what the module's docstring names."""
-    sides = {}
-    for way in ("together", "alone"):
-        sides[way], _ = sweeps.run(methods, way == "together", task)
-        say(f"{way}: {sides[way].report()}")
-    shared, alone = (side.report() for side in sides.values())
-    rows = sides["together"].rows
-    return {
-        "together": shared,
-        "alone": alone,
-        "decode_ratio": shared["decode_tokens_per_s"] / alone["decode_tokens_per_s"],
-        "ratio": shared["tokens_per_s"] / alone["tokens_per_s"],
-        "rows": {"most": max(rows, default=0), "mean": sum(rows) / max(1, len(rows))},
-        "arms": len({arm for arm, _ in sides["together"].answers}),
-        "left_out": {**sides["alone"].skipped, **sides["together"].skipped},
-    }
-
-
-def logits(sweeps: Sweeps, methods: Sequence[str], task: Sequence[str]) -> dict[str, Any]:
-    """How far the logits of each step lie apart, together against alone; and whether they come out
-    the same again.
-    """
-    (ran, first), (_, again), (_, alone) = (
-        sweeps.run(methods, way, task, torch.clone) for way in (True, True, False)
-    )
-    largest: dict[str, float] = {}
-    for (arm, id), steps in alone.items():
-        pairs = zip(first[arm, id], steps, strict=True)
-        largest[arm] = max(
-            largest.get(arm, 0.0), *(float((row - other).abs().max()) for row, other in pairs)
-        )
-    same = all(
-        torch.equal(*pair)
-        for answer, steps in first.items()
-        for pair in zip(steps, again[answer], strict=True)
-    )
-    return {
-        "largest": largest,
-        "same_again": same and first.keys() == again.keys(),
-        "left_out": ran.skipped,
-    }
-
-
-def answers(sweeps: Sweeps, methods: Sequence[str], count: int) -> dict[str, Any]:
-    """How many of so many short answers are the same both ways, and how near the others were to a
-    tie.
-    """
-    per_method = math.ceil(count / len(methods))
-    task = [
-        *SHORT,
-        f"task.samples={math.ceil(per_method / len(SUBSETS))}",
-        f"task.limit={per_method}",
-    ]
-    (shared, _), (other, gaps) = (sweeps.run(methods, way, task, _gap) for way in (True, False))
-    differing = {}
-    for answer in shared.answers.keys() & other.answers.keys():
-        pair = shared.answers[answer], other.answers[answer]
-        if pair[0] != pair[1]:  # the first token is the prefill's, which is one
-            place = next(
-                at for at, tokens in enumerate(zip(*pair, strict=False)) if tokens[0] != tokens[1]
-            )
-            differing[answer] = gaps[answer][place - 1]
-    of = len(shared.answers.keys() & other.answers.keys())
-    named_gaps = {f"{arm} {id}": gap for (arm, id), gap in sorted(differing.items())}
-    return {
-        "equal": of - len(differing),
-        "of": of,
-        "gaps": named_gaps,
-        "left_out": {**shared.skipped, **other.skipped},
-    }
-
-
 def _gap(logits: torch.Tensor) -> float:
     best = logits.topk(2).values[0]
     return float(best[0] - best[1])
@@ -334,66 +336,82 @@ def _gap(logits: torch.Tensor) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        lengths=([2048], "prompt tokens"),
+        methods=(["demo", "all"], "demo, all, or a set of names (one set)"),
+        samples=(1, "texts of each length"),
+        new_tokens=(16, "of each arm and text, one of them the prefill's"),
+        budget=256,
+        logits=(False, "compare them, of the first length"),
+        answers=(0, "compare so many short answers"),
+    )
     parser.add_argument(
         "--model", nargs="*", default=[], choices=choices("model"), help=f"(default: {DEFAULT})"
     )
     parser.add_argument("--path", nargs="*", default=[], help="folders of further models")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="prompt tokens")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=["demo", "all"],
-        help="demo, all, or a set of names (one set)",
-    )
-    parser.add_argument("--samples", type=int, default=1, help="texts of each length")
-    parser.add_argument(
-        "--new-tokens", type=int, default=16, help="of each arm and text, one of them the prefill's"
-    )
-    parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--logits", action="store_true", help="compare them, of the first length")
-    parser.add_argument("--answers", type=int, default=0, help="compare so many short answers")
     parser.add_argument(
         "words", nargs="*", metavar="key=value", help="settings for every arm, as for a run"
     )
     options = parser.parse_intermixed_args()
-    sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
-    valid_names = {*sets, *choices("method")}
-    for name in options.methods:
-        if name not in valid_names:
-            parser.error(f"--methods {name}: no such method; {nearest(name, valid_names)}")
-    method_sets = {name: sets[name] for name in options.methods if name in sets}
-    method_sets |= (
-        {"named": own} if (own := [name for name in options.methods if name not in sets]) else {}
-    )
-    every = max(method_sets.values(), key=len)
-    models = {
-        name: f"model={name}" for name in options.model or ([] if options.path else [DEFAULT])
-    }
+    try:
+        method_sets = sets_of(options.methods)
+    except ConfigError as error:
+        parser.error(str(error))
+    names = options.model or ([] if options.path else [DEFAULT])
+    models = {name: f"model={name}" for name in names}
     models |= {Path(path).name: f"model.path={path}" for path in options.path}
     result: dict[str, Any] = {}
     for name, word in models.items():
-        own = result[name] = {}
+        say(name)
         sweeps = Sweeps([word, "dtype=float32", *options.words], options.budget)
-        sweeps.run(every, True, fixed_task(WARM_LENGTH, 1, 2))
-        sweeps.run(every, False, fixed_task(WARM_LENGTH, 1, 2))
-        for length in options.lengths if options.speed else []:
-            for set_name, methods in method_sets.items():
-                say(f"{name}, {length} tokens, {set_name}: {len(methods)} methods")
-                task = fixed_task(length, options.samples, options.new_tokens - 1)
-                own.setdefault(str(length), {})[set_name] = speed(sweeps, methods, task)
-        if options.logits:
-            own["logits"] = logits(
-                sweeps,
-                every,
-                fixed_task(options.lengths[0], options.samples, options.new_tokens - 1),
-            )
-        if options.answers:
-            own["answers"] = answers(sweeps, every, options.answers)
+        result[name] = compared(sweeps, method_sets, options)
         del sweeps  # a model's memory before the next one's
     result |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     print_result({**result, "settings": vars(options)})
+
+
+def sets_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """The sets of methods that --methods asks for, by name.
+
+    Raises
+    ------
+    ConfigError
+        there is no such method.
+    """
+    sets = {"demo": list(METHODS), "all": ["full", *sorted(choices("method").keys() - {"full"})]}
+    valid_names = {*sets, *choices("method")}
+    for name in names:
+        if name not in valid_names:
+            raise ConfigError(f"--methods {name}: no such method; {nearest(name, valid_names)}")
+    methods = [name for name in names if name not in sets]
+    return {name: sets[name] for name in names if name in sets} | (
+        {"named": methods} if methods else {}
+    )
+
+
+def compared(
+    sweeps: Sweeps, method_sets: dict[str, list[str]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Both ways on one model: times, and with --logits and --answers what they compute."""
+    every = max(method_sets.values(), key=len)
+    for together in (True, False):
+        sweeps.run(every, together, fixed_task(WARM_LENGTH, 1, 2))
+    result: dict[str, Any] = {}
+    tasks = {
+        length: fixed_task(length, options.samples, options.new_tokens - 1)
+        for length in options.lengths
+    }
+    for length in options.lengths if options.speed else []:
+        for name, methods in method_sets.items():
+            say(f"{length} tokens, {name}: {len(methods)} methods")
+            result.setdefault(str(length), {})[name] = sweeps.speed(methods, tasks[length])
+    if options.logits:
+        result["logits"] = sweeps.logits(every, tasks[options.lengths[0]])
+    if options.answers:
+        result["answers"] = sweeps.answers(every, options.answers)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Save what attention sees, for the benchmarks' --trace: post-RoPE queries, keys and values of
-layers of any model.
+"""Save what attention sees, for the benchmarks' --trace: queries, keys and values of layers.
 
 The model reads one prompt of a task with full attention and, with --generate, goes on greedily from
-there. FILE is an
-.npz with, for each layer L of H query and Hkv KV heads and head dim D,
-  keys.L, values.L   [Hkv, n, D] float32, of every token but the last generated one, which nothing has read
+there. FILE is an .npz with, for each layer L of H query and Hkv KV heads and head dim D, all after
+RoPE,
+  keys.L, values.L   [Hkv, n, D] float32, of every token but the last generated one, which nothing
+                     has read
   queries.L          [H, w, D] float32, of the last w of these tokens
 and `about`, a JSON text: model, task, sample, dtype, prompt and generated tokens.
 
-    python scripts/capture_trace.py needle.npz --layers 1,3 task=niah task.subsets=[niah_multikey_1]
-    task.lengths=[4096]
-    python scripts/capture_trace.py qwen.npz --layers 10,20 model.path=FOLDER task=longbench
-    task.data_dir=FOLDER
+    python scripts/capture_trace.py needle.npz --layers 1,3 task=niah task.lengths=[4096]
+    python scripts/capture_trace.py long.npz model.path=FOLDER task=longbench task.data_dir=FOLDER
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from kvbench.backends.hf.model import engine_for
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.measure.arm import prompt_of
+from kvbench.measure.arm import Arm, TokenizedSample, prompt_of
 from kvbench.method import Method, Needs, Prompt
 from kvbench.runs.run import prepare, samples
 
@@ -42,9 +40,7 @@ Floats = NDArray[np.float32]
 
 
 class Trace(NamedTuple):
-    """One layer's queries [H, w, D], of the last w tokens, and keys and values [Hkv, n, D],
-    post-RoPE.
-    """
+    """One layer's queries [H, w, D] of w tokens, keys and values [Hkv, n, D], after RoPE."""
 
     layer: int
     queries: Floats
@@ -68,8 +64,9 @@ def layers_of(arrays: Mapping[str, Any]) -> list[Trace]:
 
 
 class Capture(Method):
-    """Full attention that notes queries, keys and values of the last `window` prompt tokens and all
-    later ones.
+    """Full attention that notes queries, keys and values.
+
+    Of the last `window` prompt tokens and all later ones.
     """
 
     def __init__(self, layers: Sequence[int], window: int) -> None:
@@ -108,24 +105,46 @@ def capture(
     new_tokens: int,
     number: int,
 ) -> dict[str, Any]:
-    """The file's arrays for sample `number` of the task that the overrides name; `layers`: None for
-    all.
+    """The file's arrays for sample `number` of the task that the overrides name.
+
+    Parameters
+    ----------
+    layers
+        None: all.
 
     Raises
     ------
     ConfigError
         the overrides are wrong, or the model has no such layer, the task no such sample.
     """
-    arm = prepare(
-        cast(
-            dict[str, Any],
-            OmegaConf.to_container(composed("method=full", *overrides), resolve=True),
-        )
-    )
+    config = OmegaConf.to_container(composed("method=full", *overrides), resolve=True)
+    arm = prepare(cast(dict[str, Any], config))
     count = arm.loaded.card.layers
     wrong = [layer for layer in layers or () if not 0 <= layer < count]
     if wrong:
         raise ConfigError(f"--layers {wrong[0]}: {arm.loaded.name} has layers 0 to {count - 1}")
+    prompt = _prompt(arm, number)
+    ids = prompt.ids + prompt.question
+    method = Capture(range(count) if layers is None else layers, min(window, len(ids)))
+    model, tokenizer = arm.loaded.model, arm.loaded.tokenizer
+    more = new_tokens + 1
+    engine = engine_for(model, [len(ids)], method, Budget(None), (), tokenizer, new_tokens=more)
+    progress = _progress if sys.stderr.isatty() else None
+    chunk = arm.protocol.prefill_chunk
+    generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
+    description = {
+        "model": arm.loaded.name,
+        "task": arm.config["task"]["name"],
+        "sample": prompt.record["id"],
+        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
+        "prompt_tokens": len(ids),
+        "generated_tokens": new_tokens,
+    }
+    return {**method.arrays(), "about": np.array(json.dumps(description))}
+
+
+def _prompt(arm: Arm, number: int) -> TokenizedSample:
+    """The prompt of a task's sample, from 0."""
     sample = next(itertools.islice(samples(arm, None), number, None), None)
     if sample is None:
         raise ConfigError(
@@ -134,22 +153,7 @@ def capture(
     prompt = prompt_of(arm, sample)
     if prompt.record["error"]:
         raise ConfigError(f"--sample {number}: {prompt.record['error']}")
-    ids = prompt.ids + prompt.question
-    method = Capture(range(count) if layers is None else layers, min(window, len(ids)))
-    model, tokenizer, more = arm.loaded.model, arm.loaded.tokenizer, new_tokens + 1
-    engine = engine_for(model, [len(ids)], method, Budget(None), (), tokenizer, new_tokens=more)
-    progress = _progress if sys.stderr.isatty() else None
-    chunk = arm.protocol.prefill_chunk
-    generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
-    description = {
-        "model": arm.loaded.name,
-        "task": arm.config["task"]["name"],
-        "sample": sample.id,
-        "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
-        "prompt_tokens": len(ids),
-        "generated_tokens": new_tokens,
-    }
-    return {**method.arrays(), "about": np.array(json.dumps(description))}
+    return prompt
 
 
 def _numbers(text: str) -> list[int]:
@@ -164,19 +168,17 @@ def _progress(done: int, total: int) -> None:
 
 def main() -> None:
     """Capture, save, say what was saved."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        window=(512, "last prompt tokens whose queries are saved"),
+        generate=(0, "tokens to generate, read and save after the prompt"),
+        sample=(0, "which sample of the task, from 0"),
+    )
     parser.add_argument("file", type=Path, help="the .npz to write")
     parser.add_argument(
         "overrides", nargs="*", help="model, task and protocol as `python -m kvbench` takes them"
     )
     parser.add_argument("--layers", type=_numbers, help="layers to save, as in 1,3; default: all")
-    parser.add_argument(
-        "--window", type=int, default=512, help="last prompt tokens whose queries are saved"
-    )
-    parser.add_argument(
-        "--generate", type=int, default=0, help="tokens to generate, read and save after the prompt"
-    )
-    parser.add_argument("--sample", type=int, default=0, help="which sample of the task, from 0")
     arguments = parser.parse_intermixed_args()
     if arguments.file.suffix != ".npz":
         parser.error(f"{arguments.file}: expected a name that ends in .npz")

@@ -1,8 +1,6 @@
-"""Pack finished runs without what a report does not need, so that they are small enough to be
-committed.
+"""Pack finished runs without what a report does not need: small enough to be committed.
 
-    python scripts/compact_runs.py results/sweep_reference results/reference.tar.xz --outputs
-    passkey,ruler
+    python scripts/compact_runs.py results/sweep_reference results/reference.tar.xz --outputs ruler
 
 Of each arm the newest run is kept: run.yaml, summary.json, status.json without process and host,
 and of each sample all but the prompt's answers, its excerpt and the output, of which it says how
@@ -14,9 +12,10 @@ same bytes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection
 from pathlib import Path
+
+from bench import command_line
 
 from kvbench.config import choices, nearest
 from kvbench.report.data.compact import compacted
@@ -26,8 +25,7 @@ from kvbench.runs.stored import ResultsError, archive_of, runs_in
 
 
 def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
-    """The files of the runs below `source` by their names from there, answers and outputs of these
-    tasks with them.
+    """The files of the runs below `source`, by name; with answers and outputs of these tasks.
 
     Raises
     ------
@@ -47,9 +45,7 @@ def compact(source: Path, outputs: Collection[str] = ()) -> dict[str, bytes]:
 
 def main() -> None:
     """Pack, and say how much is left."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("source", type=Path, help="a results folder, or an archive")
     parser.add_argument(
         "target", type=Path, help=f"the archive to write, NAME{SUFFIX}; one that is there goes away"

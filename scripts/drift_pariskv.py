@@ -1,5 +1,4 @@
-"""Recall while keys drift: ParisKV's codes, which nothing is learned for, beside centroids learned
-from the prompt.
+"""Recall while keys drift: ParisKV's codes, beside centroids learned from the prompt.
 
 A stream is read token by token. Every arm indexes its retrieval zone as ParisKV does, the prompt's
 part at once and then `update` tokens at a time; at every --every-th step it is asked for the k
@@ -15,17 +14,19 @@ Prints one JSON object as its last line, and for each stream in it
   steps, zone    decode steps at which the arms were asked, and tokens in the zone then
   recall         of each arm at these steps: share of the exact top k, mean over layers and heads
     pariskv          with the published beta and rho
-    pq_2x6, pq_dx8   product quantisation, faiss, trained on the prompt: 2 parts of 64 centroids (PQCache's), and parts
-                     of 8 coordinates with 256
-    pq_dx8_anew      pq_dx8, trained anew on the whole zone at every update: what the drift costs it
+    pq_2x6, pq_dx8   product quantisation, faiss, trained on the prompt: 2 parts of 64 centroids
+                     (PQCache's), and parts of 8 coordinates with 256
+    pq_dx8_anew      pq_dx8, trained anew on the whole zone at every update: what the drift costs
+                     it
     exact            every key scored, in bfloat16
   late_over_early   mean recall of the last quarter of the steps over that of the first, by arm
-  drift             mean squared distance of the last quarter's keys to the nearest of 64 centroids of the prompt's keys
-                    over that of the prompt's own
+  drift             mean squared distance of the last quarter's keys to the nearest of 64
+                    centroids of the prompt's keys over that of the prompt's own
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,20 +49,55 @@ from methods.pariskv.index import KernelIndex
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 # of the drifting stream: topics at a time, tokens until the oldest gives way
-HEADS, TOPICS, TOPIC_LIFE = 4, 40, 100
+HEADS = 4
+TOPICS = 40
+TOPIC_LIFE = 100
 # of k-means: keys of a centroid, below which faiss would warn, and passes over the keys
 FEW, ROUNDS = 10, 8
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One KV head of a generation: keys [T, D], and the mean queries [T - prompt, D] of its
-    generated tokens.
-    """
+    """One KV head: keys [T, D], and the mean queries [T - prompt, D] of generated tokens."""
 
     prompt: int
     keys: Floats
     queries: Floats
+
+    def recalls(self, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """(step, tokens in the zone, recall of each arm) at every step that asks."""
+        by_name = arms(self.keys.shape[1])
+        zone = self.prompt - sizes.local - sizes.sinks
+        for arm in by_name.values():
+            arm.extend(self.keys[sizes.sinks : sizes.sinks + zone])
+        for step in range(1, len(self.queries) + 1):
+            if self.prompt + step - sizes.local - sizes.sinks - zone >= sizes.update:
+                first = sizes.sinks + zone
+                zone += sizes.update
+                for arm in by_name.values():
+                    arm.extend(self.keys[first : sizes.sinks + zone])
+            if step % sizes.every == 0:
+                query = self.queries[step - 1]
+                logits = self.keys[sizes.sinks : sizes.sinks + zone] @ query
+                best = np.argpartition(-logits, sizes.k)[: sizes.k]
+                yield (
+                    step,
+                    zone,
+                    {
+                        name: np.isin(best, arm.best(query, sizes.k)).mean()
+                        for name, arm in by_name.items()
+                    },
+                )
+
+    def drift(self) -> float:
+        """How much farther the last keys lie from the prompt's centroids than the prompt's own."""
+        kmeans = faiss.Kmeans(self.keys.shape[1], 64, seed=0)
+        kmeans.train(self.keys[: self.prompt])
+        late = self.keys[-((len(self.keys) - self.prompt) // 4) :]
+        distances = [
+            kmeans.index.search(keys, 1)[0].mean() for keys in (late, self.keys[: self.prompt])
+        ]
+        return float(distances[0] / distances[1])
 
 
 @dataclass(frozen=True)
@@ -102,7 +138,10 @@ class Quantised:
     """Product quantisation; `anew`: trained again on all keys whenever some come."""
 
     def __init__(self, dim: int, parts: int, bits: int, anew: bool) -> None:
-        self.dim, self.parts, self.bits, self.anew = dim, parts, bits, anew
+        self.dim = dim
+        self.parts = parts
+        self.bits = bits
+        self.anew = anew
         self.keys = np.empty((0, dim), np.float32)
 
     def extend(self, keys: Floats) -> None:
@@ -147,8 +186,7 @@ def arms(dim: int) -> dict[str, Any]:
 
 
 def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
-    """Every layer and KV head of a generation by the experiment's model, after one of its task's
-    samples.
+    """Every layer and KV head of a generation after a sample of the experiment's task.
 
     Raises
     ------
@@ -162,7 +200,7 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
     prompt = json.loads(str(arrays["about"]))["prompt_tokens"]
     streams = []
     for trace in layers_of(arrays):
-        kv_heads, _, dim = trace.keys.shape
+        kv_heads, dim = len(trace.keys), trace.keys.shape[2]
         queries = trace.queries[:, 1:].reshape(kv_heads, -1, steps, dim).mean(axis=1)
         streams += [
             Stream(prompt, keys, head_queries)
@@ -172,9 +210,7 @@ def captured(words: Sequence[str], steps: int, sample: int) -> list[Stream]:
 
 
 def drifting(prompt: int, steps: int, dim: int) -> list[Stream]:
-    """Keys around topics of which the oldest gives way every `TOPIC_LIFE` tokens, queries for any
-    topic so far.
-    """
+    """Keys around topics, the oldest ending every `TOPIC_LIFE` tokens; queries for any so far."""
     return [_drifting(np.random.default_rng(head), prompt, steps, dim) for head in range(HEADS)]
 
 
@@ -192,51 +228,12 @@ def _drifting(rng: np.random.Generator, prompt: int, steps: int, dim: int) -> St
 # -- what is found ---------------------------------------------------------------------------------
 
 
-def recalls(stream: Stream, sizes: Sizes) -> Iterator[tuple[int, int, dict[str, float]]]:
-    """(step, tokens in the zone, recall of each arm) at every step that asks."""
-    by_name = arms(stream.keys.shape[1])
-    zone = stream.prompt - sizes.local - sizes.sinks
-    for arm in by_name.values():
-        arm.extend(stream.keys[sizes.sinks : sizes.sinks + zone])
-    for step in range(1, len(stream.queries) + 1):
-        if stream.prompt + step - sizes.local - sizes.sinks - zone >= sizes.update:
-            first = sizes.sinks + zone
-            zone += sizes.update
-            for arm in by_name.values():
-                arm.extend(stream.keys[first : sizes.sinks + zone])
-        if step % sizes.every == 0:
-            query = stream.queries[step - 1]
-            logits = stream.keys[sizes.sinks : sizes.sinks + zone] @ query
-            best = np.argpartition(-logits, sizes.k)[: sizes.k]
-            yield (
-                step,
-                zone,
-                {
-                    name: np.isin(best, arm.best(query, sizes.k)).mean()
-                    for name, arm in by_name.items()
-                },
-            )
-
-
-def drift(stream: Stream) -> float:
-    """How much farther the last generated keys lie from the prompt's centroids than the prompt's
-    own.
-    """
-    kmeans = faiss.Kmeans(stream.keys.shape[1], 64, seed=0)
-    kmeans.train(stream.keys[: stream.prompt])
-    late = stream.keys[-((len(stream.keys) - stream.prompt) // 4) :]
-    distances = [
-        kmeans.index.search(keys, 1)[0].mean() for keys in (late, stream.keys[: stream.prompt])
-    ]
-    return float(distances[0] / distances[1])
-
-
 def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
     """Means over the heads of one generation."""
     per_head = []
     for number, stream in enumerate(streams, 1):
         say(f"head {number} of {len(streams)}")
-        per_head.append(list(recalls(stream, sizes)))
+        per_head.append(list(stream.recalls(sizes)))
     steps, zones = [at[0] for at in per_head[0]], [at[1] for at in per_head[0]]
     names = per_head[0][0][2]
     recall = {
@@ -252,24 +249,42 @@ def report(streams: Sequence[Stream], sizes: Sizes) -> dict[str, Any]:
             name: float(curve[-quarter:].mean() / curve[:quarter].mean())
             for name, curve in recall.items()
         },
-        "drift": float(np.mean([drift(stream) for stream in streams])),
+        "drift": float(np.mean([stream.drift() for stream in streams])),
+    }
+
+
+def reports(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+    """The report of each stream, by its name; those of --parts are read."""
+    settings = {"steps": options.steps, **asdict(sizes)}
+    streams: dict[str, tuple[dict[str, Any], Callable[[], list[Stream]]]] = {}
+    for sample in range(options.samples):
+        part = {**settings, "overrides": options.overrides}
+        make = partial(captured, options.overrides, options.steps, sample)
+        streams[f"captured {sample}" if sample else "captured"] = part, make
+    part = {**settings, "prompt": options.prompt, "dim": options.dim}
+    streams["drifting"] = part, partial(drifting, options.prompt, options.steps, options.dim)
+    return {
+        name: once(
+            options.parts and options.parts / f"{name}.json",
+            part,
+            lambda make=make: report(make(), sizes),
+        )
+        for name, (part, make) in streams.items()
     }
 
 
 def main() -> None:
     """Generate, ask, print."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        steps=(8192, "tokens to generate"),
+        samples=(1, "prompts, each a stream"),
+        every=(64, "steps between two questions"),
+        prompt=(4096, "prompt tokens of the drifting stream"),
+        dim=(128, "head dimension of the drifting stream"),
+    )
     parser.add_argument(
         "overrides", nargs="*", help="changes to the experiment, as `python -m kvbench` takes them"
-    )
-    parser.add_argument("--steps", type=int, default=8192, help="tokens to generate")
-    parser.add_argument("--samples", type=int, default=1, help="prompts, each a stream")
-    parser.add_argument("--every", type=int, default=64, help="steps between two questions")
-    parser.add_argument(
-        "--prompt", type=int, default=4096, help="prompt tokens of the drifting stream"
-    )
-    parser.add_argument(
-        "--dim", type=int, default=128, help="head dimension of the drifting stream"
     )
     parser.add_argument(
         "--parts", type=Path, help="folder in which what each stream gave stays, to go on from"
@@ -290,30 +305,9 @@ def main() -> None:
         shortest = sizes.sinks + sizes.local + 256 * FEW
         if options.prompt < shortest:
             parser.error(f"--prompt {options.prompt}: expected {shortest} or more")
-        settings = {"steps": options.steps, **asdict(sizes)}
-        streams: dict[str, tuple[dict[str, Any], Callable[[], list[Stream]]]] = {
-            ("captured" if not sample else f"captured {sample}"): (
-                {**settings, "overrides": options.overrides},
-                partial(captured, options.overrides, options.steps, sample),
-            )
-            for sample in range(options.samples)
-        }
-        drifts = {"prompt": options.prompt, "dim": options.dim}
-        streams["drifting"] = (
-            {**settings, **drifts},
-            partial(drifting, options.prompt, options.steps, options.dim),
-        )
-        reports = {
-            name: once(
-                options.parts and options.parts / f"{name}.json",
-                part,
-                lambda make=make: report(make(), sizes),
-            )
-            for name, (part, make) in streams.items()
-        }
+        print_result({"k": sizes.k, **reports(options, sizes)})
     except ConfigError as error:
         parser.error(str(error))
-    print_result({"k": sizes.k, **reports})
 
 
 if __name__ == "__main__":

@@ -64,6 +64,39 @@ class Shown(NamedTuple):
     head: tuple[list[str], list[str]]
     rows: dict[tuple[str, ...], list[str]]
 
+    def written(self) -> str:
+        """A table in Markdown."""
+        (labels, columns), body = self.head, self.rows.items()
+        code = [
+            index
+            for index, name in enumerate(labels)
+            if name in ("method", "kv", "claim", "claims")
+        ]
+        lines = [
+            [
+                *(
+                    f"`{label}`" if place in code else label
+                    for place, label in enumerate(row_labels)
+                ),
+                *texts,
+            ]
+            for row_labels, texts in body
+        ]
+        rule = [*["---"] * len(labels), *["---:"] * len(columns)]
+        return "\n".join(
+            "| " + " | ".join(map(_plain, line)) + " |"
+            for line in ([*labels, *columns], rule, *lines)
+        )
+
+    def numbers(self) -> Iterator[float]:
+        """The numbers of a table, without signs, and how many rows it has."""
+        yield float(len(self.rows))
+        for labels, texts in self.rows.items():
+            for text in (*labels, *texts):
+                yield from (
+                    float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)
+                )
+
 
 @functools.cache
 def described() -> dict[str, Any]:
@@ -216,25 +249,6 @@ def _verdicts() -> Shown:
     return Shown((["claims"], ["claims", *(verdict.value for verdict in Verdict)]), rows)
 
 
-def written(shown: Shown) -> str:
-    """A table in Markdown."""
-    (labels, columns), body = shown.head, shown.rows.items()
-    code = [
-        index for index, name in enumerate(labels) if name in ("method", "kv", "claim", "claims")
-    ]
-    lines = [
-        [
-            *(f"`{label}`" if place in code else label for place, label in enumerate(row_labels)),
-            *texts,
-        ]
-        for row_labels, texts in body
-    ]
-    rule = [*["---"] * len(labels), *["---:"] * len(columns)]
-    return "\n".join(
-        "| " + " | ".join(map(_plain, line)) + " |" for line in ([*labels, *columns], rule, *lines)
-    )
-
-
 def _plain(text: str) -> str:
     return text.replace("*", r"\*")
 
@@ -247,7 +261,7 @@ def filled(page: str) -> str:
         out += f"<!-- {kind}: {name} -->\n"
         if kind == "table":
             body = re.sub(r"\A(?:\|.*\n)*\n*", "", rest)
-            out += f"{written(table(name))}\n\n{body}"
+            out += f"{table(name).written()}\n\n{body}"
         else:
             out += rest
     return out
@@ -257,9 +271,7 @@ def filled(page: str) -> str:
 
 
 def unfounded(page: str) -> list[str]:
-    """The numbers of a page that neither a table of their section has nor are settings, each with
-    its line.
-    """
+    """Numbers of a page, with lines, that are no settings and in no table of their section."""
     return [
         number
         for section in re.split(r"^(?=## )", page, flags=re.MULTILINE)
@@ -270,7 +282,7 @@ def unfounded(page: str) -> list[str]:
 def _unfounded(section: str) -> Iterator[str]:
     names = [name for _, name in MARK.findall(section)]
     table_numbers = sorted(
-        {number for name in names for number in _numbers_of(table(name))} | _set_in(section, names)
+        {number for name in names for number in table(name).numbers()} | _set_in(section, names)
     )
     for line in _prose(section).splitlines():
         for number in NUMBER.finditer(SETTINGS.sub("", line)):
@@ -288,16 +300,6 @@ def _prose(section: str) -> str:
         rf"^{re.escape(METHOD_TABLE_HEAD)}.*\n(?:\|.*\n)*", "", without, flags=re.MULTILINE
     )
     return re.sub(r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)|https?://\S+", " ", without, flags=re.DOTALL)
-
-
-def _numbers_of(shown: Shown) -> Iterator[float]:
-    """The numbers of a table, without signs, and how many rows it has."""
-    yield float(len(shown.rows))
-    for labels, texts in shown.rows.items():
-        for text in (*labels, *texts):
-            yield from (
-                float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", text)
-            )
 
 
 def _set_in(section: str, names: Sequence[str]) -> set[float]:

@@ -6,16 +6,17 @@ the number that was measured for it; one for which nothing was measured yet says
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from bench import command_line
 
 from kvbench.report.data.frame import collect
 from kvbench.runs.folder import ResultsError
@@ -118,54 +119,35 @@ def claims(measured: list[Cell]) -> list[Claim]:
         number = at.get((method, length), {}).get(name)
         return None if number is None else float(number)
 
-    checks = [
-        Claim(
-            "the parts of a step over its time, least of all arms",
-            0.97,
-            min((_share(cell) for cell in measured), default=None),
-            at_least=True,
-        )
-    ]
+    least = min((_share(cell) for cell in measured), default=None)
+    title = "the parts of a step over its time, least of all arms"
+    checks = [Claim(title, 0.97, least, at_least=True)]
     whole = value("full", 131072, "breakdown_ms.attention")
     for method in ("quest", "snapkv"):
-        attention_ms = [
-            value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")
-        ]
-        ratio = (
-            None
-            if whole is None or None in attention_ms
-            else sum(filter(None, attention_ms)) / whole
-        )
-        checks.append(
-            Claim(f"128k: attention and selection of {method} over full attention", 0.5, ratio)
-        )
-    checks.append(
-        Claim("36k: icecache, ms per token", 60.0, value("icecache", 36000, "tpot_ms_p50"))
-    )
-    for cell in measured:
-        if cell["length"] == 131072 and cell["host_bytes"] and cell["layers"]:
+        parts = [value(method, 131072, f"breakdown_ms.{part}") for part in ("attention", "select")]
+        complete = whole is not None and None not in parts
+        ratio = sum(filter(None, parts)) / whole if complete else None
+        title = f"128k: attention and selection of {method} over full attention"
+        checks.append(Claim(title, 0.5, ratio))
+    step_ms = value("icecache", 36000, "tpot_ms_p50")
+    return [*checks, Claim("36k: icecache, ms per token", 60.0, step_ms), *_on_host(measured)]
+
+
+def _on_host(measured: list[Cell]) -> Iterator[Claim]:
+    """What is promised of the memory of methods that keep keys and values on the host."""
+    hosted = [cell for cell in measured if cell["host_bytes"]]
+    for cell in hosted:
+        if cell["length"] == 131072 and cell["layers"]:
             layer = cell["whole_kv_bytes"] / cell["layers"]
             over = (cell["memory_bytes"] - cell["weight_bytes"] - layer) / GIB
-            checks.append(
-                Claim(
-                    f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB",
-                    2.0,
-                    over,
-                )
-            )
-    far = [cell for cell in measured if cell["length"] == 524288 and cell["host_bytes"]]
+            title = f"128k: memory of {cell['method']} beyond weights and a layer's KV, GiB"
+            yield Claim(title, 2.0, over)
+    far = [cell for cell in hosted if cell["length"] == 524288]
     most = max((cell["whole_kv_bytes"] / 1e9 for cell in far), default=None)
     over = max((cell["memory_bytes"] / cell["whole_kv_bytes"] for cell in far), default=None)
-    return [
-        *checks,
-        Claim(
-            "512k decodes with KV on the host: what full attention would hold, GB",
-            60.0,
-            most,
-            at_least=True,
-        ),
-        Claim("512k: device memory, weights included, over that", 1.0, over),
-    ]
+    title = "512k decodes with KV on the host: what full attention would hold, GB"
+    yield Claim(title, 60.0, most, at_least=True)
+    yield Claim("512k: device memory, weights included, over that", 1.0, over)
 
 
 def _share(cell: Cell) -> float:
@@ -225,9 +207,7 @@ def kernel_table(report: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Read, judge, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     if not folder.is_dir():
@@ -246,19 +226,10 @@ def main() -> None:
     }
     table = ""
     if measured:
-        words = [
-            "-m",
-            "kvbench",
-            "report",
-            str(folder / "runs"),
-            "--where",
-            "task=latency",
-            "--format",
-            "markdown",
-        ]
-        table = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=True
-        ).stdout
+        words = ["-m", "kvbench", "report", str(folder / "runs")]
+        words += ["--where", "task=latency", "--format", "markdown"]
+        command = [sys.executable, *words]
+        table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (folder / "gpu_check.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
     (folder / "gpu_check.md").write_text(written(report, promised, table))
 

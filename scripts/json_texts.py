@@ -33,17 +33,11 @@ def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, 
 
     def record(**fields: Any) -> str:
         fields = {"id": rng.randrange(1000), **fields}
-        return (
-            opens
-            + between.join(
-                f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items()
-            )
-            + closes
-        )
+        pairs = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields.items())
+        return opens + between.join(pairs) + closes
 
-    records = [
-        record(note=FACTS.needle(key, value)) for key, value in zip(keys, values, strict=True)
-    ]
+    facts = zip(keys, values, strict=True)
+    records = [record(note=FACTS.needle(key, value)) for key, value in facts]
     remaining = tokens - len(loaded.tokenizer(",\n".join(records))["input_ids"])
     while True:
         more = record(name=rng.choice(words), size=rng.randrange(100), tags=rng.sample(words, 2))
@@ -54,28 +48,25 @@ def document(layout: str, tokens: int, seed: int, loaded: Loaded) -> tuple[str, 
     rng.shuffle(records)
     queried = rng.randrange(4)
     frame, question = FACTS.asking([keys[queried]])
-    return (
-        frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]",
-        "\n" + question,
-        values[queried],
-    )
+    text = frame.partition("{context}")[0] + "[\n" + ",\n".join(records) + "\n]"
+    return text, "\n" + question, values[queried]
 
 
 def main() -> None:
     """Make them, write them."""
-    parser = command_line(__doc__)
-    parser.add_argument("folder", type=Path, help="where the .txt files go")
-    parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="of conf/model, whose tokens are counted"
+    parser = command_line(
+        __doc__,
+        model=("smollm2-135m-instruct", "of conf/model, whose tokens are counted"),
+        texts=(24, "documents"),
+        tokens=(4600, "of each, about"),
     )
-    parser.add_argument("--texts", type=int, default=24, help="documents")
-    parser.add_argument("--tokens", type=int, default=4600, help="of each, about")
+    parser.add_argument("folder", type=Path, help="where the .txt files go")
     arguments = parser.parse_args()
     loaded = load(composed(f"model={arguments.model}")["model"], device="cpu")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for number in range(arguments.texts):
         layout = list(LAYOUTS)[number % len(LAYOUTS)]
-        text, _, _ = document(layout, arguments.tokens, number, loaded)
+        text = document(layout, arguments.tokens, number, loaded)[0]
         name = f"{layout}-{number // len(LAYOUTS)}.txt"
         (arguments.folder / name).write_text(text[text.index("[") :], encoding="utf-8")
 

@@ -1,7 +1,8 @@
-"""Writes conf/kernels.json: the kernels that each method calls in float32 and bfloat16, and how
-long each compiles.
+"""Writes conf/kernels.json: the kernels that each method calls, and how long each compiles.
 
-    python scripts/list_kernels.py              all methods and kinds of keys and values, some minutes
+In float32 and bfloat16.
+
+    python scripts/list_kernels.py              all methods and kinds of keys and values, minutes
     python scripts/list_kernels.py quest int8   these anew, the others as they are listed
 
 Each is run for a few tokens in a process of its own, and what that process has compiled is listed.
@@ -11,6 +12,7 @@ calls.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,8 +27,9 @@ PATH = Path(__file__).parents[1] / "conf" / "kernels.json"
 
 
 def called(dtype: str, name: str) -> list[str]:
-    """What a run of a method, or of full attention over a kind of keys and values, has compiled:
-    JSON of each.
+    """What a run has compiled, JSON of each.
+
+    Of a method, or of full attention over a kind of keys and values.
     """
     from kvbench.cli.main import main
     from kvbench.kernels import listed
@@ -35,18 +38,13 @@ def called(dtype: str, name: str) -> list[str]:
 
     listed.listed = lambda: ([], {})  # type: ignore[assignment]
     words = [name, "method=full"] if name.startswith("kv=") else [f"method={name}", "budget=256"]
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        out, sys.stdout = sys.stdout, nowhere
-        code = main(
-            [
-                *words,
-                f"dtype={dtype}",
-                "task.lengths=[700]",
-                "task.limit=1",
-                f"results_dir={folder}",
-            ]
-        )
-        sys.stdout = out
+    words += [f"dtype={dtype}", "task.lengths=[700]", "task.limit=1"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        code = main([*words, f"results_dir={folder}"])
     if code:
         raise SystemExit(f"{name} in {dtype}: exit code {code}")
     kernels = []
@@ -60,8 +58,9 @@ def called(dtype: str, name: str) -> list[str]:
 
 
 def costs(kernels: list[str], folder: str) -> list[list[Any]]:
-    """Of each kernel its name, types, own seconds, and the numbers of those that it calls, which
-    stand before it.
+    """Of each kernel name, types, own seconds, and the numbers of those it calls.
+
+    They stand before it.
 
     Parameters
     ----------

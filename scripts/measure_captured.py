@@ -1,24 +1,23 @@
-"""What the papers say of keys and queries, measured on those of a real model: claims that need no
-generation.
+"""What the papers say of keys and queries, measured on those of a real model without generation.
 
 --model reads texts of --length and --further tokens with full attention; of every layer and KV head
-  the keys of the
-first --length tokens are searched for, and the queries of later tokens ask. A measure is the mean
-over layers and
-heads, of each text.
+the keys of the first --length tokens are searched for, and the queries of later tokens ask. A
+measure is the mean over layers and heads, of each text.
 
 Prints one JSON object as its last line, `texts`, with an entry for each text
   text        which one
-  pages       IceCache, 4.1: attention mass of a query in the --pages pages of 16 tokens that have most of it, where
-              pages are of similar keys (similar, the authors' tree) and of consecutive ones (consecutive)
-  recall      ParisKV: of the 100 tokens with the largest product with a group's mean query, the share retrieved by its
-              codes (codes), and without its rotation and normalisation, by as many centroids that k-means learns from
-              the keys in each subspace (learned)
-  windows     RACC, Figure 3: of the 5 % of the prompt that get most attention in 100 consecutive steps, the share that
-              is also among those of the next 100 steps (adjacent), and of the last 100 of --further (distant), mean
-              over query heads
-  bounds      LycheeCluster, Equation 2, with radii as published: share of chunks above the bound of their coarse unit
-              (above), and recall of the best --budget tokens ranked by bounds and by centroids alone (bound, centroid)
+  pages       IceCache, 4.1: attention mass of a query in the --pages pages of 16 tokens that have
+              most of it, where pages are of similar keys (similar, the authors' tree) and of
+              consecutive ones (consecutive)
+  recall      ParisKV: of the 100 tokens with the largest product with a group's mean query, the
+              share retrieved by its codes (codes), and without its rotation and normalisation, by
+              as many centroids that k-means learns from the keys in each subspace (learned)
+  windows     RACC, Figure 3: of the 5 % of the prompt that get most attention in 100 consecutive
+              steps, the share that is also among those of the next 100 steps (adjacent), and of
+              the last 100 of --further (distant), mean over query heads
+  bounds      LycheeCluster, Equation 2, with radii as published: share of chunks above the bound
+              of their coarse unit (above), and recall of the best --budget tokens ranked by
+              bounds and by centroids alone (bound, centroid)
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ import faiss
 import numpy as np
 import torch
 from bench import command_line, print_result, say
-from bench_index import INSERTED, LAYOUTS, page_quality, tree_of
-from bench_index import Data as Pages
+from bench_index import INSERTED, LAYOUTS, KeySet
 from bench_lychee import token_recall
-from bench_pariskv import Data, Head, best_of_mean
+from bench_pariskv import GroupedKeys, Head
 from capture_trace import capture
 
 from kvbench.config import ConfigError, bind_methods
@@ -60,8 +58,8 @@ CHUNK = 12  # tokens of a chunk, the mean of those that end where text does
 
 def pages(keys: Floats, queries: Floats, page_count: int) -> dict[str, float]:
     """Mass in the best pages of either kind; keys [n + `INSERTED`, D], queries [m, G, D]."""
-    work, data = Workspace(), Pages("captured", keys, queries)
-    quality = page_quality(data, {"dci": tree_of(data, LAYOUTS["dci"], work)[0]}, page_count, work)
+    work, data = Workspace(), KeySet("captured", keys, queries)
+    quality = data.page_quality({"dci": data.tree(LAYOUTS["dci"], work)[0]}, page_count, work)
     return {
         "similar": quality["dci_oracle"]["mass"],
         "consecutive": quality["quest_oracle"]["mass"],
@@ -72,13 +70,14 @@ def pages(keys: Floats, queries: Floats, page_count: int) -> dict[str, float]:
 
 
 def recall(keys: Floats, queries: Floats) -> dict[str, float]:
-    """Of the best of each mean query, what codes and learned centroids find; keys [n, D], queries
-    [m, G, D].
+    """Of the best of each mean query, what codes and learned centroids find.
+
+    Keys [n, D], queries [m, G, D].
     """
-    data, quota = Data("captured", keys, queries), quotas(len(keys), K)
+    data, quota = GroupedKeys("captured", keys, queries), quotas(len(keys), K)
     head, learned = Head(keys), Learned(keys)
     hits: dict[str, list[float]] = {"codes": [], "learned": []}
-    for group, best in zip(queries, best_of_mean(data, K), strict=True):
+    for group, best in zip(queries, data.best_of_mean(K), strict=True):
         head.tables(group, quota)
         head.vote(quota)
         for name, tokens in (
@@ -95,8 +94,7 @@ def most(votes: Any, count: int) -> Any:
 
 
 class Learned:
-    """ParisKV's two stages over keys as they are: their subspaces have centroids that k-means
-    learned from them.
+    """ParisKV's two stages over keys as they are, with centroids that k-means learned from them.
 
     The first counts votes by the products of query and centroids, the second adds these products
     up.
@@ -136,8 +134,9 @@ class Learned:
 
 
 def windows(keys: torch.Tensor, queries: torch.Tensor, prompt: int) -> dict[str, float]:
-    """Overlap of windows' best prompt tokens; keys [n, D], queries [G, n - prompt, D] of one KV
-    head.
+    """Overlap of windows' best prompt tokens.
+
+    Keys [n, D], queries [G, n - prompt, D] of one KV head.
     """
     steps, count = queries.shape[1], int(SHARE * prompt)
     logits = queries @ keys.T / keys.shape[1] ** 0.5
@@ -153,8 +152,9 @@ def windows(keys: torch.Tensor, queries: torch.Tensor, prompt: int) -> dict[str,
 
 
 def bounds(keys: torch.Tensor, queries: torch.Tensor, budget: int) -> dict[str, float]:
-    """Chunks above their units' bounds, and recall by either ranking; keys [H, n, D], queries [H,
-    m, D].
+    """Chunks above their units' bounds, and recall by either ranking.
+
+    Keys [H, n, D], queries [H, m, D].
     """
     ends = [*range(0, keys.shape[1], CHUNK), keys.shape[1]]
     chunks = Chunks(torch.tensor(ends))
@@ -192,45 +192,33 @@ def units(index: ClusterIndex) -> torch.Tensor:
     return of_chunk
 
 
+MEASURES = ("pages", "recall", "windows", "bounds")
+
+
 # -- a text ----------------------------------------------------------------------------------------
 
 
 def measured(number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All measures on one text, means over layers and heads."""
     length, further = arguments.length, arguments.further
-    words = [
-        f"model={arguments.model}",
-        "task=fidelity",
-        f"task.lengths=[{length + further}]",
-        "task.steps=1",
-    ]
-    words += [f"task.samples={arguments.texts}", "dtype=float32", *arguments.overrides]
-    arrays = capture(words, None, further, 0, number)
-    results: dict[str, list[dict[str, float]]] = {
-        "pages": [],
-        "recall": [],
-        "windows": [],
-        "bounds": [],
-    }
+    words = [f"model={arguments.model}", "task=fidelity", f"task.lengths=[{length + further}]"]
+    words += ["task.steps=1", f"task.samples={arguments.texts}", "dtype=float32"]
+    arrays = capture([*words, *arguments.overrides], None, further, 0, number)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in MEASURES}
     layers = sum(name.startswith("keys.") for name in arrays)
     for layer in range(layers):
         keys, queries = arrays[f"keys.{layer}"], arrays[f"queries.{layer}"]
         heads = queries.reshape(len(keys), -1, *queries.shape[1:])
         head_queries = heads[:, :, : 2 * arguments.queries : 2]
-        results["bounds"].append(
-            bounds(
-                torch.from_numpy(keys[:, :length]),
-                torch.from_numpy(head_queries.mean(axis=1)),
-                arguments.budget,
-            )
-        )
+        prompt_keys = torch.from_numpy(keys[:, :length])
+        means = torch.from_numpy(head_queries.mean(axis=1))
+        results["bounds"].append(bounds(prompt_keys, means, arguments.budget))
         for rows, group, every in zip(keys, head_queries, heads, strict=True):
             groups = np.ascontiguousarray(group.swapaxes(0, 1))
             results["pages"].append(pages(rows[: length + INSERTED], groups, arguments.pages))
             results["recall"].append(recall(np.ascontiguousarray(rows[:length]), groups))
-            results["windows"].append(
-                windows(torch.from_numpy(rows), torch.from_numpy(every), length)
-            )
+            later = windows(torch.from_numpy(rows), torch.from_numpy(every), length)
+            results["windows"].append(later)
         say(f"text {number + 1} of {arguments.texts}, layer {layer + 1} of {layers}")
     return {
         "text": json.loads(str(arrays["about"]))["sample"],
@@ -245,22 +233,19 @@ def mean(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     """Read the texts, measure, print."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        model=("smollm2-135m-instruct", "a model of conf/model"),
+        texts=(12, "texts"),
+        length=(4096, "tokens that are searched for"),
+        further=(2000, "tokens after them"),
+        queries=(32, "later tokens that ask, every other one from the first"),
+        pages=(12, "pages of a query"),
+        budget=(256, "tokens of a query, for bounds"),
+    )
     parser.add_argument(
         "overrides", nargs="*", help="changes to the run, as `python -m kvbench` takes them"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a model of conf/model")
-    parser.add_argument("--texts", type=int, default=12, help="texts")
-    parser.add_argument("--length", type=int, default=4096, help="tokens that are searched for")
-    parser.add_argument("--further", type=int, default=2000, help="tokens after them")
-    parser.add_argument(
-        "--queries",
-        type=int,
-        default=32,
-        help="later tokens that ask, every other one from the first",
-    )
-    parser.add_argument("--pages", type=int, default=12, help="pages of a query")
-    parser.add_argument("--budget", type=int, default=256, help="tokens of a query, for bounds")
     arguments = parser.parse_intermixed_args()
     if (
         arguments.further < max(INSERTED, 2 * STEPS, 2 * arguments.queries)

@@ -1,5 +1,4 @@
-"""What retrieval gives a compressed cache in a long generation, on the small model that kvbench
-ships.
+"""What retrieval gives a compressed cache in a long generation, on the small model.
 
 A prompt hides many needles in prose. After it come questions, one after another, each needle asked
 for again and again: the tokens of a question are given, those of its answer are generated, and all
@@ -8,18 +7,21 @@ asked, so that a noisy machine disturbs all alike. A compressor alone keeps a sh
 RACC keeps the same share and brings back what its searches find.
 
   full        everything
-  snapkv      the prompt compressed once (liso); snapkv_racc: with retrieval, joined one step after each request;
-              snapkv_racc_free: with the latest finished answer
-  lilo        prompt and generated tokens compressed, nothing retrieved; lilo_racc, lilo_racc_free: with retrieval
-  lag_0, ...  lilo_racc whose search uses the query of the same step, of the one before (as lilo_racc), or of 200 before
+  snapkv      the prompt compressed once (liso); snapkv_racc: with retrieval, joined one step
+              after each request; snapkv_racc_free: with the latest finished answer
+  lilo        prompt and generated tokens compressed, nothing retrieved; lilo_racc,
+              lilo_racc_free: with retrieval
+  lag_0, ...  lilo_racc whose search uses the query of the same step, of the one before (as
+              lilo_racc), or of 200 before
 
 Prints one JSON object as its last line; scores are shares of right answers in percent:
   questions, tokens     asked in all; decode steps of each generation
-  arms                  for each arm: score and its standard error, scores of the prompts, attended (mean entries per KV
-                        head), ms (median of a step), and of RACC ratio_end, ratio_mean, ratio_peak, searches_late,
-                        searches_failed, staleness_mean
-  gain                  points of snapkv_racc over snapkv and of lilo_racc over lilo, and of the free ones; gain_stderr:
-                        of the paired differences
+  arms                  for each arm: score and its standard error, scores of the prompts,
+                        attended (mean entries per KV head), ms (median of a step), and of RACC
+                        ratio_end, ratio_mean, ratio_peak, searches_late, searches_failed,
+                        staleness_mean
+  gain                  points of snapkv_racc over snapkv and of lilo_racc over lilo, and of the
+                        free ones; gain_stderr: of the paired differences
   time_ratio            ms of snapkv_racc_free over snapkv, and of lilo_racc_free over lilo
 """
 
@@ -77,7 +79,7 @@ OF_RACC = (
 
 
 @dataclass
-class Text:
+class NeedleText:
     """A prompt and the questions after it, as token ids; answers as text."""
 
     prompt: list[int]
@@ -86,7 +88,7 @@ class Text:
 
 
 @dataclass
-class Arm:
+class RaccArm:
     """A method in the middle of its generation."""
 
     cache: EngineCache
@@ -100,9 +102,7 @@ class Arm:
         return self.cache.engine
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
-        """Read a question through the method, and go on greedily for `count` tokens, which are read
-        as well.
-        """
+        """Read a question through the method, and go on greedily for `count` tokens."""
         token = torch.tensor([question[0]])
         output: list[int] = []
         for place in range(1, len(question) + count + 1):
@@ -116,10 +116,10 @@ class Arm:
         return output[:count]
 
 
-def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.Random) -> Text:
-    """Needles in prose, `length` tokens of it, and questions until they and their answers are
-    `tokens` decode steps.
-    """
+def text_of(
+    tokenizer: Any, length: int, needles: int, tokens: int, rng: random.Random
+) -> NeedleText:
+    """Needles in `length` tokens of prose, and questions for `tokens` decode steps with answers."""
     writer = Needles("essay", "words", "numbers", 1, 1, 1, prose.words)
     keys, values = (draw(kind, needles, rng) for kind in ("words", "numbers"))
     texts = [writer.needle(key, value) for key, value in zip(keys, values, strict=True)]
@@ -134,7 +134,8 @@ def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.
             break
     for needle in hidden:
         filler.insert(rng.randint(0, len(filler)), needle)
-    questions, answers, steps = [], [], 0
+    questions, answers = [], []
+    steps = 0
     while steps < tokens:
         place = rng.randrange(needles)
         question_ids = tokenizer.encode(
@@ -145,10 +146,12 @@ def text_of(tokenizer: Any, length: int, needles: int, tokens: int, rng: random.
         steps += len(question_ids) + len(
             tokenizer.encode(f" {values[place]}.", add_special_tokens=False)
         )
-    return Text(head + [token for sentence in filler for token in sentence], questions, answers)
+    return NeedleText(
+        head + [token for sentence in filler for token in sentence], questions, answers
+    )
 
 
-def begun(loaded: Loaded, name: str, text: Text, ratio: float, steps: int) -> Arm:
+def begun(loaded: Loaded, name: str, text: NeedleText, ratio: float, steps: int) -> RaccArm:
     """An arm that has read the prompt."""
     method, options = ARMS[name]
     budget = Budget(None if method == "full" else ratio)
@@ -160,7 +163,7 @@ def begun(loaded: Loaded, name: str, text: Text, ratio: float, steps: int) -> Ar
         (),
         new_tokens=steps,
     )
-    arm = Arm(EngineCache(engine), loaded.model)
+    arm = RaccArm(EngineCache(engine), loaded.model)
     prefill(loaded.model, [text.prompt], arm.cache)
     return arm
 
@@ -170,50 +173,50 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All samples through all arms."""
     loaded = load(composed("model=tiny").model, device="cpu")
     tokenizer: Any = loaded.tokenizer
-    ran: dict[str, list[Arm]] = {name: [] for name in arguments.arms}
+    ran: dict[str, list[RaccArm]] = {name: [] for name in arguments.arms}
     steps = 0
+    sizes = arguments.length, arguments.needles, arguments.tokens
     for sample in range(arguments.samples):
-        text = text_of(
-            tokenizer, arguments.length, arguments.needles, arguments.tokens, random.Random(sample)
-        )
-        counts = [
-            len(tokenizer.encode(f" {answer}.", add_special_tokens=False))
-            for answer in text.answers
-        ]
+        text = text_of(tokenizer, *sizes, random.Random(sample))
+        replies = [f" {answer}." for answer in text.answers]
+        counts = [len(tokenizer.encode(reply, add_special_tokens=False)) for reply in replies]
         steps = sum(map(len, text.questions)) + sum(counts)
         for name in arguments.arms:
             ran[name].append(begun(loaded, name, text, arguments.ratio, steps))
-        for number, (question, answer, count) in enumerate(
-            zip(text.questions, text.answers, counts, strict=True)
-        ):
+        turns = zip(text.questions, text.answers, counts, strict=True)
+        for number, (question, answer, count) in enumerate(turns):
             for arms in ran.values():
                 reply = tokenizer.decode(arms[-1].ask(question, count))
                 arms[-1].right.append(reply.strip().startswith(answer))
             say(f"sample {sample}, question {number + 1} of {len(text.questions)}")
-    right = {
-        name: [is_right for arm in arms for is_right in arm.right] for name, arms in ran.items()
-    }
     summaries = {name: summary(arms) for name, arms in ran.items()}
-    result: dict[str, Any] = {
-        "questions": len(next(iter(right.values()))),
+    return {
+        "questions": sum(len(arm.right) for arm in next(iter(ran.values()))),
         "tokens": steps,
         "arms": summaries,
+        **gains(ran, summaries),
     }
+
+
+def gains(ran: dict[str, list[RaccArm]], summaries: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What retrieval is worth: points over the compressor alone, and what its steps cost."""
+    result: dict[str, dict[str, float]] = {}
     for name, alone in PAIRS.items():
-        if {name, alone} <= right.keys():
-            gain, error = mean(
-                [int(a) - int(b) for a, b in zip(right[name], right[alone], strict=True)]
-            )
+        if {name, alone} <= ran.keys():
+            pairs = zip(ran[name], ran[alone], strict=True)
+            both = [
+                pair for arm, other in pairs for pair in zip(arm.right, other.right, strict=True)
+            ]
+            gain, error = mean([int(first) - int(second) for first, second in both])
             result.setdefault("gain", {})[name] = gain
             result.setdefault("gain_stderr", {})[name] = error
             if name.endswith("free"):
-                result.setdefault("time_ratio", {})[name] = (
-                    summaries[name]["ms"] / summaries[alone]["ms"]
-                )
+                ratio = summaries[name]["ms"] / summaries[alone]["ms"]
+                result.setdefault("time_ratio", {})[name] = ratio
     return result
 
 
-def summary(arms: Sequence[Arm]) -> dict[str, Any]:
+def summary(arms: Sequence[RaccArm]) -> dict[str, Any]:
     """One arm's numbers over its samples."""
     score, error = mean([entry for arm in arms for entry in arm.right])
     reports = [arm.engine.report() for arm in arms]
@@ -237,18 +240,14 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name not in LAGS]
-    )
-    parser.add_argument("--samples", type=int, default=2, help="prompts")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--needles", type=int, default=30, help="in each prompt")
-    parser.add_argument(
-        "--tokens", type=int, default=2000, help="decode steps after each prompt, at least"
-    )
-    parser.add_argument(
-        "--ratio", type=float, default=0.15, help="share of the tokens that stays on the device"
+    parser = command_line(
+        __doc__,
+        arms=([name for name in ARMS if name not in LAGS], "", ARMS),
+        samples=(2, "prompts"),
+        length=(2048, "tokens of a prompt"),
+        needles=(30, "in each prompt"),
+        tokens=(2000, "decode steps after each prompt, at least"),
+        ratio=(0.15, "share of the tokens that stays on the device"),
     )
     arguments = parser.parse_args()
     print_result(measure(arguments))

@@ -4,8 +4,8 @@ Exact answers at full KV by task and length; the same with a single layer window
 layers that retrieve; the attention mass in the exact top 64 keys of each layer; and what methods
 lose at small budgets.
 
-    python scripts/measure_tiny_model.py DIR                     # measures the model in DIR, writes DIR/README.md
-    python scripts/measure_tiny_model.py DIR --samples 20        # fewer samples: quicker, wider errors
+    python scripts/measure_tiny_model.py DIR               # the model in DIR; writes DIR/README.md
+    python scripts/measure_tiny_model.py DIR --samples 20  # fewer samples: quicker, wider errors
 
 DIR holds the model and training.json as scripts/train_tiny_model.py leaves them. The numbers go
 into DIR/measured.json and the last line printed.
@@ -110,8 +110,9 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def masses(folder: Path, loaded: Loaded, samples: int) -> dict[str, float]:
-    """Attention mass in the exact top 64 keys by layer, mean over heads, decode steps and tasks at
-    4096 tokens.
+    """Attention mass in the exact top 64 keys by layer.
+
+    Mean over heads, decode steps and tasks at 4,096 tokens.
     """
     by_layer: dict[str, list[float]] = {}
     for words in tasks([ABLATED], samples):
@@ -160,67 +161,7 @@ def measured(folder: Path, samples: int) -> dict[str, Any]:
 
 # -- the card --------------------------------------------------------------------------------------
 
-CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
-tags: [kv-cache, long-context, synthetic]
----
-
-# tiny: a small model that finds what stands in a long text
-
-A Llama of {millions:.1f} M parameters ({layers} layers, hidden size {hidden}, {heads} query and {kv_heads} KV heads of
-dimension {head_dim}, vocabulary {vocabulary}) that kvbench ships, so that KV-cache methods win and lose for real
-without a GPU and a network. It repeats, and it looks up values by key in generated prose, noise and lists of facts. It
-knows nothing else: no language beyond a few templates, no facts, no instructions.
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
-
-Use it to see methods differ and to test code. Its scores say nothing of larger models.
-
-## Exact answers at full KV
-
-Score and standard error, {samples} samples a cell, prompts as `task=passkey` and `task=niah` make them (seed
-{evaluated}; training saw other texts, keys and values in the same templates).
-
-{accuracy}
-
-Positions reach {window} tokens; training saw {trained} at most.
-
-## Which layers retrieve
-
-Scores at 4,096 tokens where one layer attends only {span} tokens (4 sinks and the most recent), the others all:
-
-{windowed}
-
-Attention mass in the exact top {top} keys of each query head at 4,096 tokens, mean over heads and decode steps:
-
-{mass}
-
-kvbench runs it with no dense layers: where the layers that retrieve are dense, every method ties with full attention.
-
-## What methods make of it
-
-Scores at 4,096 tokens:
-
-{methods}
-
-## Training
-
-- Data: made by `scripts/train_tiny_model.py` with kvbench's task generators (generated prose, key-value lists, needles,
-  passkeys, repeated segments); no text of others. Tokenizer: byte-level BPE, every digit a token, trained on the same.
-- Recipe: {steps} steps of 6k to 8k tokens, contexts growing from 64 to {trained} tokens, AdamW, bfloat16 autocast.
-  Layer 0 starts as previous-token heads, set through its biases.
-- Seed {seed}; {hours:.1f} hours on two CPU cores. `training.json` holds the curve.
-- Again: `python scripts/train_tiny_model.py --out DIR`, then `python scripts/measure_tiny_model.py DIR`. Bits differ
-  between processors, answers should not.
-
-## Licence
-
-Apache-2.0, as kvbench.
-"""
+CARD = Path(__file__).with_name("tiny_model_card.md").read_text(encoding="utf-8")
 
 
 def grid(rows: dict[str, Cells], corner: str) -> str:
@@ -237,23 +178,22 @@ def by_length(cells: Cells) -> str:
     """A Markdown table: a line each task, a column each length."""
     rows: dict[str, Cells] = {}
     for cell, value in cells.items():
-        task, _, length = cell.partition("/")
+        task, length = cell.split("/")
         rows.setdefault(task, {})[f"{int(length):,}"] = value
     return grid(rows, "task")
+
+
+def mass_table(masses: dict[str, float]) -> str:
+    """A Markdown table: a column each layer."""
+    values = " | ".join(f"{value:.2f}" for value in masses.values())
+    rule = "---|" * (len(masses) + 1)
+    return f"| layer | {' | '.join(masses)} |\n|{rule}\n| mass | {values} |"
 
 
 def card(folder: Path, numbers: dict[str, Any]) -> str:
     """The model card."""
     config = json.loads((folder / "config.json").read_text())
     training = json.loads((folder / "training.json").read_text())
-    masses = numbers["mass"]
-    mass = "\n".join(
-        [
-            f"| layer | {' | '.join(masses)} |",
-            f"|{'---|' * (len(masses) + 1)}",
-            f"| mass | {' | '.join(f'{value:.2f}' for value in masses.values())} |",
-        ]
-    )
     return CARD.format(
         millions=parameters(folder) / 1e6,
         layers=config["num_hidden_layers"],
@@ -270,7 +210,7 @@ def card(folder: Path, numbers: dict[str, Any]) -> str:
         windowed=grid(numbers["windowed"], "layer windowed"),
         span=WINDOW,
         top=TOP,
-        mass=mass,
+        mass=mass_table(numbers["mass"]),
         methods=grid(numbers["methods"], "method, budget"),
         steps=f"{training['steps']:,}",
         seed=training["seed"],
@@ -288,12 +228,12 @@ def parameters(folder: Path) -> int:
 
 def main() -> None:
     """Parse the command line, measure, write."""
-    parser = command_line(__doc__)
-    parser.add_argument("folder", type=Path, help="of the model and its training.json")
-    parser.add_argument(
-        "--samples", type=int, default=100, help="per task and length (default: 100)"
+    parser = command_line(
+        __doc__,
+        samples=(100, "per task and length (default: 100)"),
+        threads=(2, "of torch (default: 2)"),
     )
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
+    parser.add_argument("folder", type=Path, help="of the model and its training.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder: Path = options.folder.resolve()

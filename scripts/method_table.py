@@ -1,5 +1,4 @@
-"""What every method comes to at a budget of 256 tokens, from results/: a table of
-methods/README.md, and in README.md three columns of the first method of each row.
+"""What every method comes to at a budget of 256 tokens: tables of methods/README.md and README.md.
 
 Writes them into the pages; a test holds the pages to them. Run it when the runs in `REFERENCE` have
 changed.
@@ -50,6 +49,14 @@ class MethodRow(NamedTuple):
     scores: dict[str, float]
     unbounded: bool = False
 
+    def kl_cell(self) -> str:
+        if self.kl is None:
+            return "-"
+        mean, low, high = self.kl
+        return (
+            f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "") + " (x)" * self.unbounded
+        )
+
 
 def found() -> dict[str, MethodRow]:
     """Every method, on the texts that all have read."""
@@ -76,13 +83,11 @@ def _method_row(method: str, run: Run | None, ids: set[str], runs: Runs) -> Meth
 
 
 def written(methods: dict[str, MethodRow]) -> str:
-    """The table of all methods that ran, the nearest first, and last those whose budget never
-    applied.
-    """
+    """All methods that ran, the nearest first, and last those whose budget never applied."""
     ran = [(method, row) for method, row in methods.items() if row.kl or row.scores]
     ran.sort(key=lambda pair: (pair[1].unbounded, pair[1].kl[0] if pair[1].kl else float("inf")))
     lines = [
-        f"| `{method}` | {_kl(row)} | {_mib(row.stored_bytes)} | {_mib(row.read)} | "
+        f"| `{method}` | {row.kl_cell()} | {_mib(row.stored_bytes)} | {_mib(row.read)} | "
         + " | ".join(_whole(row.scores.get(task)) for task in TASKS)
         + " |"
         for method, row in ran
@@ -92,27 +97,19 @@ def written(methods: dict[str, MethodRow]) -> str:
 
 def front(page: str, methods: dict[str, MethodRow]) -> str:
     """README.md with the columns of the first method of each row as they are now."""
-    before, _, rest = page.partition(FRONT_HEAD)
-    table, _, after = rest.partition("\n\n")
+    begin = page.index(FRONT_HEAD)
+    end = page.index("\n\n", begin)
+    table = page[begin + len(FRONT_HEAD) : end]
     lines = []
     for line in table.splitlines()[2:]:
-        names, *_, does, source = line.strip("|").split("|")
+        cells = line.strip("|").split("|")
+        names = cells[0]
         row = methods[re.findall(r"\w+", names)[0]]
         kl = f"{row.kl[0]:.3f}".lstrip("0") if row.kl else "-"
         passkeys = _whole(row.scores.get("passkey"))
-        lines.append(f"|{names}|{kl}|{passkeys}|{_mib(row.stored_bytes)}|{does}|{source}|")
-    return (
-        "\n".join([before + FRONT_HEAD, "|---" * (FRONT_HEAD.count("|") - 1) + "|", *lines])
-        + "\n\n"
-        + after
-    )
-
-
-def _kl(row: MethodRow) -> str:
-    if row.kl is None:
-        return "-"
-    mean, low, high = row.kl
-    return f"{mean:.4f}" + (f" [{low:.4f}, {high:.4f}]" if high else "") + " (x)" * row.unbounded
+        lines.append(f"|{names}|{kl}|{passkeys}|{_mib(row.stored_bytes)}|{cells[-2]}|{cells[-1]}|")
+    rule = "|---" * (FRONT_HEAD.count("|") - 1) + "|"
+    return page[:begin] + "\n".join([FRONT_HEAD, rule, *lines]) + page[end:]
 
 
 def _mib(value: float | None) -> str:
@@ -124,8 +121,9 @@ def _whole(value: float | None) -> str:
 
 
 def _run(runs: Runs, task: str, method: str) -> Run | None:
-    """The run of a method with the budget on most samples, without probes where there is one; None
-    without any.
+    """The run of a method with the budget on most samples, without probes where there is one.
+
+    None without any.
     """
     fitting = [
         run
@@ -139,9 +137,10 @@ def _run(runs: Runs, task: str, method: str) -> Run | None:
 def main() -> None:
     """Write both into their pages, in place of what is there."""
     methods = found()
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    _, _, after = rest.partition("\n\n")
-    PAGE.write_text(f"{before}{written(methods)}\n\n{after}", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    begin = page.index(HEAD)
+    page = page[:begin] + written(methods) + page[page.index("\n\n", begin) :]
+    PAGE.write_text(page, encoding="utf-8")
     FRONT.write_text(front(FRONT.read_text(encoding="utf-8"), methods), encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
-"""Run the notebooks and keep what they show in them; warnings, which name this machine's folders,
-are left out.
+"""Run the notebooks and keep what they show in them.
+
+Warnings, which name this machine's folders, are left out.
 """
 
 from __future__ import annotations

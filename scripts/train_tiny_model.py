@@ -1,12 +1,11 @@
-"""Trains the small model that kvbench ships: a Llama of 5.2 M parameters that finds what stands in
-a long text.
+"""Trains the small model that kvbench ships: a Llama of 5.2 M parameters that finds needles.
 
 Tokenizer and model come from text made here (generated prose, needles, passkeys, key-value lists,
 repeats) and one seed. A curriculum on two CPU cores: first induction on repeated segments, then
 lookup by key, then longer and longer contexts. Layer 0 starts as previous-token heads; without
 that, induction takes many times as long to form.
 
-    python scripts/train_tiny_model.py --out DIR --resume                # some hours; the same line goes on later
+    python scripts/train_tiny_model.py --out DIR --resume    # some hours; the same line goes on
     python scripts/train_tiny_model.py --out DIR --resume --minutes 30   # half an hour of it
 
 DIR then holds the model as transformers loads it, `training.json` (the curve) and `checkpoint.pt`;
@@ -38,7 +37,9 @@ from kvbench.tasks import passkey
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.task import ADJECTIVES, NOUNS, SUBSETS, Needles, Niah, draw
 
-PAD, BOS, EOS = 0, 1, 2
+PAD = 0
+BOS = 1
+EOS = 2
 SPECIALS = ["<pad>", "<bos>", "<eos>"]
 VOCABULARY = 4096  # half of the keys' words are one token each
 ROPE_THETA = 500_000.0
@@ -49,8 +50,9 @@ DECISIVE, FOLLOWING_WEIGHT = 2, 0.2
 
 
 def autocast() -> torch.autocast:
-    """Matrix products in bfloat16, but on a CPU that is slow in them: training takes eight times as
-    long there.
+    """Matrix products in bfloat16, unless the CPU is slow in them.
+
+    Training takes eight times as long there.
     """
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=not slow_in_bfloat16())
 
@@ -66,7 +68,7 @@ class Stage:
     rate
         learning rates at the start and the end, falling along a cosine between.
     mixture
-        weights of the sources, which are methods of `Text`.
+        weights of the sources, which are methods of `TrainingText`.
     """
 
     steps: int
@@ -111,9 +113,10 @@ LEADS = ("", "for ", "One of the numbers for ", "One of the special magic number
 
 
 @dataclass(frozen=True)
-class Text:
-    """Writes training rows; each is a function of its random generator, so that no state is kept
-    between steps.
+class TrainingText:
+    """Writes training rows.
+
+    Each is a function of its random generator, so that no state is kept between steps.
     """
 
     tokenizer: Tokenizer
@@ -129,8 +132,9 @@ class Text:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def pieces(self, pieces: Iterable[tuple[str, bool]]) -> Row:
-        """Texts one after the other, each with its mark; they meet where the tokenizer would cut
-        anyway.
+        """Texts one after the other, each with its mark.
+
+        They meet where the tokenizer would cut anyway.
         """
         texts, marks = zip(*pieces, strict=True)
         ids: list[int] = []
@@ -143,8 +147,9 @@ class Text:
         return ids, answers
 
     def repeats(self, length: int, rng: random.Random) -> Row:
-        """Segments that come again at random distances: a fixed distance would be solved by
-        position alone.
+        """Segments that come again at random distances.
+
+        A fixed distance would be solved by position alone.
         """
         ids: list[int] = []
         answers: list[bool] = []
@@ -170,8 +175,9 @@ class Text:
         return self.encode("".join(" " + _word(rng) for _ in range(size)))[:size]
 
     def lists(self, length: int, rng: random.Random) -> Row:
-        """Many facts "KEY is: VALUE.", then as many questions as fit: lookup by key across a gap of
-        some words.
+        """Many facts "KEY is: VALUE.", then as many questions as fit.
+
+        Lookup by key across a gap of some words.
         """
         kind = rng.choices(("numbers", "words", "keys"), (0.45, 0.43, 0.12))[0]
         digits, lead = rng.choice((3, 5, 7)), rng.choice(LEADS)
@@ -260,8 +266,9 @@ class Text:
         return [ids for ids in filler if ids]
 
     def tasks(self, length: int, rng: random.Random) -> Row:
-        """A whole prompt of a task, with its answer and <eos>; needles where the length is too
-        short for any.
+        """A whole prompt of a task, with its answer and <eos>.
+
+        Needles where the length is too short for any.
         """
         for name in rng.sample(("passkey", "passkey", *SUBSETS), 4):
             written = (
@@ -307,11 +314,12 @@ class Text:
         return ids, [False] * len(ids)
 
 
-def text_of(tokenizer: Tokenizer) -> Text:
-    """Training text for a tokenizer; how many tokens a task's frame and its haystack take is
-    measured once.
+def text_of(tokenizer: Tokenizer) -> TrainingText:
+    """Training text for a tokenizer.
+
+    How many tokens a task's frame and its haystack take is measured once.
     """
-    text = Text(tokenizer)
+    text = TrainingText(tokenizer)
 
     def tokens(prompt: str) -> int:
         return len(text.encode(prompt))
@@ -345,8 +353,9 @@ def _digits(count: int, rng: random.Random) -> str:
 
 
 def _question(key: str, value: str, lead: str, rng: random.Random) -> list[tuple[str, bool]]:
-    """A question and its answer: as the fact was told, with the key right before its "is", or some
-    words after it.
+    """A question and its answer.
+
+    As the fact was told, with the key right before its "is", or some words after it.
     """
     style = rng.random()
     if style < 0.15:
@@ -367,8 +376,9 @@ def _log_uniform(most: int, rng: random.Random) -> int:
 
 
 def train_tokenizer(seed: int, prompts: int, vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Byte-level BPE from prose, passkeys and needles; every digit a token, the first with the
-    space before it.
+    """Byte-level BPE from prose, passkeys and needles.
+
+    Every digit a token, the first with the space before it.
 
     So an answer's first token follows its "is:" at once and tells which value is meant.
     """
@@ -478,7 +488,7 @@ class Training:
         exact answers by task and length, at the end of each stage.
     """
 
-    text: Text
+    text: TrainingText
     model: LlamaForCausalLM
     optimizer: torch.optim.Optimizer
     curriculum: tuple[Stage, ...]
@@ -534,8 +544,9 @@ class Training:
         return {"answers": on_answers.item(), "rest": on_rest.item(), "right": right.item()}
 
     def batch(self, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and answer marks [rows, length] of the next step; a function of the seed and
-        the step alone.
+        """Token ids and answer marks [rows, length] of the next step.
+
+        A function of the seed and the step alone.
         """
         rng = random.Random(f"tiny/{self.seed}/{self.step}")
         # Some steps with more and shorter rows, so that longer contexts do not make short ones
@@ -584,10 +595,73 @@ class Training:
         """What a checkpoint must share with the training that goes on from it."""
         return f"seed {self.seed}, {self.model.config.num_hidden_layers} layers, {self.curriculum}"
 
+    def train(self, out: Path, minutes: float) -> None:
+        """Train until the curriculum or the minutes end.
+
+        A checkpoint is written every few minutes and at the end.
+        """
+        start = saved = time.monotonic()
+        before = self.seconds
+        logged: list[dict[str, float]] = []
+        self.model.train()
+        while self.step < self.steps and time.monotonic() - start < 60 * minutes:
+            stage, done = self.place()
+            logged.append(self.learn())
+            self.seconds = before + time.monotonic() - start
+            if len(logged) == LOGGED_EVERY or done + 1 == stage.steps:
+                means = {
+                    key: round(sum(entry[key] for entry in logged) / len(logged), 4)
+                    for key in logged[0]
+                }
+                spent = round(self.seconds)
+                self.curve.append(
+                    {"step": self.step, "length": stage.length, "seconds": spent, **means}
+                )
+                print(json.dumps(self.curve[-1]), flush=True)
+                logged = []
+            if time.monotonic() - saved > 60 * SAVED_EVERY:
+                self.save(out / "checkpoint.pt")
+                saved = time.monotonic()
+        self.save(out / "checkpoint.pt")
+        self.export(out)
+
+    def export(self, out: Path) -> None:
+        """Write model (bfloat16), tokenizer and curve into `out`."""
+        model = LlamaForCausalLM(self.model.config)
+        model.load_state_dict(self.model.state_dict())
+        model.to(torch.bfloat16).save_pretrained(out)
+        PreTrainedTokenizerFast(
+            tokenizer_object=self.text.tokenizer,
+            pad_token=SPECIALS[PAD],
+            bos_token=SPECIALS[BOS],
+            eos_token=SPECIALS[EOS],
+            padding_side="left",
+            model_max_length=WINDOW,
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(out)
+        # transformers 5 writes a class of its own, which neither older releases nor other libraries
+        # know.
+        path = out / "tokenizer_config.json"
+        settings = {
+            key: value for key, value in json.loads(path.read_text()).items() if key != "backend"
+        }
+        path.write_text(
+            json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+        )
+        log = {
+            "seed": self.seed,
+            "steps": self.step,
+            "seconds": round(self.seconds),
+            "curve": self.curve,
+        }
+        (out / "training.json").write_text(json.dumps(log) + "\n")
+        (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+
 
 def answer_weights(answers: torch.Tensor) -> torch.Tensor:
-    """Weights of the losses [rows, length]: 1 for the first tokens of an answer, less for those
-    after, 0 elsewhere.
+    """Weights of the losses [rows, length].
+
+    1 for the first tokens of an answer, less for those after, 0 elsewhere.
     """
     places = torch.arange(answers.shape[1]).expand_as(answers)
     before = torch.where(answers, -1, places).cummax(dim=1).values
@@ -602,86 +676,21 @@ LOGGED_EVERY = 25  # steps
 SAVED_EVERY = 5  # minutes
 
 
-def train(training: Training, out: Path, minutes: float) -> None:
-    """Train until the curriculum or the minutes end; a checkpoint after every few minutes and at
-    the end.
-    """
-    start = saved = time.monotonic()
-    before = training.seconds
-    logged: list[dict[str, float]] = []
-    training.model.train()
-    while training.step < training.steps and time.monotonic() - start < 60 * minutes:
-        stage, done = training.place()
-        logged.append(training.learn())
-        training.seconds = before + time.monotonic() - start
-        if len(logged) == LOGGED_EVERY or done + 1 == stage.steps:
-            means = {
-                key: round(sum(entry[key] for entry in logged) / len(logged), 4)
-                for key in logged[0]
-            }
-            spent = round(training.seconds)
-            training.curve.append(
-                {"step": training.step, "length": stage.length, "seconds": spent, **means}
-            )
-            print(json.dumps(training.curve[-1]), flush=True)
-            logged = []
-        if time.monotonic() - saved > 60 * SAVED_EVERY:
-            training.save(out / "checkpoint.pt")
-            saved = time.monotonic()
-    training.save(out / "checkpoint.pt")
-    export(training, out)
-
-
-def export(training: Training, out: Path) -> None:
-    """Write model (bfloat16), tokenizer and curve into `out`."""
-    model = LlamaForCausalLM(training.model.config)
-    model.load_state_dict(training.model.state_dict())
-    model.to(torch.bfloat16).save_pretrained(out)
-    PreTrainedTokenizerFast(
-        tokenizer_object=training.text.tokenizer,
-        pad_token=SPECIALS[PAD],
-        bos_token=SPECIALS[BOS],
-        eos_token=SPECIALS[EOS],
-        padding_side="left",
-        model_max_length=WINDOW,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(out)
-    # transformers 5 writes a class of its own, which neither older releases nor other libraries
-    # know.
-    path = out / "tokenizer_config.json"
-    settings = {
-        key: value for key, value in json.loads(path.read_text()).items() if key != "backend"
-    }
-    path.write_text(
-        json.dumps({**settings, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
-    )
-    log = {
-        "seed": training.seed,
-        "steps": training.step,
-        "seconds": round(training.seconds),
-        "curve": training.curve,
-    }
-    (out / "training.json").write_text(json.dumps(log) + "\n")
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Train, or go on."""
-    parser = command_line(__doc__)
+    parser = command_line(
+        __doc__,
+        resume=(False, "go on from --out's checkpoint, if there is one"),
+        minutes=(math.inf, "stop after these, to be resumed"),
+        seed=(0, "of everything (default: 0)"),
+        threads=(2, "of torch (default: 2)"),
+    )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the model, the log and the checkpoint"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from --out's checkpoint, if there is one"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after these, to be resumed"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of everything (default: 0)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -695,7 +704,7 @@ def main() -> None:
     training = Training(text, model, new_optimizer(model), CURRICULUM, options.seed)
     if resumes:
         training.load(checkpoint)
-    train(training, options.out, options.minutes)
+    training.train(options.out, options.minutes)
     done = training.step == training.steps
     print_result(
         {"out": str(options.out), "step": training.step, "of": training.steps, "done": done}

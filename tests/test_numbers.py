@@ -69,7 +69,7 @@ def test_every_picture_that_a_page_shows_has_a_command_that_is_taken() -> None:
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in SCRIPT["PAGES"]]
     shown = {Path(link).name for text in texts for link in re.findall(r"\(([\w/.]+\.png)\)", text)}
     kept = {path.name for path in (ROOT / "results").glob("*.png")}
-    of_programs = {"demo_tradeoff.png", "bench_long_cpu.png"}  # which kvbench demo and scripts/bench_long.py draw
+    of_programs = {"demo_tradeoff.png", "bench_long_cpu.png"}  # which kvbench demo draws, and a script drew once
     assert shown | kept <= drawn.keys() | of_programs
     for name, command in drawn.items():
         assert (ROOT / "results" / name).is_file(), "python scripts/fill_tables.py --pictures"

@@ -48,7 +48,6 @@ CHECKED = {
         "--kinds clustered --lengths 2100 --groups 2 --k 10 --pages 2 --dim 32",
         ["runs.0.build_speedup", "runs.0.groups.*.recall_at_15", "runs.0.pages.*.mass", "runs.0.presets.*.recall"],
     ),
-    "bench_long": ("--methods full snapkv --tokens 12 --prompt 300 --stretch 3", ["ratios.*", "device_mib.*.*"]),
     "bench_lychee": (
         "--lengths 512 --heads 2 --dim 32 --queries 2 --budget 64 --repeats 1 --model-lengths 512 --steps 3 --samples 1"
         " --document 300",
@@ -62,7 +61,6 @@ CHECKED = {
         "--model dummy-tiny --contexts 1024 --bursts 1 --steps 2",
         ["time_ratio_1k", "mem_ratio", "same_tokens"],
     ),
-    "bench_report": ("--runs 9 --samples 2 --reports summary", ["summary.seconds", "summary.peak_mib"]),
     "bench_sweep": (
         "--model tiny --lengths 300 --methods full quest --budget 64 --new-tokens 4 --answers 4 --logits",
         [
@@ -193,9 +191,9 @@ PART = bench_capacity.Part(
 
 
 def test_requests_are_all_as_long_or_as_in_the_trace() -> None:
-    equal = bench_capacity.requests_of(PART)
+    equal = PART.drawn_requests()
     assert {(len(one.prompt), one.answer) for one in equal} == {(512, 16)} and len(equal) == 40
-    drawn = bench_capacity.requests_of(dataclasses.replace(PART, lengths="conversation"))
+    drawn = dataclasses.replace(PART, lengths="conversation").drawn_requests()
     for own, quantiles, longest in (
         ([len(one.prompt) for one in drawn], bench_capacity.PROMPTS, 512),
         ([one.answer for one in drawn], bench_capacity.ANSWERS, 16),
@@ -251,11 +249,11 @@ def test_rates_of_passes_without_prompts_stand_apart() -> None:
 @pytest.mark.parametrize("method", ["snapkv", "streaming_llm"])
 def test_seats_are_as_many_as_fit_while_one_prompt_is_read(method: str) -> None:
     """Of the small model, all of whose layers are sparse: 640 tokens while one is read, 128 and what is kept after."""
-    row, requests = 2 * 6 * 2 * 64 * 4, bench_capacity.requests_of(PART)  # a token of 6 layers with 2 heads, float32
+    row, requests = 2 * 6 * 2 * 64 * 4, PART.drawn_requests()  # a token of 6 layers with 2 heads, float32
     plan = Plan(method, PART.budget, dense_layers=())
 
     def seats(memory: int, plan: Plan | None) -> int:
-        return bench_capacity.seats_of(dataclasses.replace(PART, memory=memory), requests, plan)
+        return dataclasses.replace(PART, memory=memory).seats(requests, plan)
 
     for memory in (6, 8, 9, 10):
         freed, full = seats(memory, plan), seats(memory, None)
@@ -357,7 +355,7 @@ def test_a_stream_s_queries_are_those_of_its_generated_tokens() -> None:
     wanted = rng.integers(10, 2800, 40)
     stream = drift_pariskv.Stream(2960, keys, 9 * keys[wanted])
     sizes = drift_pariskv.Sizes(4, 64, 16, 1, 1)
-    exact = [recall["exact"] for _, _, recall in drift_pariskv.recalls(stream, sizes)]
+    exact = [recall["exact"] for _, _, recall in stream.recalls(sizes)]
     assert exact == [1.0] * 40
 
 
