@@ -1,7 +1,7 @@
-"""kvbench: KV-cache methods compared on the same model, prompt, kernel and budget, every byte and
-millisecond counted.
+"""kvbench: KV-cache methods compared on the same model, prompt, kernel and budget.
 
-Importing this package costs nothing: torch and transformers load when a name below is first used.
+Every byte and millisecond is counted. Importing this package costs nothing: torch and transformers
+load when a name below is first used.
 """
 
 from typing import TYPE_CHECKING, Any

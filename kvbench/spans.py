@@ -13,8 +13,9 @@ PARTS = ("index_build", "index_update", "select", "transfer", "attention", "mode
 
 
 class Spans:
-    """Exclusive time by name: a span inside another is taken off the outer one, so the parts add
-    up.
+    """Exclusive time by name.
+
+    A span inside another is taken off the outer one, so the parts add up.
 
         with spans("attention"):
             ...
