@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvbench.config import ConfigError, first_line, show
 from kvbench.models.card import ModelCard
-from kvbench.models.rope import FULL, SLIDING, Rope, refuse_wrong_rope
+from kvbench.models.rope import FULL, SLIDING, refuse_wrong_rope
 
 # Struct formats of GGUF's numbers by their type's id; besides there are strings and arrays.
 NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -161,11 +161,11 @@ class Header(NamedTuple):
         Raises
         ------
         ConfigError
-            as `scaling`, or the model has no rotary positions to scale.
+            they are scaled in a way that transformers has no parameters for, or that shows in no
+            key; or the model has none to scale.
         """
-        card = ModelCard.of_config(config)
         rope = getattr(config, "rope_parameters", None) or {}
-        scaled = self.scaling(card.rope.get(FULL), card.head_dim) or {}
+        scaled = self._scaling(ModelCard.of_config(config))
         where = f"model.path={self.file}: {self.arch}.rope.scaling: "
         refuse_wrong_rope({"rope_parameters": scaled}, where)
         if scaled and not rope:
@@ -176,28 +176,14 @@ class Header(NamedTuple):
             return {**rope, FULL: {**rope[FULL], **scaled}}
         return {**rope, **scaled}
 
-    def scaling(self, rope: Rope | None, head_dim: int) -> dict[str, Any] | None:
-        """The rope parameters that the file asks for; None where its positions are not scaled.
-
-        Parameters
-        ----------
-        rope
-            the model's before scaling; None: it has none.
-        head_dim
-            channels of a head.
-
-        Raises
-        ------
-        ConfigError
-            they are scaled in a way that transformers has no parameters for, or that shows in no
-            key.
-        """
-        if (factors := self._factors()) is not None:
-            return self._llama3(factors, rope, head_dim)
+    def _scaling(self, card: ModelCard) -> dict[str, Any]:
+        """The rope parameters of the file's scaling; {}: its positions are not scaled."""
+        if factors := self._factors():
+            return self._llama3(factors, card)
         factor = self.of_model("rope.scaling.factor") or self.of_model("rope.scale_linear") or 1
         kind = self.of_model("rope.scaling.type", "linear")
         if kind == "none" or (kind in ("linear", "yarn") and factor == 1):
-            return None
+            return {}
         if kind == "linear":
             return {"rope_type": kind, "factor": factor}
         if kind != "yarn":
@@ -213,10 +199,10 @@ class Header(NamedTuple):
             **betas,
         }
 
-    def _factors(self) -> list[float] | None:
-        """By what the file divides each rotary frequency; None where it divides none."""
+    def _factors(self) -> list[float]:
+        """By what the file divides each rotary frequency; [] where it divides none."""
         if FACTORS not in self.tensors:
-            return None
+            return []
         tensor = self.tensors[FACTORS]
         if tensor.kind != FLOAT32 or len(tensor.shape) != 1:
             raise ConfigError(
@@ -226,9 +212,9 @@ class Header(NamedTuple):
         with self.file.open("rb") as stream:
             stream.seek(tensor.at)
             factors = list(struct.unpack(f"<{count}f", stream.read(4 * count)))
-        return None if all(factor == 1 for factor in factors) else factors
+        return [] if all(factor == 1 for factor in factors) else factors
 
-    def _llama3(self, factors: list[float], rope: Rope | None, head_dim: int) -> dict[str, Any]:
+    def _llama3(self, factors: list[float], card: ModelCard) -> dict[str, Any]:
         """Llama 3's rope parameters, where they make these factors.
 
         Raises
@@ -236,7 +222,7 @@ class Header(NamedTuple):
         ConfigError
             they do not.
         """
-        expected = _llama3_factors(max(factors), rope, head_dim)
+        expected = _llama3_factors(max(factors), card)
         matches = len(factors) == len(expected) and all(
             math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)
         )
@@ -421,11 +407,11 @@ def read_header(file: Path) -> Header:
     return Header(file, keys, moved)
 
 
-def _llama3_factors(most: float, rope: Rope | None, head_dim: int) -> list[float]:
+def _llama3_factors(most: float, card: ModelCard) -> list[float]:
     """By what Llama 3's scaling divides the frequency of each rotary pair, at most by `most`."""
-    if rope is None:
+    if (rope := card.rope.get(FULL)) is None:
         return []
-    dim = int(head_dim * rope.share)
+    dim = int(card.head_dim * rope.share)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     expected = []
     for pair in range(dim // 2):
