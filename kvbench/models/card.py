@@ -231,7 +231,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     Windows in all layers that no position of the model reaches past are none.
     """
     layers = range(_size(config, "num_hidden_layers"))
-    size = _size(config, "sliding_window") if config.get("use_sliding_window", True) else 0
+    size = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     stated = config.get("layer_types")
     if stated and isinstance(stated, list | tuple):
         kinds = [*stated, *[FULL] * len(layers)][: len(layers)]
@@ -240,14 +240,15 @@ def _layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     else:
         first = _size(config, "max_window_layers")
         kinds = [SLIDING if layer >= first else FULL for layer in layers]
-    if SLIDING in kinds and (not size or _is_out_of_reach(config, kinds, size)):
+    if SLIDING in kinds and (size is None or _is_out_of_reach(config, kinds)):
         kinds = [FULL if kind == SLIDING else kind for kind in kinds]
     return tuple(kinds)
 
 
-def _is_out_of_reach(config: Mapping[str, Any], kinds: list[str], size: int) -> bool:
+def _is_out_of_reach(config: Mapping[str, Any], kinds: list[str]) -> bool:
     limit = context_length(config)
-    return set(kinds) == {SLIDING} and limit is not None and size >= limit
+    in_all = set(kinds) == {SLIDING}
+    return in_all and limit is not None and _size(config, "sliding_window") >= limit
 
 
 def _full_every(config: Mapping[str, Any]) -> int | None:

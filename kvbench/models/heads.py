@@ -124,8 +124,8 @@ def _of_json(saved: Any) -> Calibration:
         name: tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
         for name in NUMBERS[2:]
     }
-    facts = {name: saved[name] for name in ("model", "weights", "procedure")}
-    return Calibration(**facts, **by_head, **by_channel)
+    facts: dict[str, Any] = {name: saved[name] for name in ("model", "weights", "procedure")}
+    return Calibration(**facts | by_head | by_channel)
 
 
 def calibration_of(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -184,7 +185,7 @@ STREAMED: dict[type, type] = {
 def _is_plain(module: nn.Module) -> bool:
     """Whether the kernels compute what a module does: without biases between its parts, by SiLU."""
     parts = [part for part in module.children() if isinstance(part, nn.Linear)]
-    silu = isinstance(getattr(module, "act_fn", None), nn.SiLU | None)
+    silu = isinstance(getattr(module, "act_fn", None), SiLUActivation | None)
     contiguous = all(weight.is_contiguous() for weight in module.parameters())
     return silu and contiguous and all(part.bias is None for part in parts)
 
