@@ -119,13 +119,13 @@ def _of_table(name: str, text: str) -> Calibration:
 
 
 def _of_json(saved: Any) -> Calibration:
-    by_head = {name: tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]}
-    by_channel = {
-        name: tuple(tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
-        for name in NUMBERS[2:]
+    numbers: dict[str, Any] = {
+        name: tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]
     }
-    facts: dict[str, Any] = {name: saved[name] for name in ("model", "weights", "procedure")}
-    return Calibration(**facts | by_head | by_channel)
+    for name in NUMBERS[2:]:
+        layers = (tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
+        numbers[name] = tuple(layers)
+    return Calibration(saved["model"], saved["weights"], saved["procedure"], **numbers)
 
 
 def calibration_of(
