@@ -112,6 +112,28 @@ class VllmEngine:
         audits = self.llm.collective_rpc("kvbench_reports")[0].values()
         return statistics.mean(audit["attended_mean"] for audit in audits)
 
+    def measured(
+        self, arms: dict[str, Plan | None], batch: int, options: argparse.Namespace
+    ) -> dict[str, Any]:
+        """Each arm's numbers of one batch, round after round in turns."""
+        prompts = requests_of(batch, *options.lengths)
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+        attended = {}
+        for _ in range(options.rounds):
+            for name, plan in arms.items():
+                self.under(plan)
+                self.times([prompts[0][:300]], 1)  # of which nothing is counted
+                self.under(plan)
+                turns[name].append(self.times(prompts, batch))
+                if plan is not None:
+                    attended[name] = self.attended()
+                say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
+        reports = {name: summary(rounds) for name, rounds in turns.items()}
+        for method, entries in attended.items():
+            ratios = over(reports[method], reports[VLLM])
+            reports[method] |= {**ratios, "attended_mean": entries}
+        return reports
+
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One arm's numbers over its rounds."""
@@ -157,31 +179,8 @@ def main() -> None:
         engine = VllmEngine(options)
     except ConfigError as error:
         sys.exit(f"bench_serving: {error}")
-    result = {str(batch): measured(engine, arms, batch, options) for batch in options.batches}
+    result = {str(batch): engine.measured(arms, batch, options) for batch in options.batches}
     print_result({**result, "threads": torch.get_num_threads(), "settings": vars(options)})
-
-
-def measured(
-    engine: VllmEngine, arms: dict[str, Plan | None], batch: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Each arm's numbers of one batch, round after round in turns."""
-    prompts = requests_of(batch, *options.lengths)
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-    attended = {}
-    for _ in range(options.rounds):
-        for name, plan in arms.items():
-            engine.under(plan)
-            engine.times([prompts[0][:300]], 1)  # of which nothing is counted
-            engine.under(plan)
-            turns[name].append(engine.times(prompts, batch))
-            if plan is not None:
-                attended[name] = engine.attended()
-            say(f"{batch} {name} {turns[name][-1]['tokens_per_s']:.2f} tokens a second")
-    reports = {name: summary(rounds) for name, rounds in turns.items()}
-    for method, entries in attended.items():
-        ratios = over(reports[method], reports[VLLM])
-        reports[method] |= {**ratios, "attended_mean": entries}
-    return reports
 
 
 if __name__ == "__main__":

@@ -318,6 +318,28 @@ class Sweeps:
         skipped = {**shared.skipped, **other.skipped}
         return {"equal": of - len(differing), "of": of, "gaps": named_gaps, "left_out": skipped}
 
+    def compared(
+        self, method_sets: dict[str, list[str]], options: argparse.Namespace
+    ) -> dict[str, Any]:
+        """Both ways on one model: times, and with --logits and --answers what they compute."""
+        every = max(method_sets.values(), key=len)
+        for together in (True, False):
+            self.run(every, together, fixed_task(WARM_LENGTH, 1, 2))
+        result: dict[str, Any] = {}
+        tasks = {
+            length: fixed_task(length, options.samples, options.new_tokens - 1)
+            for length in options.lengths
+        }
+        for length in options.lengths if options.speed else []:
+            for name, methods in method_sets.items():
+                say(f"{length} tokens, {name}: {len(methods)} methods")
+                result.setdefault(str(length), {})[name] = self.speed(methods, tasks[length])
+        if options.logits:
+            result["logits"] = self.logits(every, tasks[options.lengths[0]])
+        if options.answers:
+            result["answers"] = self.answers(every, options.answers)
+        return result
+
 
 def fixed_task(length: int, samples: int, tokens: int) -> list[str]:
     """The task whose tokens are given: so many after the first, of each of these texts."""
@@ -366,7 +388,7 @@ def main() -> None:
     for name, word in models.items():
         say(name)
         sweeps = Sweeps([word, "dtype=float32", *options.words], options.budget)
-        result[name] = compared(sweeps, method_sets, options)
+        result[name] = sweeps.compared(method_sets, options)
         del sweeps  # a model's memory before the next one's
     result |= {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     print_result({**result, "settings": vars(options)})
@@ -389,29 +411,6 @@ def sets_of(names: Sequence[str]) -> dict[str, list[str]]:
     return {name: sets[name] for name in names if name in sets} | (
         {"named": methods} if methods else {}
     )
-
-
-def compared(
-    sweeps: Sweeps, method_sets: dict[str, list[str]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Both ways on one model: times, and with --logits and --answers what they compute."""
-    every = max(method_sets.values(), key=len)
-    for together in (True, False):
-        sweeps.run(every, together, fixed_task(WARM_LENGTH, 1, 2))
-    result: dict[str, Any] = {}
-    tasks = {
-        length: fixed_task(length, options.samples, options.new_tokens - 1)
-        for length in options.lengths
-    }
-    for length in options.lengths if options.speed else []:
-        for name, methods in method_sets.items():
-            say(f"{length} tokens, {name}: {len(methods)} methods")
-            result.setdefault(str(length), {})[name] = sweeps.speed(methods, tasks[length])
-    if options.logits:
-        result["logits"] = sweeps.logits(every, tasks[options.lengths[0]])
-    if options.answers:
-        result["answers"] = sweeps.answers(every, options.answers)
-    return result
 
 
 if __name__ == "__main__":
