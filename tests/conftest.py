@@ -56,8 +56,9 @@ DERIVED = [name for name in PRESETS if "defaults" in read_choice(conf_dir() / "m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests run, and in which order.
 
-    The longest start first: no worker is left with them when the others have ended. After them come those of IceCache,
-    whose kernels take longest to compile: they are all one worker's, while another one begins in the middle.
+    The longest start first: no worker is left with them when the others have ended. After them come those that read
+    what is shipped, or make a site of it, once a worker, and those of IceCache, whose kernels take longest to compile:
+    they are all one worker's, while another one begins in the middle.
     """
     passed_over = {item for item in items if _turn(item, VARIANTS) % VARIANT_EVERY or _met_otherwise(item)}
     config.hook.pytest_deselected(items=list(passed_over))
@@ -67,7 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if later or ("icecache" in item.nodeid and "bfloat16" in item.nodeid):
             item.add_marker(pytest.mark.slow)
     long = ("test_slurm", "test_own_method", "test_the_smoke_run_learns", "the_site_of_the_runs_that_come")
-    items.sort(key=lambda item: (not any(name in item.nodeid for name in long), "icecache" not in item.nodeid))
+    of_shipped = ("test_claims", "test_numbers", "test_site.py")
+
+    def names_any(item: pytest.Item, names: tuple[str, ...]) -> bool:
+        return any(name in item.nodeid for name in names)
+
+    items.sort(key=lambda item: [not names_any(item, names) for names in (long, of_shipped, ("icecache",))])
 
 
 def _turn(item: pytest.Item, ids: list[str]) -> int:
@@ -153,6 +159,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by a millisecond whenever it is read, so that a time says how often that was."""
     readings = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings) / 1e3)
+
+
+@pytest.fixture(scope="session")
+def shipped_verdicts() -> list[Any]:
+    """Every claim as the shipped runs decide it, which takes seconds."""
+    return import_module("kvbench.report.claims.page").judged(None, [])
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ class HeadBudgets(Method):
         self.view.keep(layer, index)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_the_audit_counts_what_unequal_heads_hold_and_what_they_take(dtype: torch.dtype) -> None:
     fixed = stream(150, 150, steps=4, dtype=dtype)
     driven = drive(fixed, HeadBudgets(), None)

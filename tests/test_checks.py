@@ -89,7 +89,9 @@ FROM_FOLDERS = ("gpqa", "leval", "longgenbench", "longgenbench_gsm8k", "longproc
 ALL = [(group, name) for group in config.groups() for name in config.choices(group)]
 
 
-@pytest.mark.parametrize(("group", "name"), ALL, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("group", "name"), [pytest.param(*one, marks=[pytest.mark.slow] * (at % 4 > 0)) for at, one in enumerate(ALL)]
+)
 def test_a_choice_is_named_as_itself_composed_as_it_is_read_and_passes_with_the_default_rest(
     composed, group, name, monkeypatch
 ):

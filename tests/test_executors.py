@@ -127,7 +127,7 @@ def test_executors_follow_every_field_of_a_selection(
 
 
 @pytest.mark.parametrize("per", ["all", "kv_head", "query_head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_executors_attend_synthetic_entries_alone(dtype: torch.dtype, per: str) -> None:
     """An Extra is all that there is to attend: its two entries, and no token."""
     store, heads = filled_store(2, dtype=dtype), {"all": 1, "kv_head": 2, "query_head": 4}[per]

@@ -123,7 +123,7 @@ OF_OTHER_RUNS = {"fidelity", "drift", "breakeven", "question", "gain", "publishe
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (at % 8 > 0))
+        pytest.param(name, marks=[pytest.mark.slow] * (at % 16 > 0))
         for at, name in enumerate(name for name in figures.FIGURES if name not in OF_OTHER_RUNS)
     ],
 )

@@ -36,7 +36,7 @@ def rounded(part: torch.Tensor) -> torch.Tensor:
 
 
 @each_method
-@pytest.mark.parametrize("kv", [TURNED, *slow((INT8,))], ids=str)
+@pytest.mark.parametrize("kv", [INT8, *slow((TURNED,))], ids=str)  # kernels of their own, compiled for a test
 def test_every_method_attends_what_the_codes_say(case: Case, kv: KV) -> None:
     """In every tier: against the oracle, which reads each token from where it lies."""
     oracle = drive(WIDE, case.build(), SMALL, kv=kv, executor="reference")

@@ -173,7 +173,7 @@ def own() -> Any:
     return huggingface.HFLM(TINY, device="cpu", dtype="float32", batch_size=2)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_full_attention_answers_as_lm_evals_own_model(own: Any, batch_size: int) -> None:
     ours = model(batch_size, method="full")
     scored, window = instances("loglikelihood", asked()), own.max_length

@@ -154,8 +154,9 @@ def comparable(root: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("arms", [ARMS[:3], pytest.param(ARMS, marks=pytest.mark.slow)], ids=len)
 def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
-    configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arms: Sequence[str], configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together, one by one, and each question with a prefill and a method of its own: the same answers."""
     real, prefills, built = kvbench.measure.arm.prefill_shared, list[int](), list[str]()
@@ -172,26 +173,27 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
 
     monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", counted)
     monkeypatch.setattr(Quest, "prefill", counted_build)
-    run_shared(configs(), Console(quiet=True))
+    run_shared(configs(arms=arms), Console(quiet=True))
     assert (len(prefills), len(built)) == (2, 2)
-    run_shared(configs("sweep.shared_decode=false", folder="turns"), Console(quiet=True))
+    run_shared(configs("sweep.shared_decode=false", folder="turns", arms=arms), Console(quiet=True))
     assert (len(prefills), len(built)) == (4, 4)
-    for config in configs("sweep.shared_prefill=false", folder="alone"):
+    for config in configs("sweep.shared_prefill=false", folder="alone", arms=arms):
         run_shared([config], Console(quiet=True))
     monkeypatch.setattr(kvbench.measure.arm, "contexts", lambda prompts: None)
-    run_shared(configs(folder="apart"), Console(quiet=True))
+    run_shared(configs(folder="apart", arms=arms), Console(quiet=True))
     assert len(built) == 4 + 2 + 6
     expected = comparable(tmp_path / "apart")
-    assert len(expected) == 6 * len(ARMS)
+    assert len(expected) == 6 * len(arms)
     for folder in ("together", "turns", "alone"):
         assert comparable(tmp_path / folder) == expected
 
 
 def test_a_run_that_goes_on_makes_what_a_whole_one_makes(configs: Any, tmp_path: Path) -> None:
     """From the second question of a context on."""
-    run_shared(configs(folder="whole"), Console(quiet=True))
+    arms = ("full", "quest", "icecache")
+    run_shared(configs(folder="whole", arms=arms), Console(quiet=True))
     for limit in (2, 5, 6):
-        run_shared(configs(f"task.limit={limit}", folder="parts"), Console(quiet=True))
+        run_shared(configs(f"task.limit={limit}", folder="parts", arms=arms), Console(quiet=True))
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
 
 

@@ -77,7 +77,7 @@ def test_an_arm_whose_prompts_are_freed_has_an_engine_of_its_own() -> None:
         run_shared(arms[:2])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     length=st.integers(1, 9000),
     budget=st.integers(64, 12000),

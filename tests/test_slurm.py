@@ -60,15 +60,19 @@ published_dense_layers: []
 """
 
 
-def slurm() -> bool:
-    if shutil.which("sbatch") is None:
-        return False
-    return subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout.strip() != ""
-
-
 LOCAL = ["hydra/launcher=local", "hydra.launcher.jobs=2"]
 SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=1"]
-SUBMITTED = SLURM if slurm() else LOCAL
+
+
+@pytest.fixture
+def submitted() -> list[str]:
+    """Words of a launcher: SLURM's where one runs; to ask takes seconds where it is installed and does not."""
+    if shutil.which("sbatch") is None:
+        return LOCAL
+    done = subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True)
+    return SLURM if done.stdout.strip() else LOCAL
+
+
 ITSELF, LAUNCHER = "os.getpid()", "int(Path(f'/proc/{os.getppid()}/stat').read_text().split()[3])"
 
 
@@ -108,14 +112,14 @@ def sweep(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any) -> None:
-    broken = sweep("SIGKILL", *SUBMITTED)
+def test_a_killed_job_stops_no_other_and_the_same_command_goes_on(sweep: Any, submitted: list[str]) -> None:
+    broken = sweep("SIGKILL", *submitted)
     assert broken.code == 1, broken.err
     lost, last = broken.err.splitlines()[-2:]
     assert lost.startswith("kvbench: seed=2: job ") and " was lost " in lost and lost.endswith("_log.err")
     assert last == "kvbench: 1 of 2 arms did not finish; the same command goes on with them"
     assert sorted(broken.states) == ["finished", "running"] and sorted(broken.samples) == [1, 2]
-    whole = sweep("SIGKILL", *SUBMITTED)
+    whole = sweep("SIGKILL", *submitted)
     assert whole.code == 0, whole.err
     assert whole.states == ["finished"] * 2 and whole.samples == [2] * 2
 

@@ -533,6 +533,7 @@ def test_another_device_is_a_panel_of_its_own_with_its_own_full_attention(own: P
 # -- the board ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_shipped")
 def test_the_site_marks_what_is_of_others_and_lists_what_fails(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

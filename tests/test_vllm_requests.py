@@ -6,6 +6,7 @@ Nothing here needs vLLM: the memory is written as its CPU attention does, and th
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -42,15 +43,10 @@ def write(cache: torch.Tensor, isa: str, block: int, head: int, offset: int, key
     flat[at], flat[size * head_dim + of_value] = key, value
 
 
-LAYOUTS = pytest.mark.parametrize(
-    ("isa", "dtype"),
-    [
-        ("vec", torch.float32),
-        pytest.param("vec", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("amx", torch.float32, marks=pytest.mark.slow),
-        ("amx", torch.bfloat16),
-    ],
-)
+OTHERS = slow(("vec", torch.bfloat16), ("amx", torch.float32))
+LAYOUTS = pytest.mark.parametrize(("isa", "dtype"), [("vec", torch.float32), ("amx", torch.bfloat16), *OTHERS])
+# Kernels of their own are compiled for the packed one.
+ATTENDED = pytest.mark.parametrize(("isa", "dtype"), [("vec", torch.float32), *slow(("amx", torch.bfloat16)), *OTHERS])
 BLOCKS = torch.tensor([2, 0])
 
 
@@ -77,7 +73,7 @@ def test_tokens_are_found_where_the_attention_of_a_cpu_packs_them(isa: str, dtyp
     assert torch.equal(key[0], keys[:, :37]) and torch.equal(value[0], values[:, :37])
 
 
-@LAYOUTS
+@ATTENDED
 @pytest.mark.parametrize("heads", [1, 2, 6])
 def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa: str, dtype: torch.dtype) -> None:
     memory, keys, values = written(isa, dtype)
@@ -103,7 +99,7 @@ def test_rows_in_blocks_are_attended_as_the_oracle_attends_them(heads: int, isa:
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
-@LAYOUTS
+@ATTENDED
 def test_a_part_of_a_list_that_names_no_token_adds_nothing(isa: str, dtype: torch.dtype) -> None:
     """However far its tokens' logits lie below those of other requests."""
     cache = torch.zeros(4, 2, SIZE, 2 * 32, dtype=dtype)
@@ -399,8 +395,13 @@ FREED = (
 )
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("method", [FREED[0], FREED[1], *slow(*FREED[2:])])
+@pytest.mark.parametrize(
+    ("method", "counted"),
+    [
+        *((FREED[0], False), (FREED[1], True)),
+        *slow((FREED[0], True), (FREED[1], False), *itertools.product(FREED[2:], [False, True])),
+    ],
+)
 def test_requests_whose_prompts_are_freed_attend_what_each_keeps_alone(method: str, counted: bool) -> None:
     fixed = [stream(length, steps=40, head_dim=32, seed=length) for length in (130, 60, 33)]
     options = {"block": 16} if method == "keydiff_blocks" else {}
