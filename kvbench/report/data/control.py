@@ -11,8 +11,7 @@ CONTROL = "random"
 
 
 def control_of(run: Run, among: Iterable[Run]) -> Run | None:
-    """The run of random tokens with the same budget, counted alike, on the same samples; None where
-    there is none.
+    """The run of random tokens on the same samples with the same budget, counted alike, or None.
 
     Of several that which protects most of the prompt's ends, then without probes, with the most
     samples, the newest.
@@ -42,8 +41,9 @@ def protected(run: Run) -> float:
 
 
 def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
-    """A score less the control's, in points; None for full attention, the control itself, and where
-    none ran beside.
+    """A score less the control's, in points.
+
+    None for full attention, for the control itself, and where no control ran.
     """
     control = None if run.arm["method"] == YARDSTICK else control_of(run, run.all_runs)
     return None if control is None or control.index == run.index else run.against([control], groups)

@@ -12,11 +12,11 @@ Times = Mapping[int, float]  # milliseconds a token by prompt tokens
 
 
 def crossing(method: Times, full: Times) -> float | None:
-    """Prompt tokens from which on a method is faster than full attention, among the lengths that
-    both have.
+    """Prompt tokens from which on a method is faster than full attention.
 
-    Between two lengths it is interpolated, both axes logarithmic. It is the shortest length if the
-    method is faster at all of them, and None if it is not faster at the longest.
+    Only the lengths that both have count. Between two lengths it is interpolated, both axes
+    logarithmic. It is the shortest length if the method is faster at all of them, and None if it is
+    not faster at the longest.
     """
     lengths = sorted(method.keys() & full.keys())
     ratios = [math.log(method[tokens] / full[tokens]) for tokens in lengths]

@@ -132,9 +132,9 @@ def _framed(runs: Sequence[_Read], skipped: list[SkippedRun]) -> Runs:
 
 
 def _name_data(runs: Iterable[_Read]) -> None:
-    """Give runs of a model and task one `data` where all prompts that they share are the same,
-    whatever made them has become. Prompts are shared by runs of one protocol; what these show holds
-    under any.
+    """Give runs of a model and task one `data` where all prompts that they share are the same.
+
+    Runs of one protocol share prompts; what these show holds under any protocol.
     """
     by_task: dict[str, dict[str, _Contents]] = {}  # by data, of one model and task
     places = []
@@ -209,14 +209,13 @@ def _read(path: Path, unfinished: bool) -> _Read:
 
 
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """All in which arms differ, as on the command line; what only the files say of themselves is
-    left out.
+    """The settings in which arms may differ, as on the command line.
+
+    Paths are left out: of a file its name counts.
     """
     arm_config = identity["config"]
-    method, task = (
-        arm_config["method"],
-        LATER.get(arm_config["task"]["name"], {}) | arm_config["task"],
-    )
+    method = arm_config["method"]
+    task = LATER.get(arm_config["task"]["name"], {}) | arm_config["task"]
     settings = {
         "model": str(config["model_name"]),
         "model.revision": identity["model_revision"],
@@ -240,21 +239,27 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
     }
     protocol = {**GREEDY, **arm_config["protocol"]}
     sections = {"protocol": protocol, "probe": arm_config["probe"], "method": method, "task": task}
-    for section, values in sections.items():
-        for key, value in values.items():
-            if key not in FACTS | {"name", "_target_", "preset"}:
-                shown = show(value) if isinstance(value, list | tuple | dict) else value
-                settings[f"{section}.{printable(key)}"] = (
-                    printable(shown) if isinstance(shown, str) else shown
-                )
+    settings |= {
+        f"{section}.{printable(key)}": _shown(value)
+        for section, values in sections.items()
+        for key, value in values.items()
+        if key not in FACTS | {"name", "_target_", "preset"}
+    }
     for key in (key for key, value in task.items() if value == LOCAL):
         settings[f"task.{key}"] = Path(str(config["task"][key])).name
     return settings
 
 
+def _shown(value: Any) -> Any:
+    """A setting as a frame has it: a list or a mapping as text."""
+    shown = show(value) if isinstance(value, list | tuple | dict) else value
+    return printable(shown) if isinstance(shown, str) else shown
+
+
 def _versions(identity: Mapping[str, Any]) -> dict[str, str]:
-    """What code the numbers are of: runs of other versions of the harness, the backend or the task
-    are not paired.
+    """The versions of the code that made the numbers.
+
+    Runs of other versions of the harness, the backend or the task are not paired.
     """
     versions = {key: printable(show(value)) for key, value in versions_in(identity).items()}
     harness = versions.pop("harness")
@@ -284,9 +289,7 @@ def _whole(arm_config: Mapping[str, Any], key: str) -> int:
 
 
 def _budget(arm_config: Mapping[str, Any]) -> int | float | None:
-    """The budget that a run had: a preset's size where none was given, and None for a method that
-    has no budget.
-    """
+    """The budget that a run had: a preset's size where none was set; None: it has none."""
     return (
         size_of(arm_config["budget"], arm_config["method"])
         if has_budget(arm_config["method"])
@@ -295,26 +298,25 @@ def _budget(arm_config: Mapping[str, Any]) -> int | float | None:
 
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:
-    ids, groups, values, failed, contents, kl = [], [], [], [], [], []
-    for answers in answers_of(records):
-        record = answers[0]
-        sample_id: str = record.get("sample") or record["id"]
-        lost = any(answer.get("error") for answer in answers)
-        ids.append(sample_id)
-        groups.append(_group(record))
-        values.append(100.0 * statistics.fmean(_score(answer, metric) for answer in answers))
-        failed.append(lost)
-        contents.append(record.get("content") or content_of(record))
-        near = (record.get("fidelity") or {}).get("kl_mean")
-        kl.append(near if is_number(near) and not lost else math.nan)
+    samples = list(answers_of(records))
+    first = [answers[0] for answers in samples]
+    lost = [any(answer.get("error") for answer in answers) for answers in samples]
+    scores = [[_score(answer, metric) for answer in answers] for answers in samples]
+    near = [(record.get("fidelity") or {}).get("kl_mean") for record in first]
     return Scores(
-        ids,
-        groups,
-        np.array(values),
-        np.array(failed),
-        [seed] * len(ids),
-        np.array(contents),
-        np.array(kl, float),
+        ids=[record.get("sample") or record["id"] for record in first],
+        groups=list(map(_group, first)),
+        values=np.array([100.0 * statistics.fmean(of_sample) for of_sample in scores]),
+        failed=np.array(lost),
+        seeds=[seed] * len(first),
+        contents=np.array([record.get("content") or content_of(record) for record in first]),
+        kl=np.array(
+            [
+                kl if is_number(kl) and not failed else math.nan
+                for kl, failed in zip(near, lost, strict=True)
+            ],
+            float,
+        ),
     )
 
 

@@ -1,5 +1,4 @@
-"""Runs split by the length of their prompts: what a method costs and how near it stays at one
-length.
+"""Runs split by the length of their prompts: a method's cost and nearness at one length.
 
 Bytes of a run over several lengths are of its longest prompt, while its scores and KL are means
 over all of them; at one length both are of the same samples.
@@ -18,8 +17,9 @@ from kvbench.runs.summary import answers_of
 
 
 def by_length(runs: Runs) -> dict[int | None, Runs]:
-    """The runs at each length of prompts, with the samples of that length alone; None: of one
-    length, as they are.
+    """The runs at each length of prompts, with the samples of that length alone.
+
+    Runs of one length are under None, as they are.
     """
     parts: dict[int | None, list[tuple[Run, list[Record] | None]]] = {}
     for run in runs:

@@ -77,8 +77,9 @@ MARKS = {
 
 
 def budget_marks(line: Mapping[str, Any]) -> str:
-    """The letter for a line of `Runs.arms` or `Run.cells` in whose samples, all or some, the budget
-    never applied.
+    """The letter for a line in whose samples, all or some, the budget never applied.
+
+    Lines are those of `Runs.arms` or `Run.cells`.
     """
     if never_bounded(line):
         return "x"
@@ -86,15 +87,14 @@ def budget_marks(line: Mapping[str, Any]) -> str:
 
 
 def transfer_marks(transfer: object) -> str:
-    """The letters for times of runs with this `transfer`: how tokens came to the device where there
-    was no GPU.
-    """
+    """The letters for times of runs whose tokens came to no GPU, by their `transfer`."""
     return "c" * ("simulated" in str(transfer)) + "e" * ("in place" in str(transfer))
 
 
 def time_marks(line: Mapping[str, Any], name: str) -> str:
-    """The letters for a time by its name, in a line of `Runs.arms` or `Run.cells`: when and where
-    it was taken.
+    """The letters for a time by its name: when and where it was taken.
+
+    It is of a line of `Runs.arms` or `Run.cells`.
     """
     low, high = line["spread"].get(name, (0.0, 0.0))
     flags = {

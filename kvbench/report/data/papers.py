@@ -1,5 +1,4 @@
-"""What the papers print: every table, and every figure whose numbers can be had, with the runs of
-ours that match.
+"""What the papers print: tables, and figures whose numbers can be had, with our runs that match.
 
 The numbers lie in `published/<paper>.csv`, one line a cell, as printed; `tables.yaml` says what
 each table is and which groups of our summaries its columns are, `names.yaml` what its models and
@@ -157,8 +156,9 @@ def _run_of(column: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mapped(run: dict[str, Any], column: str, length: str) -> tuple[str, str]:
-    """(group, metric) of a cell in a column that is of such runs, in tokens or words of
-    `length`.
+    """The group and the metric of a cell in a column that is of such runs.
+
+    `length` is in tokens or words.
     """
     if not run:
         return "", ""

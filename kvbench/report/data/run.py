@@ -1,5 +1,4 @@
-"""Runs in memory: `Runs`, data frames with a line a run, and `Run`, one of them with what can
-honestly be said of it.
+"""Runs in memory: `Runs`, data frames with a line for each run, and `Run`, one of them.
 
 A score is the plain mean over its groups of samples. It is compared with full attention sample by
 sample, so that what makes all methods' samples hard or easy drops out.
@@ -73,8 +72,9 @@ class TimedCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The main score of every sample of a run, in the order they were first written; of several
-    answers the mean.
+    """The main score of every sample of a run, in the order they were first written.
+
+    Of several answers to one prompt it is their mean.
 
     Attributes
     ----------
@@ -107,16 +107,18 @@ class Scores:
         return self.kl if kl else self.values
 
     def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
-        """[n] bool of each group's samples; of all groups for (), without failed samples that say
-        no group.
+        """Masks [n] of the samples of each group; of all groups for ().
+
+        Failed samples that say no group are in none.
         """
         names = np.array(self.groups)
         all_groups = [group for group in dict.fromkeys(self.groups) if group]
         return [names == group for group in groups or all_groups or [""]]
 
     def valid_values(self, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The values in these rows that are not NaN; of a sample that several seeds share one,
-        their mean.
+        """The values in these rows that are not NaN.
+
+        A sample that several seeds share counts once, by its mean.
         """
         rows = rows & ~np.isnan(values)
         if len(set(self.seeds)) < 2:
@@ -173,8 +175,9 @@ class Run:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether its budget applied in no sample: its numbers are full attention's, and rank no
-        method.
+        """Whether its budget applied in no sample.
+
+        Its numbers are full attention's then, and rank no method.
         """
         return never_bounded(self.arm)
 
@@ -200,9 +203,7 @@ class Run:
 
     @functools.cached_property
     def but_for_seed(self) -> dict[str, Any]:
-        """The settings without the seed, and without the revision of random weights, which the seed
-        decides.
-        """
+        """The settings without the seed, and the revision of random weights, which it decides."""
         settings = {key: value for key, value in self.settings.items() if key != "seed"}
         return (
             {**settings, "model.revision": "dummy"} if self.arm["weights"] == "random" else settings
@@ -210,8 +211,9 @@ class Run:
 
     @functools.cached_property
     def kind(self) -> tuple[str, ...]:
-        """What two runs must share to be compared sample by sample, but for the seed, which each
-        sample has.
+        """What two runs must share to be compared sample by sample.
+
+        The seed is not part of it: each sample has its own.
         """
         shared = [f"{key}={value}" for key, value in self.but_for_seed.items() if is_shared(key)]
         return (*shared, str(self.arm["data"]))
@@ -316,8 +318,7 @@ class Run:
 
     @functools.cached_property
     def ranks_none(self) -> str:
-        """Why scores on these samples rank no methods, by full attention's there; "" where they
-        may.
+        """Why scores on these samples rank no methods, by full attention's; "" where they may.
 
         It scores under `LEAST` or, by its interval, perhaps 0; or the interval is wider than the
         methods' scores lie apart, its own among them. Fewer than `FEWEST` samples rank none at all,
@@ -335,8 +336,9 @@ class Run:
         )
 
     def kl(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """The mean KL divergence from full attention over the samples of these groups, all for (),
-        in nats; None where there is none.
+        """The mean KL divergence from full attention over the samples of these groups, in nats.
+
+        () stands for all groups. None where there is none.
         """
         rows = np.isin(self.scores.groups, groups) if groups else np.ones(len(self.scores.kl), bool)
         values = self.scores.valid_values(self.scores.kl, rows)
@@ -381,15 +383,18 @@ class Run:
         )
 
     def _fulls(self, kv: str = str(NATIVE)) -> list[Run]:
-        """The runs of full attention that it can be compared with: those that decoded as it did, if
-        there are some.
+        """The runs of full attention that it can be compared with.
+
+        Those that decoded as it did come before all others.
         """
         candidates = self.all_runs.full.get((*self.kind, kv), [])
         return [run for run in candidates if run.shares_decode == self.shares_decode] or candidates
 
     def against_full(self, groups: tuple[str, ...] = ()) -> Estimate | None:
-        """As `against` full attention; None for full attention itself, and where scores are the
-        agreement with it, of which its own is 100 by construction. Computed once.
+        """As `against` full attention, computed once.
+
+        None for full attention itself, and where scores are the agreement with it, of which its own
+        is 100 by construction.
         """
         if groups not in self._against_full:
             full_runs = self._fulls()
@@ -400,12 +405,11 @@ class Run:
     def against(
         self, others: Sequence[Run], groups: tuple[str, ...] = (), kl: bool = False
     ) -> Estimate | None:
-        """The mean difference to other runs on the same samples of the same model, task and
-        protocol, in points; of KL in nats.
+        """The mean difference to other runs on the same samples, in points; of KL in nats.
 
-        Of several the one with the most samples counts, then the newest. None where these have no
-        two of the samples, and some of each group. Samples that failed there are left out: nothing
-        is known of them.
+        Model, task and protocol are the same. Of several the one with the most samples counts, then
+        the newest. None where these have no two of the samples, and some of each group. Samples
+        that failed there are left out: nothing is known of them.
         """
         values_by_sample = {
             (seed, id): value
@@ -522,8 +526,9 @@ class Runs:
 
     @functools.cached_property
     def scored(self) -> dict[tuple[str, ...], list[float]]:
-        """The scores by what runs must share to be compared; of a board with runs of others its own
-        ones.
+        """The scores by what runs must share to be compared.
+
+        On a board with runs of others those do not count beside the board's own.
         """
         shipped, submitted = (
             dict[tuple[str, ...], list[float]](),
@@ -564,24 +569,27 @@ def columns_of(summary: Mapping[str, Any], budget: Any) -> dict[str, Any]:
 
 
 def with_summary(arm: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of `Runs.arms` with what a summary of some of its samples holds, and nothing of its
-    own summary's.
+    """A line of `Runs.arms` with what a summary of some of its samples holds.
+
+    Nothing of the run's own summary is left in it.
     """
     plain_columns = {key: value for key, value in arm.items() if "." not in key}
     return {**plain_columns, **columns_of(summary, arm["budget"])}
 
 
 def never_bounded(line: Mapping[str, Any]) -> bool:
-    """Whether a line of `Runs.arms` or `Run.cells` is of samples in none of which the budget
-    applied.
+    """Whether a line is of samples in none of which the budget applied.
+
+    Lines are those of `Runs.arms` or `Run.cells`.
     """
     count = line["unbounded_samples"]
     return not missing(count) and bool(count) and count >= line["n"] - line["failed"]
 
 
 def framed(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The lines as columns; a budget stays what it is, where pandas would make 64 and None 64.0 and
-    NaN.
+    """The lines as columns.
+
+    A budget stays what it is, where pandas would make 64 and None 64.0 and NaN.
     """
     frame = pd.DataFrame(lines)
     if lines:

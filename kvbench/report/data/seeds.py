@@ -1,5 +1,4 @@
-"""Runs that differ in their seed alone become one run of more samples, in the tables and figures of
-reports.
+"""Runs that differ in their seed alone become one run of more samples.
 
 Scores are of the samples of all seeds, of what is the same sample under several seeds the mean;
 other numbers are the mean of the runs' by their samples, times the median of those that were taken
@@ -27,9 +26,10 @@ OF_MACHINE = ("latency", "breakdown_ms", "hardware", "machine")
 
 
 def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
-    """The same runs, but of those chosen that differ in their seed alone only the first is left and
-    stands for all; of an arm of which none is chosen, which others are compared with, the first of
-    all.
+    """The same runs, in which one stands for all that differ in their seed alone.
+
+    It is the first of the chosen ones; of an arm of which none is chosen, and with which others are
+    compared, the first of all.
 
     Returns
     -------
@@ -52,7 +52,8 @@ def over_seeds(runs: Runs, chosen: Iterable[Run]) -> tuple[Runs, list[Run]]:
         return runs, first
     gone = {run for members in joined.values() for run in members[1:]}
     remaining = [run for run in runs if run not in gone]
-    arms, settings, scores = [], [], {}
+    arms, settings = [], []
+    scores = {}
     for run in remaining:
         members = sorted(
             joined.get(run, [run]), key=lambda member: order_of(str(member.settings["seed"]))
@@ -75,33 +76,26 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     latest = max(lines, key=lambda line: str(line["updated"]))
     joined: dict[str, Any] = {**lines[0], "updated": latest["updated"], "spread": {}}
     joined |= {"paths": tuple(path for line in lines for path in line["paths"])}
-    joined |= {
-        "finished": all(line["finished"] for line in lines),
-        "device_name": timed[0]["device_name"],
-    }
+    joined["finished"] = all(line["finished"] for line in lines)
+    joined["device_name"] = timed[0]["device_name"]
     for name in (name for name in lines[0] if name in QUANTITIES or "." in name):
         quantity = named(name)
-        there = [
-            line
-            for line in (timed if _is_of_machine(quantity) else lines)
-            if not missing(line[name])
-        ]
+        measured = timed if _is_of_machine(quantity) else lines
+        there = [line for line in measured if not missing(line[name])]
         values = [line[name] for line in there]
         if name in SUMMED:
             joined[name] = sum(values)
         elif values:
             by_sample = [line[name] for line in there for _ in range(line["n"])]
-            joined[name] = (
-                median(values) if quantity.is_time else combine(quantity.combine, by_sample)
-            )
+            mean = median(values) if quantity.is_time else combine(quantity.combine, by_sample)
+            joined[name] = mean
             if len(values) > 1 and all(map(is_number, values)):
                 joined["spread"][name] = (min(values), max(values))
     for name, quantity in QUANTITIES.items():
         if quantity.ratio and not any(missing(joined[part]) for part in (name, *quantity.ratio)):
             joined[name] = joined[quantity.ratio[0]] / joined[quantity.ratio[1]]
-    joined["left_out"] = joined["left_out"] + sum(
-        line["n"] for line in lines if _is_timed(line) and line not in timed
-    )
+    elsewhere = (line["n"] for line in lines if _is_timed(line) and line not in timed)
+    joined["left_out"] += sum(elsewhere)
     return joined
 
 
@@ -117,25 +111,22 @@ def _timed_on_same_machine(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[s
     """As `kvbench.runs.summary.same_machine`, of runs; all where none is timed."""
     by_machine: dict[tuple[bool, str], list[Mapping[str, Any]]] = {}
     for line in filter(_is_timed, lines):
-        by_machine.setdefault(
-            (line["disturbed"] not in (True,), str(line["device_name"])), []
-        ).append(line)
-    return (
-        by_machine[max(by_machine, key=lambda kind: (kind[0], len(by_machine[kind])))]
-        if by_machine
-        else list(lines)
-    )
+        kind = (line["disturbed"] not in (True,), str(line["device_name"]))
+        by_machine.setdefault(kind, []).append(line)
+    if not by_machine:
+        return list(lines)
+    return by_machine[max(by_machine, key=lambda kind: (kind[0], len(by_machine[kind])))]
 
 
 def _scores(members: Sequence[Scores]) -> Scores:
     if len(members) == 1:
         return members[0]
-    ids, groups, seeds = (
-        [label for member in members for label in getattr(member, name)]
-        for name in ("ids", "groups", "seeds")
-    )
-    values, failed, contents, kl = (
-        np.concatenate([getattr(member, name) for member in members])
+
+    def joined(name: str) -> list[str]:
+        return [label for member in members for label in getattr(member, name)]
+
+    arrays = {
+        name: np.concatenate([getattr(member, name) for member in members])
         for name in ("values", "failed", "contents", "kl")
-    )
-    return Scores(ids, groups, values, failed, seeds, contents, kl)
+    }
+    return Scores(ids=joined("ids"), groups=joined("groups"), seeds=joined("seeds"), **arrays)

@@ -1,6 +1,4 @@
-"""Words of the command line become runs: which are chosen, which label each has, and which share a
-row or column.
-"""
+"""Words of the command line become runs: which are chosen, and which share a row or a column."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ PROTOCOL_KEYS = tuple(f"protocol.{name}" for name in PROTOCOL)
 
 
 def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
-    """The runs that match all of these words, such as "method=quest", "budget=64,128" or
-    "task.lengths=[1024]".
+    """The runs that match all of these words.
+
+    Such as "method=quest", "budget=64,128" or "task.lengths=[1024]".
 
     Raises
     ------
@@ -26,10 +25,10 @@ def select(runs: Runs, where: Sequence[str] = ()) -> list[Run]:
     chosen = list(runs)
     texts: dict[str, str] = {}
     for word in where:
-        name, equals, text = word.partition("=")
-        if not equals:
+        name, *values = word.split("=", 1)
+        if not values:
             raise ConfigError(f"--where {word}: expected key=value, such as method=quest")
-        key = key_of(runs, name)
+        key, text = key_of(runs, name), values[0]
         if (first := texts.setdefault(key, text)) != text:
             raise ConfigError(
                 f"--where {name}={first} --where {name}={text}: one key with two values; several"
@@ -65,10 +64,11 @@ def key_of(runs: Runs, name: str) -> str:
 
 
 def values_of(runs: Runs, name: str) -> list[str]:
-    """The recorded numbers that a word means: of "fidelity" all, else itself, or what has no line
-    and ends with it.
+    """The recorded numbers that a word means.
 
-    An error is not one of all where it stands beside its number; beside KL's stands an interval.
+    "fidelity" means all of its own; another word itself, or a number that is not listed and ends
+    with it. An error is not one of all where it stands beside its number; beside KL's stands an
+    interval.
 
     Raises
     ------
@@ -122,8 +122,9 @@ def order_of(label: str) -> tuple[bool, bool, float, str]:
 
 
 def fewest_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The fewest keys that show all differences of these settings; how many samples there are is
-    left out first.
+    """The fewest keys that show all differences of these settings.
+
+    The number of samples is the first to be left out.
     """
 
     def count_distinct(keys: Sequence[str]) -> int:
@@ -152,8 +153,9 @@ def by_labels(chosen: Iterable[Run], axes: Sequence[str]) -> dict[tuple[str, ...
 
 
 def scored(cell_runs: Sequence[Run]) -> list[Run]:
-    """Of runs in one cell those whose scores and times count: a probe run stands in only where
-    there is no other.
+    """The runs of a cell whose scores and times count.
+
+    A run with probes counts only where there is no other.
     """
     return [run for run in cell_runs if not run.arm["probe_every"]] or list(cell_runs)
 
@@ -250,16 +252,18 @@ def marks_of_mixed(chosen: Iterable[Run], axes: Sequence[str], allowed: bool) ->
 
 
 def marks_of_decoding(chosen: Sequence[Run], axes: Sequence[str] = ()) -> dict[Run, str]:
-    """The mark of each run that decoded together with others, where some of these decoded alone and
-    no axis says so.
+    """The marks of runs that decoded together where others decoded alone.
+
+    There are none if an axis of the table says so.
     """
     shared = [run for run in chosen if run.shares_decode]
     return dict.fromkeys(shared if len(shared) < len(chosen) and "decode" not in axes else (), "p")
 
 
 def same_decode_mode(candidates: Sequence[Run]) -> list[Run]:
-    """Of runs of which one is to count those that decoded in one way: alone, unless the others have
-    more samples.
+    """The runs that decoded in one way, where only one way can count.
+
+    Alone, unless the others have more samples.
     """
     kinds = [[run for run in candidates if run.shares_decode == shared] for shared in (False, True)]
     return max(kinds, key=lambda members: sum(run.arm["n"] for run in members))

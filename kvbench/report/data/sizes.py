@@ -1,6 +1,4 @@
-"""Bytes that a run holds and that its steps read, from its audit and that of full attention beside
-it.
-"""
+"""Bytes that a run holds and that its steps read, by its audit and that of full attention."""
 
 from __future__ import annotations
 
@@ -22,9 +20,11 @@ def bytes_read(run: Run) -> float:
 
 
 def bytes_stored(run: Run) -> float:
-    """Bytes that a run holds for each token of the context: keys and values of both tiers, and its
-    index; NaN where it does not say, or full attention not how many tokens there are, and where a
-    sample failed: it may be the longest.
+    """Bytes that a run holds for each token of the context.
+
+    Keys and values of both tiers and the index count. NaN where the run does not say, where full
+    attention does not say how many tokens there are, and where a sample failed, as it may be the
+    longest.
     """
     if (full_run := run.full()) is None:
         return math.nan
@@ -33,14 +33,6 @@ def bytes_stored(run: Run) -> float:
         return math.nan
     tokens, rows = full["attended_max"], run.settings["batch"]
     sizes = [arm[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
-    return (
-        math.nan
-        if missing(tokens)
-        else sum(0 if missing(size) else size for size in sizes) / tokens / rows
-    )
-
-
-def bytes_of_step(run: Run) -> float:
-    """Bytes that a decode step reads (`bytes_read`) and brings up from the host, on average."""
-    moved = run.arm["moved_bytes_per_step"]
-    return bytes_read(run) + (0.0 if missing(moved) else moved)
+    if missing(tokens):
+        return math.nan
+    return sum(0 if missing(size) else size for size in sizes) / tokens / rows

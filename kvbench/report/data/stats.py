@@ -1,9 +1,9 @@
-"""What can be said of scores on few samples: intervals, of 0/1 scores by Wilson, of their
-differences by Tango, of repeats by Student, of others by bootstrap; paired ones.
+"""Intervals of scores on few samples, alone or paired.
 
-Scores come in strata, one array for each group of samples (subset, length); the estimate is the
-plain mean of their means. A bootstrap resamples each stratum on its own, n samples by n - 1 of
-them: n of n would have (n - 1) / n of the variance that the mean has, of pairs half (Rao and Wu,
+Of 0/1 scores by Wilson, of their differences by Tango, of repeats by Student, of others by
+bootstrap. Scores come in strata, one array for each group of samples (subset, length); the estimate
+is the plain mean of their means. A bootstrap resamples each stratum on its own, n samples by n - 1
+of them: n of n would have (n - 1) / n of the variance that the mean has, of pairs half (Rao and Wu,
 Resampling Inference With Complex Survey Data, 1988). Strata of one sample show no spread alone;
 they are resampled as one stratum, which shows at least the spread that they have (collapsed strata:
 Cochran, Sampling Techniques, 1977, 5A.12). Small strata whose samples are all alike show none
@@ -39,17 +39,18 @@ INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
 
 
 def ranks(n: float, low: float | None, high: float | None) -> bool:
-    """Whether n samples with this interval say which of two methods is better: enough of them, and
-    not all alike.
+    """Whether n samples with this interval can say which of two methods is better.
 
-    No table, figure or page marks a number as better, best or different without it.
+    They are enough, and not all alike. No table, figure or page marks a number as better, best or
+    different without it.
     """
     return n >= FEWEST and low is not None and high is not None and low < high
 
 
 class Estimate(NamedTuple):
-    """A mean over samples with its interval, in the units of the scores; None where there are too
-    few samples for one.
+    """A mean over samples with its interval, in the units of the scores.
+
+    The ends are None where there are too few samples.
 
     Attributes
     ----------
@@ -67,10 +68,16 @@ class Estimate(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether a difference is more than chance: its samples rank, and 0 is not in its
-        interval.
-        """
-        return ranks(self.n, self.low, self.high) and not self.low <= 0 <= self.high  # type: ignore[operator]
+        """Whether a difference is more than chance: samples rank, and 0 is outside the interval."""
+        if self.low is None or self.high is None:
+            return False
+        return ranks(self.n, self.low, self.high) and not self.low <= 0 <= self.high
+
+    @property
+    def turned(self) -> Estimate:
+        """The same difference, taken the other way round."""
+        low, high = (None if end is None else -end for end in (self.high, self.low))
+        return self._replace(mean=-self.mean, low=low, high=high)
 
 
 def intervals(estimates: Iterable[Estimate]) -> str:
@@ -111,8 +118,9 @@ def proportion(strata: Sequence[np.ndarray]) -> Estimate:
 
 
 def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = None) -> Estimate:
-    """The mean of the strata's means, with the percentile interval of `RESAMPLES` resamples (Efron
-    1979), wider by what strata without spread may hide.
+    """The mean of the strata's means, with a percentile interval of `RESAMPLES` resamples.
+
+    (Efron 1979.) It is wider by what strata without spread may hide.
 
     Parameters
     ----------
@@ -141,9 +149,7 @@ def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = 
 
 
 def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
-    """How far the mean of the strata's means may lie nearer to a bound for samples that strata
-    without spread hide.
-    """
+    """How far the mean may lie nearer to a bound, by samples that strata without spread hide."""
     constant = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
     hidden = [
         Z**2 / (Z**2 + len(constant) * len(values)) * abs(bound - float(values[0]))
@@ -156,8 +162,10 @@ def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
 
 
 def _constant_estimate(values: np.ndarray, least: float, most: float) -> Estimate:
-    """The mean of [n] values that are all alike, with what samples may hide that lie anywhere
-    between these bounds: as many of them as Wilson's interval has of one kind where none was seen.
+    """The mean of [n] values that are all alike, with what samples elsewhere may hide.
+
+    They lie anywhere between these bounds, as many as Wilson's interval has of one kind where none
+    was seen.
     """
     mean, share = float(values[0]), Z**2 / (len(values) + Z**2)
     return Estimate(mean, mean - share * (mean - least), mean + share * (most - mean), len(values))
@@ -190,8 +198,9 @@ def difference(strata: Sequence[np.ndarray]) -> Estimate:
 
 
 def _most(gained: float, lost: float, n: float) -> float:
-    """The largest difference of two paired proportions that a score test does not reject, by
-    bisection (Tango 1998).
+    """The largest difference of two paired proportions that a score test does not reject.
+
+    By bisection (Tango 1998).
     """
     least, most = (gained - lost) / n, 1.0
     for _ in range(50):
@@ -208,8 +217,7 @@ def _most(gained: float, lost: float, n: float) -> float:
 
 
 def repeated(values: np.ndarray) -> Estimate:
-    """The mean of repeats with Student's interval, which narrows with more of them, as a range does
-    not.
+    """The mean of repeats with Student's interval, which narrows with more of them.
 
     Parameters
     ----------
@@ -224,8 +232,9 @@ def repeated(values: np.ndarray) -> Estimate:
 
 
 def student(degrees: int) -> float:
-    """The two-sided t of `COVERAGE` per cent (Abramowitz and Stegun 1964, 26.7.5, above ten degrees
-    of freedom).
+    """The two-sided t of `COVERAGE` per cent.
+
+    Above ten degrees of freedom by Abramowitz and Stegun (1964), 26.7.5.
     """
     if degrees <= len(STUDENT):
         return STUDENT[degrees - 1]
@@ -233,8 +242,9 @@ def student(degrees: int) -> float:
 
 
 def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
-    """The mean of the strata's means of one number over that of another, taken on the same samples
-    (paired bootstrap).
+    """The mean of the strata's means of one number over that of another.
+
+    Both are taken on the same samples (paired bootstrap).
 
     Parameters
     ----------
@@ -255,8 +265,9 @@ def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
 
 
 def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[RESAMPLES] means of the strata's means; None where one alone has one sample, whose spread
-    nothing shows.
+    """[RESAMPLES] means of the strata's means.
+
+    None where one stratum alone has one sample, whose spread nothing shows.
     """
     single = [values for values in strata if len(values) == 1]
     if len(single) == 1:
@@ -270,8 +281,9 @@ def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=32)
 def _weights(n: int, stratum: int) -> np.ndarray:
-    """[RESAMPLES, n] how much of a resample each of n samples is; strata of one size have weights
-    of their own.
+    """[RESAMPLES, n] how much of a resample each of n samples is.
+
+    Strata of one size have weights of their own.
     """
     rng = np.random.default_rng((SEED, n, stratum))
     return rng.multinomial(n - 1, np.full(n, 1 / n), size=RESAMPLES) / (n - 1)

@@ -1,5 +1,4 @@
-"""How a method looks wherever it is drawn: one label, colour, marker and line for each, in the
-house and in the papers.
+"""How a method looks wherever it is drawn: one label, colour, marker and line for each.
 
 Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods
 share a colour and a marker, so a picture can be read in grey as well. There are more methods than
@@ -36,10 +35,18 @@ class Style:
     line: str = "-"
 
 
-BLACK, GREY, GREEN, BLUE, VERMILION = "#000000", "#999999", "#009E73", "#0072B2", "#D55E00"
-PURPLE, ORANGE, SKY, WINE, INDIGO, OLIVE, BROWN = (
-    "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#332288", "#999933", "#8C564B",
-)  # fmt: skip
+BLACK = "#000000"
+GREY = "#999999"
+GREEN = "#009E73"
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+WINE = "#882255"
+INDIGO = "#332288"
+OLIVE = "#999933"
+BROWN = "#8C564B"
 
 COLOURS = (GREEN, BLUE, VERMILION, ORANGE, PURPLE, SKY, WINE, OLIVE, INDIGO, BROWN, GREY)
 MARKERS = "osD^vPX<>phd8H"
