@@ -18,7 +18,6 @@ from kvbench.report.claims.verdict import Finding, Interval, Missing, Verdict, j
 from kvbench.report.data.frame import collect
 from kvbench.report.data.stats import Z, difference, estimate, proportion, repeated
 from kvbench.report.site.rows import Site
-from kvbench.report.tables.cells import beyond_noise
 from kvbench.report.tables.runs import summary
 
 AT_LEAST_0 = Criterion("a gain", "runs", {}, at_least=0, n=4)
@@ -151,4 +150,4 @@ def test_samples_that_full_attention_does_not_answer_rank_no_method(
     assert all(row.is_choice == (not why) for row in Site(runs, "").rows if row.method != "full")
     (table,) = summary(runs)
     assert any(note.startswith("w: ") for note in table.notes) == bool(why)
-    assert any(map(beyond_noise, table.cells.values())) == (not why), "no star where nothing ranks"
+    assert any(cell.differs_from_full for cell in table.cells.values()) == (not why), "no star where nothing ranks"

@@ -1,5 +1,4 @@
-"""What tables are made of: cells with numbers, how a score is put into one, and the notes below a
-table.
+"""What tables are made of: cells with numbers, and the notes below a table.
 
 `kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a
 table is printed.
@@ -11,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvbench.models.hub import weights_origin
 from kvbench.report.data.control import CONTROL, gain_of
@@ -103,6 +103,35 @@ class Cell:
     seed: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def differs_from_full(self) -> bool:
+        """Whether its score differs from full attention's by more than chance.
+
+        Its samples may rank methods.
+        """
+        numbers = self.numbers
+        if not {"against_full", "against_full_low", "against_full_high", "pairs"} <= numbers.keys():
+            return False
+        low, high = numbers["against_full_low"], numbers["against_full_high"]
+        difference = Estimate(numbers["against_full"], low, high, int(numbers["pairs"]))
+        return self.ranks_methods and difference.differs
+
+    @property
+    def ranks_methods(self) -> bool:
+        """Whether it may rank a method by its score.
+
+        Its budget applied, full attention answers its samples, and methods differ there.
+        """
+        return self.was_bounded and "w" not in self.marks.get("score", "")
+
+    @property
+    def was_bounded(self) -> bool:
+        """Whether its budget applied in any of its samples, or it has none.
+
+        Else no number of it ranks a method.
+        """
+        return not any("x" in letters for letters in self.marks.values())
+
 
 @dataclass(frozen=True)
 class ReportTable:
@@ -153,8 +182,9 @@ class ReportTable:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The settings of a run that change what it is, as labels: of full attention none that it does
-    not depend on.
+    """The settings of a run that change what it is, as labels.
+
+    Full attention has none that it does not depend on.
     """
     idle = NOT_OF_FULL if run.arm["method"] == YARDSTICK else ()
     return {
@@ -165,9 +195,10 @@ def settings_of(run: Run) -> dict[str, str]:
 
 
 def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[str]) -> list[str]:
-    """What the labels of a table do not say of its runs: the settings that all have; those that all
-    of a part have; and those in which runs differ for another reason. Options in which methods
-    differ are left to CSV.
+    """What the labels of a table do not say of its runs.
+
+    The settings that all share; those that all of a part share; and those in which runs differ for
+    another reason. Options in which methods differ are left to CSV.
 
     Parameters
     ----------
@@ -180,46 +211,43 @@ def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[s
     for cell, part in zip(cells, parts, strict=True):
         if cell.settings:
             of_parts.setdefault(part, []).append(cell.settings)
-
-    def values(key: str, some: Iterable[Mapping[str, str]]) -> list[str]:
-        return sorted(
-            {
-                run_settings.get(key, "-")
-                for run_settings in some
-                if key in run_settings or run_settings["method"] != YARDSTICK
-            }
-        )
-
-    every = [settings for part_settings in of_parts.values() for settings in part_settings]
+    every = list(itertools.chain(*of_parts.values()))
     keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in labelled]
-    shared = [f"{key}={value}" for key in keys for value in _single_value(values(key, every))]
-    others = [key for key in keys if len(values(key, every)) > 1 and not key.startswith("method.")]
+    others = [key for key in keys if len(_values(key, every)) > 1 and not key.startswith("method.")]
     by_part = [
         key
         for key in others
-        if all(len(values(key, part_settings)) < 2 for part_settings in of_parts.values())
+        if all(len(_values(key, settings)) < 2 for settings in of_parts.values())
     ]
-    lines = {"The same in all rows": shared}
-    for part, part_settings in of_parts.items():
-        lines[part] = [
-            f"{key}={value}"
-            for key in by_part
-            for value in _single_value(values(key, part_settings))
-        ]
-    lines["Not the same in all rows"] = [
-        f"{key}={' | '.join(values(key, every))}" for key in others if key not in by_part
-    ]
+    lines = {
+        "The same in all rows": _shared(keys, every),
+        **{part: _shared(by_part, settings) for part, settings in of_parts.items()},
+        "Not the same in all rows": [
+            f"{key}={' | '.join(_values(key, every))}" for key in others if key not in by_part
+        ],
+    }
     origins = {
-        run_settings["model"]: weights_origin(run_settings.get("model.revision", ""))
-        for run_settings in every
+        settings["model"]: weights_origin(settings.get("model.revision", "")) for settings in every
     }
     weights = [f"Weights of {model}: {words}." for model, words in origins.items() if words]
     return weights + [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
 
 
-def _single_value(values: Sequence[str]) -> Sequence[str]:
-    """The value of a setting where there is one, and it is set."""
-    return values if len(values) == 1 and values != ["-"] else ()
+def _values(key: str, some: Iterable[Mapping[str, str]]) -> list[str]:
+    """The values of a setting in these settings; full attention counts only where it has it."""
+    return sorted(
+        {
+            settings.get(key, "-")
+            for settings in some
+            if key in settings or settings["method"] != YARDSTICK
+        }
+    )
+
+
+def _shared(keys: Iterable[str], some: Sequence[Mapping[str, str]]) -> list[str]:
+    """Those of these keys that are set to one value in all settings, as "key=value"."""
+    values = {key: _values(key, some) for key in keys}
+    return [f"{key}={one[0]}" for key, one in values.items() if len(one) == 1 and one != ["-"]]
 
 
 def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
@@ -229,31 +257,26 @@ def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
 
 def kl_numbers(kl: Estimate) -> dict[str, float]:
     """A KL divergence and its interval over samples, as `Cell.numbers`."""
-    numbers = {
-        "kl_mean": kl.mean,
-        "kl_mean_low": kl.low,
-        "kl_mean_high": kl.high,
-        "kl_mean_samples": kl.n,
-    }
-    return {
-        name: float(value)
-        for name, value in numbers.items()
-        if value is not None and kl.low is not None
-    }
+    if kl.low is None:
+        return {}
+    ends = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high}
+    numbers = {name: float(value) for name, value in ends.items() if value is not None}
+    return {**numbers, "kl_mean_samples": float(kl.n)}
 
 
 def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
     gain = gain_of(run, groups)
-    numbers = (
-        {} if gain is None else {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
-    )
-    return {name: float(value) for name, value in numbers.items() if value is not None}
+    if gain is None:
+        return {}
+    ends = {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+    return {name: float(value) for name, value in ends.items() if value is not None}
 
 
 def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
     """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
-    score, against, seeds = run.score(groups), run.against_full(groups), run.seeds(groups).values()
+    score, against = run.score(groups), run.against_full(groups)
+    seeds = run.seeds(groups).values()
     numbers = {
         "score": score.mean,
         "score_low": score.low,
@@ -313,30 +336,13 @@ def ends(
     }
 
 
-def beyond_noise(cell: Cell) -> bool:
-    """Whether a score differs from full attention's by more than chance, on samples that may rank
-    methods.
+def bounds_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """The tokens of a budget, and in how many samples it never applied, as `Cell.numbers`.
+
+    `line` is one of `Runs.arms`.
     """
-    names, numbers = (
-        ("against_full", "against_full_low", "against_full_high", "pairs"),
-        cell.numbers,
-    )
-    is_complete = all(name in numbers for name in names) and ranks_methods(cell)
-    return is_complete and Estimate(*(numbers[name] for name in names)).differs  # type: ignore[arg-type]
-
-
-def ranks_methods(cell: Cell) -> bool:
-    """Whether it may rank a method by its score: its budget applied, full attention answers its
-    samples, and methods differ there.
-    """
-    return was_bounded(cell) and "w" not in cell.marks.get("score", "")
-
-
-def was_bounded(cell: Cell) -> bool:
-    """Whether its budget applied in any of its samples, or it has none; else no number of it ranks
-    a method.
-    """
-    return not any("x" in letters for letters in cell.marks.values())
+    names = ("budget_tokens", "unbounded_samples")
+    return {name: float(line[name]) for name in names if not missing(line.get(name))}
 
 
 def compared(cells: Iterable[Cell]) -> str:
@@ -346,49 +352,52 @@ def compared(cells: Iterable[Cell]) -> str:
     return f"{count} comparison{'s' * (count != 1)}, of which chance alone marks about {chance:.1g}"
 
 
+# How to read a number that a table has, by its name; ERROR: errors over tokens, STAR: a star.
+NOTES = {
+    "score_low": (
+        f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all"
+        " scores of a task are 0 or 100, else a bootstrap over the samples of each group"
+        f" ({RESAMPLES:,} resamples), with what those that all scored alike may hide."
+    ),
+    "kl_mean_low": (
+        f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full"
+        " attention's own row there is 0, and its score 100, by construction: no score is compared"
+        " with it."
+    ),
+    "ERROR": (
+        "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not"
+        " independent."
+    ),
+    "seeds": (
+        "Seeds: how many there are, and the lowest and highest score of one; intervals are over the"
+        " samples of all. Other numbers are means, times medians, with the least and largest of the"
+        " seeds."
+    ),
+    "against_full": (
+        "Against full: points, paired on the same samples under full attention, where it was run on"
+        " them."
+    ),
+    "STAR": (
+        f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the"
+        f" {COVERAGE} % interval of the paired differences. {{compared}}."
+    ),
+    "own_ms": f"{METHOD_TIME.capitalize()}.",
+}
+
+
 def notes_of(cells: Iterable[Cell], lines: Mapping[str, Quantity]) -> list[str]:
     """How to read these cells: explains what is in them, and nothing else."""
     cells = list(cells)
-    notes = []
-    if any("score_low" in cell.numbers for cell in cells):
-        notes.append(
-            f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where"
-            " all scores of a task are 0 or 100, else a bootstrap over the samples of each group"
-            f" ({RESAMPLES:,} resamples), with what those that all scored alike may hide."
-        )
-    if any("kl_mean_low" in cell.numbers for cell in cells):
-        notes.append(
-            f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full"
-            " attention's own row there is 0, and its score 100, by construction: no score is"
-            " compared with it."
-        )
-    if any(f"{name}_error" in cell.numbers for cell in cells for name in lines):
-        notes.append(
-            "±: standard error over tokens, as in llama.cpp: too small, as tokens of a text are not"
-            " independent."
-        )
-    if any("seeds" in cell.numbers for cell in cells):
-        notes.append(
-            "Seeds: how many there are, and the lowest and highest score of one; intervals are over"
-            " the samples of all. Other numbers are means, times medians, with the least and"
-            " largest of the seeds."
-        )
-    if any("against_full" in cell.numbers for cell in cells):
-        notes.append(
-            "Against full: points, paired on the same samples under full attention, where it was"
-            " run on them."
-        )
-    if "brief_score" in lines and any(map(beyond_noise, cells)):
-        notes.append(
-            f"*: differs from full attention: over {FEWEST} samples or more, and 0 is not in the"
-            f" {COVERAGE} % interval of the paired differences. {compared(cells)}."
-        )
-    if any("own_ms" in cell.numbers for cell in cells):
-        notes.append(f"{METHOD_TIME.capitalize()}.")
+    there = {name for cell in cells for name in cell.numbers}
+    if any(f"{name}_error" in there for name in lines):
+        there.add("ERROR")
+    if "brief_score" in lines and any(cell.differs_from_full for cell in cells):
+        there.add("STAR")
+    notes = [note for name, note in NOTES.items() if name in there]
+    notes = [note.replace("{compared}", compared(cells)) for note in notes]
     used = {letter for cell in cells for letters in cell.marks.values() for letter in letters}
     notes += [f"{letter}: {meaning}." for letter, meaning in MARKS.items() if letter in used]
-    probes = {name for name, line in lines.items() if line.part == "probe"}
-    if any(probes & cell.numbers.keys() for cell in cells):
+    if any(line.part == "probe" and name in there for name, line in lines.items()):
         notes.append(
             "Recall and the other probes are of runs with probe.every, which may have other"
             " samples."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from kvbench.report.data.stats import RANGE_UP_TO
-from kvbench.report.tables.cells import Cell, ReportTable, beyond_noise
+from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.runs.quantities import Quantity
 from kvbench.runs.terminal import Console, fitting
 
@@ -58,75 +59,85 @@ class Grid(NamedTuple):
     columns: list[str]
     rows: list[list[Line]]
 
+    @property
+    def widths(self) -> list[int]:
+        """The characters of each column, labels first; a heading of several words wraps."""
+        lines = [(*line.labels, *line.texts) for row in self.rows for line in row]
+        columns = zip((*self.head, *self.columns), *lines, strict=True)
+        return [max(map(len, [*name.split(), *texts, ""])) for name, *texts in columns]
+
+    def fitting(self, encoding: str) -> Grid:
+        """The same as a console of this encoding shows it, so that columns are wide enough."""
+
+        def fit(texts: Iterable[str]) -> list[str]:
+            return [fitting(word, encoding) for word in texts]
+
+        rows = [
+            [Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines]
+            for lines in self.rows
+        ]
+        return Grid(tuple(fit(self.head)), fit(self.columns), rows)
+
 
 def grid(table: ReportTable) -> Grid:
-    """The strings of a table: values side by side where it has no columns, else a line for each
-    value.
+    """The strings of a table.
+
+    Values stand side by side where it has no columns, else on a line each.
     """
-    cells = table.cells
     if table.columns == [""]:
+        cells = table.cells.values()
         names = [
             name
             for name in table.lines
-            if any(text(table, cell, name, 0) != NONE for cell in cells.values())
+            if any(text(table, cell, name, 0) != NONE for cell in cells)
         ]
         rows = [
-            [Line(labels, [text(table, cells.get((row, 0)), name, 0) for name in names])]
+            [Line(labels, [text(table, table.cells.get((row, 0)), name, 0) for name in names])]
             for row, labels in enumerate(table.rows)
         ]
         return Grid(table.axes, [table.lines[name].heading for name in names], rows)
-    several = len(table.lines) > 1
-    rows = []
-    for row, labels in enumerate(table.rows):
-        lines: list[Line] = []
-        for name, value in table.lines.items():
-            texts = [
-                text(table, cells.get((row, column)), name, column)
-                for column in range(len(table.columns))
-            ]
-            if any(word != NONE for word in texts):
-                shown = labels if not lines else ("",) * len(labels)
-                lines.append(Line((*shown, value.heading) if several else shown, texts))
-        rows.append(lines)
-    return Grid((*table.axes, "") if several else table.axes, table.columns, rows)
+    rows = [_lines(table, row) for row in range(len(table.rows))]
+    head = (*table.axes, "") if len(table.lines) > 1 else table.axes
+    return Grid(head, table.columns, rows)
+
+
+def _lines(table: ReportTable, row: int) -> list[Line]:
+    """The lines of a row, one for each value that it has.
+
+    Where the table has several values, each line begins with its heading.
+    """
+    labels, lines = table.rows[row], list[Line]()
+    for name, value in table.lines.items():
+        texts = [
+            text(table, table.cells.get((row, column)), name, column)
+            for column in range(len(table.columns))
+        ]
+        if any(word != NONE for word in texts):
+            shown = labels if not lines else ("",) * len(labels)
+            lines.append(Line((*shown, value.heading) if len(table.lines) > 1 else shown, texts))
+    return lines
 
 
 def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
-    """What a cell shows of a value: `NONE` where there is nothing, `NOT_RUN` where ours could be
-    beside a paper's.
-    """
+    """What a cell shows of a value: `NONE`, or `NOT_RUN` where ours could be beside a paper's."""
     if cell is None:
         return NONE
+    if name in OF_SCORE:
+        return OF_SCORE[name](cell.numbers, table.lines[name]) or NONE
     numbers, value = cell.numbers, table.lines[name]
+    marks = cell.marks.get(name)
     if name == "brief_score" and "score" in numbers:
-        sure, marks = "*" * beyond_noise(cell), cell.marks.get("score")
-        shown = f"{numbers['score']:.{value.digits}f}{sure}" + (f" ({marks})" if marks else "")
-        return f"{shown} {_interval(numbers, 'score', value)}".rstrip()
-    if name == "brief_against_full" and "against_full" in numbers:
-        return _signed(f"{numbers['against_full']:.{value.digits}f}")
-    if name == "interval":
-        return _interval(numbers, "score", value) or NONE
+        letters = cell.marks.get("score")
+        shown = f"{numbers['score']:.{value.digits}f}{'*' * cell.differs_from_full}"
+        spread = _interval(numbers, "score", value)
+        return " ".join(filter(None, [shown, f"({letters})" if letters else "", spread]))
     if name not in numbers:
         return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
     shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
-    if name == "against_full":
-        few = numbers["pairs"] < numbers["samples"]
-        return " ".join(
-            [
-                _signed(shown),
-                _interval(numbers, name, value),
-                *([f"({numbers['pairs']:.0f} pairs)"] if few else []),
-                *(["(r)"] if numbers["pairs"] <= RANGE_UP_TO else []),
-            ]
-        )
-    if name == "seeds":
-        ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
-        return f"{numbers[name]:.0f}: {' to '.join(ends)}"
     if name == "difference":
         return _signed(shown)
     if name == "samples" and numbers.get("failed"):
         return f"{shown}, {numbers['failed']:.0f} failed"
-    marks = cell.marks.get(name)
     spread = "" if name == "score" else _interval(numbers, name, value)  # which has a line for it
     spread = "" if spread == f"[{shown}, {shown}]" else spread
     if not spread and (error := numbers.get(f"{name}_error")):
@@ -134,17 +145,49 @@ def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
     return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
 
 
-def _interval(numbers: Mapping[str, float], name: str, value: Quantity) -> str:
-    ends = [
-        f"{numbers[end]:.{value.digits}f}"
-        for end in (f"{name}_low", f"{name}_high")
-        if end in numbers
+def _against_full(numbers: Mapping[str, float], value: Quantity) -> str:
+    if "against_full" not in numbers:
+        return ""
+    words = [
+        _signed(f"{numbers['against_full']:.{value.digits}f}"),
+        _interval(numbers, "against_full", value),
     ]
-    return f"[{', '.join(ends)}]" if ends else ""
+    if numbers["pairs"] < numbers["samples"]:
+        words.append(f"({numbers['pairs']:.0f} pairs)")
+    if numbers["pairs"] <= RANGE_UP_TO:
+        words.append("(r)")
+    return " ".join(words)
+
+
+def _brief_against_full(numbers: Mapping[str, float], value: Quantity) -> str:
+    there = "against_full" in numbers
+    return _signed(f"{numbers['against_full']:.{value.digits}f}") if there else ""
+
+
+def _seeds(numbers: Mapping[str, float], value: Quantity) -> str:
+    if "seeds" not in numbers:
+        return ""
+    ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
+    return f"{numbers['seeds']:.0f}: {' to '.join(ends)}"
+
+
+def _interval(numbers: Mapping[str, float], name: str, value: Quantity) -> str:
+    ends = (numbers.get(f"{name}_{end}") for end in ("low", "high"))
+    words = [f"{end:.{value.digits}f}" for end in ends if end is not None]
+    return f"[{', '.join(words)}]" if words else ""
 
 
 def _signed(shown: str) -> str:
     return shown if shown.startswith("-") or not float(shown) else f"+{shown}"
+
+
+# What is shown beside a score: from the numbers of a cell; "" where it has none.
+OF_SCORE = {
+    "interval": lambda numbers, value: _interval(numbers, "score", value),
+    "against_full": _against_full,
+    "brief_against_full": _brief_against_full,
+    "seeds": _seeds,
+}
 
 
 def _digits(table: ReportTable, name: str, column: int) -> int:
@@ -178,45 +221,23 @@ def console(tables: Sequence[ReportTable], target: Console) -> list[str]:
     return omitted
 
 
-def _fitting(whole: Grid, encoding: str) -> Grid:
-    """The same as a console of this encoding shows it, so that columns are as wide as what stands
-    in them.
-    """
-
-    def fit(texts: Iterable[str]) -> list[str]:
-        return [fitting(word, encoding) for word in texts]
-
-    rows = [
-        [Line(tuple(fit(line.labels)), fit(line.texts)) for line in lines] for lines in whole.rows
-    ]
-    return Grid(tuple(fit(whole.head)), fit(whole.columns), rows)
-
-
 def _overview(table: ReportTable, target: Console) -> list[str]:
-    """Print a table as wide as a page at most, with the labels that rows share on lines of their
-    own.
-    """
-    whole = _fitting(grid(table), target.encoding)
-    widths, heads = _widths(whole)[table.shared :], len(whole.head) - table.shared
+    """Print a table as wide as a page at most, with shared labels on lines of their own."""
+    whole = grid(table).fitting(target.encoding)
+    widths, heads = whole.widths[table.shared :], len(whole.head) - table.shared
     room = min(target.width, PAGE_WIDTH)
-    fits = [
-        column
-        for column in range(heads, len(widths))
-        if sum(widths[: column + 1]) + 2 * column <= room
-    ]
-    shown_widths = (
-        widths[: max(heads + 1, *(column + 1 for column in fits))] if fits else widths[: heads + 1]
-    )
+    ends = itertools.accumulate(widths, lambda total, width: total + 2 + width)
+    count = max(heads + 1, sum(end <= room for end in ends))
+    names = (*whole.head[table.shared :], *whole.columns)[:count]
 
     def show(cells: Sequence[str], style: str = "") -> None:
         aligned = (
-            f"{cell:{'<' if index < heads else '>'}{shown_widths[index]}}"
+            f"{cell:{'<' if index < heads else '>'}{widths[index]}}"
             for index, cell in enumerate(cells)
         )
         target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
 
-    names = (*whole.head[table.shared :], *whole.columns)[: len(shown_widths)]
-    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, shown_widths, strict=True)]
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=False)]
     depth = max(map(len, wrapped))
     target.print(Text(table.title, "italic"))
     for line in zip(*([""] * (depth - len(words)) + words for words in wrapped), strict=True):
@@ -227,15 +248,15 @@ def _overview(table: ReportTable, target: Console) -> list[str]:
             above = table.section(row)
             target.print(Text(f"\n{above}", "bold"), soft_wrap=True)
         for line in lines:
-            show((*line.labels[table.shared :], *line.texts)[: len(shown_widths)])
+            show((*line.labels[table.shared :], *line.texts)[:count])
     target.print()
-    return whole.columns[len(shown_widths) - heads :]
+    return whole.columns[count - heads :]
 
 
 def _in_boxes(table: ReportTable, target: Console) -> None:
     """Print a table in a box, or in several where it is wider than the console."""
-    whole = _fitting(grid(table), target.encoding)
-    widths = _widths(whole)
+    whole = grid(table).fitting(target.encoding)
+    widths = whole.widths
     heads = len(whole.head)
     for columns in _boxes(widths[:heads], widths[heads:], target.width):
         drawn = Drawn(title=Text(table.title), title_justify="left")
@@ -260,16 +281,10 @@ def _in_boxes(table: ReportTable, target: Console) -> None:
         target.width = width
 
 
-def _widths(whole: Grid) -> list[int]:
-    """The characters of each column, labels first; a heading of several words wraps."""
-    lines = [(*line.labels, *line.texts) for row in whole.rows for line in row]
-    columns = zip((*whole.head, *whole.columns), *lines, strict=True)
-    return [max(map(len, [*name.split(), *texts, ""])) for name, *texts in columns]
-
-
 def _boxes(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """The columns of each box, at most `width` characters wide with its labels; at least one column
-    in each.
+    """The columns of each box, at most `width` characters wide with its labels.
+
+    There is at least one column in each.
     """
     room = width - sum(heads) - GAP * len(heads) - 1
     box: list[int] = []
@@ -298,8 +313,7 @@ def _markdown(table: ReportTable) -> str:
 
 
 def plain_markdown(words: str) -> str:
-    """Words as Markdown shows them, in one line: nothing in them is markup, nor a formula to
-    GitHub.
+    """Words as Markdown shows them, in one line: nothing in them is markup or a formula.
 
     A _ between letters is none, so that names stay readable.
     """
@@ -309,8 +323,9 @@ def plain_markdown(words: str) -> str:
 
 
 def plain_csv(value: str | float) -> str | float:
-    """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe,
-    a number never.
+    """A cell that no spreadsheet takes for a formula.
+
+    Text that begins like one gets an apostrophe, a number never.
     """
     if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
         return value
@@ -329,9 +344,11 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def csv_text(tables: Sequence[ReportTable]) -> str:
-    """Tables as CSV, a line a cell: labels of the row, the column, every number, marks, the machine
-    that times are of, every setting that is no label, and the seed and run that it is from. Numbers
-    are as stored: bytes, or in the unit that ends their name.
+    """Tables as CSV, a line for each cell.
+
+    It has the labels of the row, the column, every number, marks, the machine that times are of,
+    every setting that is no label, and the seed and the run. Numbers are as stored: bytes, or in
+    the unit that ends their name.
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
@@ -360,9 +377,7 @@ def csv_text(tables: Sequence[ReportTable]) -> str:
 
 
 def _stored(table: ReportTable, cell: Cell, name: str) -> float | str:
-    """A number of a cell as it was stored, where a printed table has it in the unit of
-    its heading.
-    """
+    """A number of a cell as it was stored; printed tables have it in another unit."""
     names = [name, *(name.removesuffix(end) for end in ("_low", "_high", "_error"))]
     line = next((table.lines[candidate] for candidate in names if candidate in table.lines), None)
     return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""

@@ -20,14 +20,7 @@ from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import last_word
 from kvbench.report.data.stats import COVERAGE, FEWEST, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.tables.cells import (
-    Cell,
-    ReportTable,
-    beyond_noise,
-    compared,
-    ranks_methods,
-    was_bounded,
-)
+from kvbench.report.tables.cells import Cell, ReportTable, compared
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.widths import tabular_width
 from kvbench.runs.quantities import Quantity
@@ -71,8 +64,9 @@ TIGHT = Letters(r"\scriptsize\setlength{\tabcolsep}{2pt}", 8.0, 4.0, 12)
 
 
 def latex(tables: Sequence[ReportTable]) -> str:
-    """Tables for LaTeX with \\usepackage{booktabs}; columns without room stand in a
-    tabular below.
+    """Tables for LaTeX with \\usepackage{booktabs}.
+
+    Columns without room stand in a tabular below.
     """
     return "\n".join(map(_latex, tables))
 
@@ -109,8 +103,9 @@ def _latex(table: ReportTable) -> str:
 def _fitting(
     columns: Sequence[Column], make: Callable[[Sequence[Column], Letters], list[str]]
 ) -> tuple[Letters, list[list[str]]]:
-    """The largest letters in which these columns fit a page, and their tabular; of small ones as
-    many as it takes.
+    """The largest letters in which these columns fit a page, and their tabular.
+
+    Of the smallest letters as many tabulars as it takes.
     """
 
     def fits(some: Sequence[Column], size: Letters) -> bool:
@@ -150,7 +145,8 @@ def _tabular(
     stacked
         what stands one below another in each cell; (): each column has a number of its own.
     """
-    names = [*(last_word(axis) for axis in table.axes[table.shared :]), *([""] if stacked else [])]
+    axes = table.axes[table.shared :]
+    names = [*map(last_word, axes), *([""] if stacked else [])]
     body: list[str] = []
     for row, labels in enumerate(table.rows):
         begins = table.shared and (not row or table.section(row) != table.section(row - 1))
@@ -159,19 +155,15 @@ def _tabular(
         if begins:
             section = rf"\emph{{{escaped(table.section(row))}}}"
             body.append(rf"\multicolumn{{{len(names) + len(columns)}}}{{@{{}}l}}{{{section}}} \\")
-        row_labels = [_label(axis, label) for axis, label in zip(table.axes, labels, strict=True)][
-            table.shared :
-        ]
+        shown = list(map(_label, axes, labels[table.shared :]))
         for number, line in enumerate(stacked or [""]):
-            shown = [
-                *([""] * len(row_labels) if number else row_labels),
-                *([table.lines[line].heading] if stacked else []),
-            ]
-            cells = [
+            words = [""] * len(shown) if number else shown
+            words = [*words, *([table.lines[line].heading] if stacked else [])]
+            cells = (
                 _cell(table, row, column, name or line, ranks, size) for column, name in columns
-            ]
-            words = [_stacked(word, size.line, "l") for word in shown]
-            body.append(" & ".join([*words, *cells]) + r" \\")
+            )
+            stacks = (_stacked(word, size.line, "l") for word in words)
+            body.append(" & ".join([*stacks, *cells]) + r" \\")
     return [
         rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(columns)}}}",
         r"\toprule",
@@ -196,9 +188,7 @@ def _label(axis: str, label: str) -> str:
 def _head(
     table: ReportTable, names: Sequence[str], columns: Sequence[tuple[int, str]]
 ) -> Iterator[str]:
-    """The lines of the head: the labels of each column, one below the other, and what
-    stands in it.
-    """
+    """The lines of the head: the labels of each column, one below the other, and its value."""
     several = len({name for _, name in columns}) > 1
     labels = [
         (
@@ -208,31 +198,21 @@ def _head(
         for column, name in columns
     ]
     for level in range(len(labels[0]) - 1):
-        above, rules, place = [""] * len(names), "", len(names) + 1
-        for label, group in itertools.groupby(
-            column_labels[: level + 1] for column_labels in labels
-        ):
+        above, rules = [""] * len(names), ""
+        place = len(names) + 1
+        for label, group in itertools.groupby(words[: level + 1] for words in labels):
             end = place + len(list(group))
             above.append(rf"\multicolumn{{{end - place}}}{{c}}{{{escaped(label[-1])}}}")
             rules += rf"\cmidrule(lr){{{place}-{end - 1}}}"
             place = end
         yield " & ".join(above) + r" \\"
         yield rules
-    yield (
-        " & ".join(
-            [
-                *map(escaped, names),
-                *(_stacked(column_labels[-1], NARROW, "r") for column_labels in labels),
-            ]
-        )
-        + r" \\"
-    )
+    lowest = (_stacked(words[-1], NARROW, "r") for words in labels)
+    yield " & ".join([*map(escaped, names), *lowest]) + r" \\"
 
 
 def _labels(table: ReportTable, column: int) -> tuple[str, ...]:
-    """The labels of a column, one for each of its settings; none where the values stand side by
-    side.
-    """
+    """The labels of a column, one for each setting; none where values stand side by side."""
     if table.heads:
         return table.heads[column]
     return (table.columns[column],) if table.columns != [""] else ()
@@ -243,9 +223,7 @@ def _heading(table: ReportTable, name: str) -> str:
 
 
 def _stacked(text: str, most: int, side: str) -> str:
-    """A heading or a label; of one with more than so many characters the words one below
-    the other.
-    """
+    """A heading or a label; of a long one the words one below the other."""
     spaced = text if len(text) <= most else _spaced(text)
     words = [escaped(line) for line in textwrap.wrap(spaced, most, break_long_words=False)]
     return rf"\shortstack[{side}]{{{LINE.join(words)}}}" if len(words) > 1 else escaped(text)
@@ -264,9 +242,7 @@ def _cell(
     ranks: Mapping[tuple[int, int, str], str],
     size: Letters,
 ) -> str:
-    """What stands in a cell: a number with its letters, a score with its interval and a
-    star, too.
-    """
+    """What stands in a cell: a number with its letters; a score with its interval and a star."""
     cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
     letters = cell.marks.get("score" if name in SCORES else name, "") if cell else ""
     if cell is None or name not in SCORES or "score" not in cell.numbers:
@@ -281,7 +257,7 @@ def _cell(
             f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low")
         )
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
-    marks = STAR * beyond_noise(cell) + letters
+    marks = STAR * cell.differs_from_full + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
 
 
@@ -311,7 +287,7 @@ def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str
         cells = {
             row: cell
             for row in rows
-            if (cell := table.cells.get((row, column))) and was_bounded(cell)
+            if (cell := table.cells.get((row, column))) and cell.was_bounded
         }
         numbers = {row: _number(cell, name, quantity.digits) for row, cell in cells.items()}
         shown = {row: value for row, value in numbers.items() if not math.isnan(value)}
@@ -332,9 +308,7 @@ def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     count_key = "samples" if name == "score" else f"{name}_samples"
     n = cell.numbers.get(count_key, cell.numbers.get("samples", 0))
     ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
-    return quantity.part == "audit" or (
-        ranks(n, *ends) and (name != "score" or ranks_methods(cell))
-    )
+    return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or cell.ranks_methods))
 
 
 def _number(cell: Cell | None, name: str, digits: int) -> float:
@@ -353,7 +327,7 @@ def _notes(table: ReportTable, ranked: bool) -> Iterator[str]:
         yield (
             f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."
         )
-    if any(map(beyond_noise, cells)):
+    if any(cell.differs_from_full for cell in cells):
         yield (
             rf"{STAR}: differs from full attention on the same {FEWEST} samples or more (0 is not"
             rf" in the {COVERAGE} \% "

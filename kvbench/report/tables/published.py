@@ -78,28 +78,16 @@ def merge_published(
         for row, group_names in frame.groupby("row", sort=False)["group"]
     }
     fitting = _fitting(paper, chosen, whole)
-    used = sorted(
-        {run for candidates in fitting.values() for run in candidates}, key=lambda run: run.index
-    )
+    used = sorted({run for some in fitting.values() for run in some}, key=lambda run: run.index)
     requested_keys = {word.partition("=")[0] for words in frame["settings"] for word in words}
-    mixed, decoding_marks = (
-        marks_of_mixed(used, sorted(requested_keys), allow_mixed),
-        marks_of_decoding(used),
-    )
-    mixed = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in used}
+    mixed = marks_of_mixed(used, sorted(requested_keys), allow_mixed)
+    decoding_marks = marks_of_decoding(used)
+    marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
         candidates, groups = fitting[line.Index], _required_groups(line, whole)
-        ours = _ours(paper, line, groups, candidates, mixed) if candidates else Cell()
-        numbers = dict(ours.numbers)
-        if not missing(line.value):
-            numbers["published"] = line.value
-            if "score" in numbers and not {"g", "s"} & set(ours.marks["score"]):
-                numbers["difference"] = numbers["score"] - line.value
-        mapped = bool(line.metric and line.method and line.model)
-        cells[rows.index(line.row), columns.index(line.column)] = replace(
-            ours, numbers=numbers, mapped=mapped
-        )
+        ours = _ours(paper, line, groups, candidates, marks) if candidates else Cell()
+        cells[rows.index(line.row), columns.index(line.column)] = _beside(line, ours)
     lines = COMPARED_SECONDS if paper.timed else COMPARED_LINES | seeds_of(cells.values())
     cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
     notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
@@ -109,9 +97,21 @@ def merge_published(
     )
 
 
+def _beside(line: Any, ours: Cell) -> Cell:
+    """Our cell with the published number."""
+    numbers = dict(ours.numbers)
+    if not missing(line.value):
+        numbers["published"] = line.value
+        if "score" in numbers and not {"g", "s"} & set(ours.marks["score"]):
+            numbers["difference"] = numbers["score"] - line.value
+    mapped = bool(line.metric and line.method and line.model)
+    return replace(ours, numbers=numbers, mapped=mapped)
+
+
 def ran(table: ReportTable) -> ReportTable:
-    """The rows of a published table that ran here, and a line that counts the others; all rows
-    where none ran.
+    """The rows of a published table that ran here, and a note that counts the others.
+
+    All rows where none ran.
     """
     there = [
         row
@@ -133,9 +133,7 @@ def ran(table: ReportTable) -> ReportTable:
 
 
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
-    """The chosen runs of full attention, and those whose model, method and task some cell of a
-    published table has.
-    """
+    """The chosen runs of full attention, and those of some cell's model, method and task."""
     lines = set(paper.frame[[*KIND]].itertuples(index=False, name=None))
     there = {
         (model, *rest)
@@ -213,9 +211,7 @@ def _ours(
 
 
 def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
-    """Whether samples of these groups (all: ()) are of generated texts, where RULER has files of
-    its own.
-    """
+    """Whether samples of these groups (all: ()) are of texts that kvbench generated for RULER."""
     if run.arm["task"] != "ruler" or not missing(run.settings.get("task.data_dir")):
         return False
     subsets = {group.partition("/")[0] for group in groups or run.scores.groups}
@@ -227,8 +223,7 @@ def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
 
 
 def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
-    """What a timed run found of a published time, in seconds; nothing where a term of the sum is
-    missing.
+    """What a timed run found of a published time, in seconds; nothing if a term is missing.
 
     Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """

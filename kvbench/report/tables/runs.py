@@ -6,9 +6,8 @@ A table is made of cells with numbers, and knows nothing of how it is printed
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +39,7 @@ from kvbench.report.tables.cells import (
     WHOLE_SCORE,
     Cell,
     ReportTable,
+    bounds_of,
     captions,
     ends,
     gain_numbers,
@@ -49,7 +49,6 @@ from kvbench.report.tables.cells import (
     score_numbers,
     seeds_of,
     settings_of,
-    was_bounded,
 )
 from kvbench.report.tables.timed import timed_tables
 from kvbench.runs.quantities import LESS, PASSED, Quantity, named
@@ -82,9 +81,10 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
-    """One table for all runs but timed ones, by model and task: a row for each method and budget,
-    or where these are many, a row for each method with only the scores. Where all runs are timed,
-    their own tables.
+    """One table for all runs but timed ones, by model and task.
+
+    There is a row for each method and budget; where these are many, a row for each method with only
+    the scores. Where all runs are timed, their own tables.
 
     Raises
     ------
@@ -99,14 +99,17 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     _, chosen = over_seeds(runs, chosen)
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
     axes = _axes_for(chosen, [*shared, "method", "budget"])
-    title, score, columns = f"{count} runs", BRIEF_SCORE, []
+    title, score = f"{count} runs", BRIEF_SCORE
+    near = [run for run in chosen if not missing(run.arm["kl_p50"])]
     if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
         axes.remove("budget")
-        title, score, columns = f"{title}: score by budget", BRIEFEST_SCORE, ["budget"]
-    values = ["score"] if columns else _with_method_time(OVERVIEW, chosen)
-    near = [run for run in chosen if not missing(run.arm["kl_p50"])]
-    if not columns and len(near) == len(chosen):
-        values, score = _with_method_time(OF_NEAR, chosen), SAME_TOP
+        title, score = f"{title}: score by budget", BRIEFEST_SCORE
+        columns, values = ["budget"], ["score"]
+    elif len(near) == len(chosen):
+        score = SAME_TOP
+        columns, values = [], _with_method_time(OF_NEAR, chosen)
+    else:
+        columns, values = [], _with_method_time(OVERVIEW, chosen)
     table = _table(chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared))
     if timed:
         table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
@@ -118,8 +121,9 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
 def summary(
     runs: Runs, where: Sequence[str] = (), values: Sequence[str] = SUMMARY
 ) -> list[ReportTable]:
-    """Everything found, a line for each model, task, method and budget and for what else differs; a
-    table for each protocol. Timed runs follow in tables of their own.
+    """A line for each model, task, method and budget, and for what else differs.
+
+    There is a table for each protocol. Timed runs follow in tables of their own.
 
     Parameters
     ----------
@@ -132,23 +136,22 @@ def summary(
         as `select`.
     """
     _, selected = over_seeds(runs, select(runs, where))
+    untimed = by_protocol([run for run in selected if not run.is_timed])
+    timed = by_protocol([run for run in selected if run.is_timed])
     tables = []
-    for number, (chosen, what) in enumerate(
-        by_protocol([run for run in selected if not run.is_timed]), 1
-    ):
+    for number, (chosen, what) in enumerate(untimed, 1):
         axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
         tables.append(_table(chosen, axes, [], _with_method_time(values, chosen), id, title, {}))
-    for number, (chosen, what) in enumerate(
-        by_protocol([run for run in selected if run.is_timed]), 1
-    ):
+    for number, (chosen, what) in enumerate(timed, 1):
         tables += timed_tables(chosen, str(number) if what else "", what)
     return tables
 
 
 def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
-    """The scores of each group of samples (subset, length); a table for each task that has some,
-    and each protocol.
+    """The scores of each group of samples (subset, length).
+
+    There is a table for each task that has some, and each protocol.
 
     Raises
     ------
@@ -169,14 +172,12 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
 
 
 def _with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
-    """These values, and after a time of a whole token what runs that decoded together have in its
-    place.
-    """
+    """These values; after the time of a token the method's own, if any decoded together."""
     any_joint = any(run.shares_decode for run in chosen)
-    pairs = (
-        [name, "own_ms"] if any_joint and name.startswith("tpot_ms") else [name] for name in values
-    )
-    return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
+    with_own: list[str] = []
+    for name in values:
+        with_own += [name, "own_ms"] if any_joint and name.startswith("tpot_ms") else [name]
+    return list(dict.fromkeys(with_own))
 
 
 def _axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
@@ -236,22 +237,13 @@ def pivot(
         down.append("decode")
     for labels, cell_runs in by_labels(chosen, [*down, *across]).items():
         refuse_several(cell_runs, ", ".join(labels), "add it to --rows or --columns, or ")
-    label_order = [label for word in where for label in word.partition("=")[2].split(",")]
     titles = [
         _line(value_names[0]).title if len(value_names) == 1 else word
         for word, value_names in meant.items()
     ]
-    table = _table(
-        chosen,
-        down,
-        across,
-        names,
-        "table",
-        _title(chosen, titles, [*down, *across]),
-        mixed,
-        score_lines,
-        label_order,
-    )
+    title = _title(chosen, titles, [*down, *across])
+    order = [label for word in where for label in word.partition("=")[2].split(",")]
+    table = _table(chosen, down, across, names, "table", title, mixed, score_lines, order)
     return _best_first(table) if best_first else table
 
 
@@ -261,8 +253,9 @@ def _line(name: str) -> Quantity:
 
 
 def _best_first(table: ReportTable) -> ReportTable:
-    """The same table, its rows by the first value in the first column; last those without one, and
-    those whose budget never applied.
+    """The same table, its rows by the first value in the first column.
+
+    Last come those without one, and those whose budget never applied.
     """
     first = next(iter(table.lines))
     number = "score" if first == "brief_score" else first
@@ -270,11 +263,8 @@ def _best_first(table: ReportTable) -> ReportTable:
 
     def place(row: int) -> float:
         cell = table.cells.get((row, 0))
-        return (
-            sign * cell.numbers[number]
-            if cell and number in cell.numbers and was_bounded(cell)
-            else math.inf
-        )
+        there = cell and number in cell.numbers and cell.was_bounded
+        return sign * cell.numbers[number] if cell and there else math.inf
 
     order = sorted(range(len(table.rows)), key=place)
     cells = {(order.index(row), column): cell for (row, column), cell in table.cells.items()}
@@ -282,9 +272,7 @@ def _best_first(table: ReportTable) -> ReportTable:
 
 
 def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
-    """What a selection shows, in words: the numbers, the settings they stand by, and the one task
-    and model of all.
-    """
+    """What a selection shows: the numbers, their settings, and the one task and model of all."""
     what, by = (
         " and ".join(map(str, filter(None, [", ".join(words[:-1]), words[-1]])))
         for words in (titles, [last_word(key) for key in axes])
@@ -317,41 +305,26 @@ def _table(
     label_order
         labels in the order in which they were asked for; others follow.
     """
-    decoding_marks = marks_of_decoding(chosen, [*rows, *columns])
+    axes = [*rows, *columns]
+    decoding_marks = marks_of_decoding(chosen, axes)
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
     cells_of = _runs_of_cells(chosen, rows, columns)
-    groups_in_order = dict.fromkeys(group for *_, groups in cells_of for group in groups)
-    appeared = {group: index for index, group in enumerate(groups_in_order)}
-    places = {label: place for place, label in enumerate(label_order)}
-
-    def order(labels: Iterable[str]) -> list[Any]:
-        return [
-            (appeared.get(label, -1), places.get(label, len(places)), order_of(label))
-            for label in labels
-        ]
-
+    order = _order(cells_of, label_order)
     row_labels = sorted({row for row, *_ in cells_of}, key=order)
     column_labels = sorted({column for _, column, _ in cells_of}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(
-            cell_runs, groups, values, marks
-        )
-        for (row, column, groups), cell_runs in cells_of.items()
+        (row_labels.index(row), column_labels.index(column)): _cell(some, groups, values, marks)
+        for (row, column, groups), some in cells_of.items()
     }
     lines: dict[str, Quantity] = {}
     for name in values:
-        lines |= (
-            {**score_lines, **seeds_of(cells.values())} if name == "score" else {name: _line(name)}
-        )
+        of_score = {**score_lines, **seeds_of(cells.values())}
+        lines |= of_score if name == "score" else {name: _line(name)}
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
-    notes += (
-        [NO_TIMES]
-        if times and not decoding_marks and any(run.shares_decode for run in chosen)
-        else []
-    )
-    axes = [*rows, *columns]
+    if times and not decoding_marks and any(run.shares_decode for run in chosen):
+        notes.append(NO_TIMES)
     parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
     notes += captions(cells.values(), parts, axes)
     heads = tuple(column_labels) if len(columns) > 1 else ()
@@ -359,6 +332,26 @@ def _table(
     return ReportTable(
         id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared
     )
+
+
+def _order(
+    cells: Iterable[Where], label_order: Sequence[str]
+) -> Callable[[tuple[str, ...]], list[Any]]:
+    """The order of rows and columns: groups as they appear, labels as they were asked for.
+
+    Other labels follow by what they are.
+    """
+    groups = dict.fromkeys(group for *_, groups in cells for group in groups)
+    appeared = {group: index for index, group in enumerate(groups)}
+    places = {label: place for place, label in enumerate(label_order)}
+
+    def order(labels: tuple[str, ...]) -> list[Any]:
+        return [
+            (appeared.get(label, -1), places.get(label, len(places)), order_of(label))
+            for label in labels
+        ]
+
+    return order
 
 
 def _part(axes: Sequence[str], labels: Sequence[str]) -> str:
@@ -378,31 +371,23 @@ def _runs_of_cells(
     runs_by_cell: dict[Where, list[Run]] = {}
     for run in chosen:
         for group in dict.fromkeys(run.scores.groups) if "group" in (*rows, *columns) else [None]:
-            row, column = (
-                tuple(
-                    group if key == "group" and group is not None else run.label(key)
-                    for key in axes
-                )
-                for axes in (rows, columns)
-            )
-            runs_by_cell.setdefault((row, column, () if group is None else (group,)), []).append(
-                run
-            )
+            labels = {key: run.label(key) for key in (*rows, *columns) if key != "group"}
+            labels |= {} if group is None else {"group": group}
+            place = tuple(labels[key] for key in rows), tuple(labels[key] for key in columns)
+            runs_by_cell.setdefault((*place, () if group is None else (group,)), []).append(run)
     if "budget" not in columns or "method" not in rows:
         return runs_by_cell
-    place = columns.index("budget")
+    budget = columns.index("budget")
     # the columns that differ in the budget alone
-    budgets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for column in dict.fromkeys(column for _, column, _ in runs_by_cell if column[place] != "-"):
-        budgets.setdefault((*column[:place], *column[place + 1 :]), []).append(column)
-    return {
-        (row, target, groups): cell_runs
-        for (row, column, groups), cell_runs in runs_by_cell.items()
-        for target in (
-            column[place] == "-" and budgets.get((*column[:place], *column[place + 1 :]))
-        )
-        or [column]
-    }
+    targets: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for column in dict.fromkeys(column for _, column, _ in runs_by_cell if column[budget] != "-"):
+        targets.setdefault((*column[:budget], *column[budget + 1 :]), []).append(column)
+    spread: dict[Where, list[Run]] = {}
+    for (row, column, groups), cell_runs in runs_by_cell.items():
+        others = (*column[:budget], *column[budget + 1 :])
+        every = targets.get(others, [column]) if column[budget] == "-" else [column]
+        spread |= {(row, target, groups): cell_runs for target in every}
+    return spread
 
 
 def _cell(
@@ -411,8 +396,7 @@ def _cell(
     values: Sequence[str],
     of_runs: Mapping[Run, str],
 ) -> Cell:
-    """The numbers of one cell: scores and times of its run without probes, probes of its run with
-    them.
+    """The numbers of one cell: probes of its run with them, all others of its run without.
 
     Parameters
     ----------
@@ -443,17 +427,16 @@ def _cell(
                 numbers |= kl_numbers(kl)
                 marks[name] = "r" * kl.is_range
             error = f"{name}_error"
-            numbers |= {} if missing(arm.get(error)) else {error: quantity.scaled(arm[error])}
+            if not missing(arm.get(error)):
+                numbers[error] = quantity.scaled(arm[error])
             if quantity.is_time:
                 marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
                 machine = run.label("device_name")
         marks[name] = marks.get(name, "") + unsaid[run]
         unsaid[run] = ""
-    line: Mapping[str, Any] = first.arm_of(groups) if first else {}
-    for name in ("budget_tokens", "unbounded_samples"):
-        if not missing(line.get(name)):
-            numbers[name] = float(line[name])
+    if first is None:
+        return Cell()
+    numbers |= bounds_of(first.arm_of(groups))
     marks = {name: letters for name, letters in marks.items() if letters}
-    source, seed = (first.folders, first.label("seed")) if first else ("", "")
-    settings = settings_of(first) if first else {}
-    return Cell(numbers, marks, source, machine=machine, seed=seed, settings=settings)
+    seed, settings = first.label("seed"), settings_of(first)
+    return Cell(numbers, marks, first.folders, machine=machine, seed=seed, settings=settings)

@@ -1,5 +1,4 @@
-"""How wide LaTeX prints a tabular, by the letters of its own font, Computer Modern, and without a
-LaTeX.
+"""How wide LaTeX prints a tabular, by the letters of Computer Modern, without a LaTeX.
 
 Other fonts of papers, such as Times, are narrower. The tables for LaTeX ask, which must fit a page.
 """
@@ -62,8 +61,9 @@ def _spans(line: str) -> list[tuple[int, int, float]]:
 
 
 def _ems(cell: str) -> float:
-    """The width of a cell; what stands in \\rlap takes no room, and of a \\shortstack the widest
-    line counts.
+    """The width of a cell.
+
+    What stands in \\rlap takes no room, and of a \\shortstack the widest line counts.
     """
     shown = re.sub(r"\\rlap\{.*|\\shortstack\[.\]", "", cell.strip())
     return max(map(_line_ems, shown.split(r"\\")))
