@@ -1,5 +1,4 @@
-"""Pictures of run folders, as the papers draw them: scores against budgets, costs, and what a
-selection finds.
+"""Pictures of run folders, as the papers draw them: scores, costs, and what a selection finds.
 
 The figure of a name is the function of that name in the module of that name, here:
 `drift.drift(runs)`. Each says what it has nothing to draw from. In one picture no two methods look
@@ -118,8 +117,9 @@ def _function(name: str) -> Callable[[Any], Figure]:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Save a figure as PNG, PDF or SVG, as the file's ending says; the same runs give the same
-    file.
+    """Save a figure as PNG, PDF or SVG, as the file's ending says.
+
+    The same runs give the same file.
 
     Raises
     ------

@@ -20,6 +20,7 @@ from kvbench.report.figures.pareto import FRONT
 from kvbench.runs.quantities import QUANTITIES
 
 SHARE = QUANTITIES["attended_share"]
+MEAN = f"{SHARE.title}, mean over KV heads, layers and steps"
 
 
 def attended(runs: Runs) -> Figure:
@@ -34,11 +35,7 @@ def attended(runs: Runs) -> Figure:
     figure, axes = tiled(len(panels), "measured over nominal budget", tall)
     for axis, panel, series in zip(axes.flat, panels, lines, strict=False):
         axis.axhline(1, color=FRONT["color"], linewidth=0.8, linestyle="--", zorder=1)
-        axis.set(
-            title=panel.title,
-            xlabel="budget C (tokens)",
-            ylabel=f"{SHARE.title}, mean over KV heads, layers and steps",
-        )
+        axis.set(title=panel.title, xlabel="budget C (tokens)", ylabel=MEAN)
         ends = []
         for curve in series:
             x, y = curve.arms["budget_tokens"].astype(float), curve.arms[SHARE.name].astype(float)

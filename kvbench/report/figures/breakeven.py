@@ -32,9 +32,7 @@ _Curve = tuple[str, Style, Run, dict[int, float]]
 
 
 def breakeven(runs: Runs) -> Figure:
-    """Time per token against context length, and a mark where a method begins to be faster than
-    full attention.
-    """
+    """Time per token against context length, with marks where methods become faster than full."""
     arms = arms_for(runs, "breakeven", probed=False, columns=["floor_ms"], task="latency")
     panels = [
         (panel._replace(title=f"{panel.title}, {place}"), drawn)
@@ -55,9 +53,7 @@ def breakeven(runs: Runs) -> Figure:
             start = None if times is full else crossing(times, full)
             bound = "at or below" if start == min(times) else "from"
             faster = f": faster {bound} {thousands(round(start))}" if start else ""
-            axis.plot(
-                list(times), list(times.values()), label=f"{label}{faster}", **line_look(style)
-            )
+            axis.plot(*zip(*times.items(), strict=True), label=label + faster, **line_look(style))
             if start and start > min(times):  # else the lines cross before the shortest length
                 axis.plot(start, _at(full, start), "o", color=style.colour, markersize=8, zorder=4)
         axis.set(title=panel.title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
@@ -70,18 +66,15 @@ def breakeven(runs: Runs) -> Figure:
 def _full_times(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:
     """The times of full attention; of several the run with the most settings in common counts."""
     fulls = [(candidate, times) for _, _, candidate, times in drawn if candidate.is_full]
-    return max(
-        fulls,
-        key=lambda candidate: sum(
-            candidate[0].label(key) == run.label(key) for key in run.settings
-        ),
-    )[1]
+
+    def shared(full: Run) -> int:
+        return sum(full.label(key) == run.label(key) for key in run.settings)
+
+    return max(fulls, key=lambda candidate: shared(candidate[0]))[1]
 
 
 def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
-    """By batch and machine, of each arm timed at several lengths its label and style, itself, and
-    its times.
-    """
+    """The curves by batch and machine: of each arm that was timed at several lengths."""
     cells_of = {run: runs[run].cells() for run in panel.arms.index}
     several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
     curves: dict[str, list[_Curve]] = {}
@@ -101,10 +94,5 @@ def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
 def _at(times: Times, tokens: float) -> float:
     """The time at a length, interpolated as `crossing` does."""
     lengths = sorted(times)
-    return float(
-        np.exp(
-            np.interp(
-                np.log(tokens), np.log(lengths), np.log([times[length] for length in lengths])
-            )
-        )
-    )
+    logs = np.log([times[length] for length in lengths])
+    return float(np.exp(np.interp(np.log(tokens), np.log(lengths), logs)))

@@ -1,6 +1,4 @@
-"""The figure `budget`: what a score comes to with more of the budget, and with more of what was
-attended.
-"""
+"""The figure `budget`: scores against the budget, and against what was attended."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from matplotlib.figure import Figure
 from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import intervals
 from kvbench.report.figures.panels import (
+    BUDGET,
     arms_for,
     draw_by_budget,
     finished,
@@ -29,31 +28,26 @@ def budget(runs: Runs) -> Figure:
     arms = arms_for(runs, "budget", probed=False, scored=True)
     panels = ranking(runs, panels_of("budget", runs, arms, lines="method"))
     bars = intervals(runs[run].score() for panel in panels for run in panel.arms.index)
-    figure, axes = grid(
-        len(panels), 2, f"score against budget, and against what was attended, with {bars}"
-    )
+    title = f"score against budget, and against what was attended, with {bars}"
+    figure, axes = grid(len(panels), 2, title)
     for panel, row in zip(panels, axes, strict=True):
+        arms = panel.arms
+        with_budget = arms[arms["budget"].notna()]
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
             for series in series_of(runs, panel):
-                draw_by_budget(
-                    axis, series, series.arms[x], [runs[run].score() for run in series.arms.index]
-                )
+                scores = [runs[run].score() for run in series.arms.index]
+                draw_by_budget(axis, series, series.arms[x], scores)
             axis.set_title(panel.title)
             axis.grid(alpha=0.3)
             fit_scores(axis)
-        row[0].set(
-            ylabel=QUANTITIES["score"].axis,
-            xlabel="budget C: tokens, or below 1 a share of the prompt",
-        )
+        row[0].set(ylabel=QUANTITIES["score"].axis, xlabel=BUDGET)
         row[1].set_xlabel(QUANTITIES["attended_mean"].axis)
-        arms = panel.arms
-        entries = arms.loc[arms["budget"].notna(), "attended_mean"].astype(float).dropna()
+        entries = with_budget["attended_mean"].astype(float).dropna()
         if len(entries):
-            mark_powers(row[0], arms["budget"].dropna().astype(float))
+            mark_powers(row[0], with_budget["budget"].astype(float))
             mark_octaves(row[1], entries.min(), entries.max())
         for axis, x in zip(row, ("budget", "attended_mean"), strict=True):
-            plotted = arms[arms["budget"].notna() & arms[x].notna()]
-            draw_front(
-                axis, plotted[x].astype(float), plotted["score"].astype(float), more_is_better=True
-            )
+            plotted = with_budget[with_budget[x].notna()]
+            costs, scores = plotted[x].astype(float), plotted["score"].astype(float)
+            draw_front(axis, costs, scores, more_is_better=True)
     return finished(figure, axes, panels)

@@ -25,19 +25,12 @@ SIZES = {"method.cluster_size": "chunks per cluster", "method.page_size": "token
 def clusters(runs: Runs) -> Figure:
     """Recall against how many things lie in a cluster or page (LycheeCluster, Fig. 10)."""
     arms = arms_for(runs, "clusters", probed=True)
-    panels = []
-    for panel in panels_of("clusters", runs, arms):
-        panel_arms = panel.arms
-        for option in SIZES:
-            sizes = runs.settings.get(option, pd.Series(index=runs.arms.index, dtype=object))[
-                panel_arms.index
-            ]
-            varied = (
-                sizes.groupby([panel_arms["method"], panel_arms["budget"]]).transform("nunique") > 1
-            )
-            if varied.any():
-                several = panel_arms[varied].assign(size=sizes[varied].astype(float))
-                panels.append((option, panel._replace(arms=several)))
+    panels = [
+        (option, panel._replace(arms=varied))
+        for panel in panels_of("clusters", runs, arms)
+        for option in SIZES
+        if len(varied := _varied(runs, panel.arms, option))
+    ]
     if not panels:
         keys = " or ".join(SIZES)
         raise ConfigError(
@@ -49,17 +42,18 @@ def clusters(runs: Runs) -> Figure:
         for series in series_of(runs, panel, without=option):
             for budget in series.arms["budget"].drop_duplicates():
                 line = series.arms[series.arms["budget"] == budget].sort_values("size")
-                axis.plot(
-                    line["size"],
-                    line["recall"],
-                    label=series.label(budget),
-                    **line_look(series.style),
-                )
-        axis.set(
-            title=panel.title,
-            xlabel=SIZES[option],
-            ylabel=QUANTITIES["recall"].axis,
-            ylim=(-0.03, 1.03),
-        )
+                look = line_look(series.style)
+                axis.plot(line["size"], line["recall"], label=series.label(budget), **look)
+        axis.set(title=panel.title, xlabel=SIZES[option], ylabel=QUANTITIES["recall"].axis)
+        axis.set_ylim(-0.03, 1.03)
         mark_powers(axis, panel.arms["size"])
     return finished(figure, axes, [panel for _, panel in panels])
+
+
+def _varied(runs: Runs, arms: pd.DataFrame, option: str) -> pd.DataFrame:
+    """The arms that differ from others of their method and budget in an option, as `size`."""
+    if option not in runs.settings:
+        return arms.head(0)
+    sizes = runs.settings.loc[arms.index, option]
+    varied = sizes.groupby([arms["method"], arms["budget"]]).transform("nunique") > 1
+    return arms[varied].assign(size=sizes[varied].astype(float))

@@ -33,13 +33,8 @@ def drift(runs: Runs) -> Figure:
         many = max(SMOOTHED, math.ceil(max(len(curve) for *_, curve in curves) / POINTS))
         for label, style, curve in curves:
             means = curve.groupby(curve.index // many).mean()
-            axis.plot(
-                means.index * many + (many + 1) / 2,
-                means,
-                label=label,
-                markevery=max(1, len(means) // 8),
-                **line_look(style),
-            )
+            look = line_look(style) | {"markevery": max(1, len(means) // 8)}
+            axis.plot(means.index * many + (many + 1) / 2, means, label=label, **look)
         log_y(axis)
         axis.set(title=panel.title, xlabel=f"decode step (means of {many})", ylabel=KL.axis)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

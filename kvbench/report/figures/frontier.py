@@ -1,5 +1,4 @@
-"""The figure `frontier`: where a bit buys more than a token, by the share of full attention's bytes
-that an arm holds.
+"""The figure `frontier`: where a bit buys more than a token, by share of full attention's bytes.
 
 A panel has methods, budgets and ways to hold keys and values (`kv=`), and the names of the arms on
 its Pareto front.
@@ -20,10 +19,10 @@ from kvbench.config import ConfigError
 from kvbench.memory.kinds import KINDS, NATIVE
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.sizes import bytes_stored
-from kvbench.report.data.stats import intervals
+from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import BLACK, COLOURS
 from kvbench.report.figures.labels import GAP, SIZE, with_gaps
-from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, measured
+from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, intervals_of, measured
 from kvbench.report.figures.panels import (
     Panel,
     arms_for,
@@ -73,9 +72,7 @@ class Point(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """How arms can be known: a colour for each `kv`, a marker for each series, an area for each
-    budget.
-    """
+    """How arms are told apart: a colour a `kv`, a marker a series, an area a budget."""
 
     colours: dict[str, str]
     markers: dict[str, str]
@@ -83,8 +80,9 @@ class Looks(NamedTuple):
 
 
 def frontier(runs: Runs) -> Figure:
-    """KL from full attention, or the score where there is none, over bytes held; a panel for each
-    task and model.
+    """KL from full attention over bytes held; the score where there is no KL.
+
+    There is a panel for each task and model.
     """
     arms = arms_for(runs, "frontier", probed=False, scored=True)
     arms = arms.assign(share=[_share(runs[run]) for run in arms.index]).dropna(subset=["share"])
@@ -97,12 +95,7 @@ def frontier(runs: Runs) -> Figure:
     near = {panel.title for panel, name, _ in drawn if name != "score"}
     drawn = [entry for entry in drawn if entry[1] != "score" or entry[0].title not in near]
     looks = _looks(runs, [panel for panel, *_ in drawn])
-    bars = intervals(
-        value
-        for panel, _, estimate_of in drawn
-        for run in panel.arms.index
-        if (value := estimate_of(runs[run]))
-    )
+    bars = intervals_of(runs, drawn)
     title = f"where a bit buys more than a token; with {bars}; names: the Pareto front"
     across = 1 if max(len(panel.arms) for panel, *_ in drawn) > MANY else 2
     figure, axes = tiled(len(drawn), title, TALL, across)
@@ -121,10 +114,8 @@ def _share(run: Run) -> float:
 
 def _looks(runs: Runs, panels: Sequence[Panel]) -> Looks:
     there = {str(runs.settings.at[run, "kv"]) for panel in panels for run in panel.arms.index}
-    kinds = [
-        *(kind for kind in KINDS["device"] if kind in there),
-        *sorted(there - set(KINDS["device"])),
-    ]
+    kinds = [kind for kind in KINDS["device"] if kind in there]
+    kinds += sorted(there - set(kinds))
     markers = {
         series.label(): series.style.marker
         for panel in panels
@@ -141,69 +132,57 @@ def _points(runs: Runs, panel: Panel, looks: Looks) -> list[Point]:
             kv = str(runs.settings.at[arm.name, "kv"])
             name = series.label(arm.budget) + (f", {kv}" if kv != str(NATIVE) else "")
             area = BARE if missing(arm.budget) else looks.areas[arm.budget]
-            points.append(
-                Point(
-                    runs[arm.name],
-                    name,
-                    looks.colours[kv],
-                    looks.markers[series.label()],
-                    area,
-                    arm.share,
-                )
-            )
+            colour, marker = looks.colours[kv], looks.markers[series.label()]
+            points.append(Point(runs[arm.name], name, colour, marker, area, arm.share))
     return points
 
 
 def _draw(axis: Any, points: Sequence[Point], measure: str, estimate_of: EstimateOf) -> None:
-    """One measure over the bytes; what is at 0 of it, as full attention is of KL, is a line at its
-    cost.
+    """One measure over the bytes.
+
+    What is at 0 of it, as full attention is of KL, is a line at its cost.
     """
     more, drawn = measure == "score", {}
     for point in points:
         value = estimate_of(point.run)
         if value is None:
             continue
-        if not more and value.mean <= 0:
-            axis.axvline(
-                point.share,
-                color=point.colour,
-                linestyle=":",
-                linewidth=1,
-                label=f"{point.name}: 0",
-            )
-            continue
-        drawn[point] = value if more else at_least(value)
+        if more or value.mean > 0:
+            drawn[point] = value if more else at_least(value)
+        else:
+            look = {"color": point.colour, "linestyle": ":", "linewidth": 1}
+            axis.axvline(point.share, label=f"{point.name}: 0", **look)
     places = [(point.share, value.mean) for point, value in drawn.items()]
-    corners = set(front([x for x, _ in places], [y for _, y in places], more))
+    shares, values = [x for x, _ in places], [y for _, y in places]
+    corners = set(front(shares, values, more))
     for (point, value), place in zip(drawn.items(), places, strict=True):
-        alpha = 1 if place in corners else FAINT
-        if value.low is not None and value.high is not None:
-            axis.vlines(
-                point.share, value.low, value.high, point.colour, linewidth=0.7, alpha=alpha * FAINT
-            )
-        look = {
-            "facecolor": "none",
-            "edgecolor": point.colour,
-            "linewidth": 1.2 if alpha == 1 else 0.8,
-        }
-        axis.scatter(
-            *place, s=point.area, marker=point.marker, alpha=alpha, zorder=2 + alpha, **look
-        )
+        _mark(axis, point, value, place in corners)
     axis.set(xlabel=X_LABEL, ylabel=QUANTITIES[measure].axis)
     right = max(point.share for point in points)
-    mark_octaves(axis, min(x for x, _ in places), right)
+    mark_octaves(axis, min(shares), right)
     first: dict[tuple[float, float], Point] = {}  # of several arms at one place, the least budget
     for point, place in zip(drawn, places, strict=True):
         first.setdefault(place, point)
     named = {point: place for place, point in first.items() if place in corners}
-    axis.set_xlim(_x_start(axis, named, min(x for x, _ in places), right), 1.25 * right)
+    axis.set_xlim(_x_start(axis, named, min(shares), right), 1.25 * right)
     if more:
         fit_scores(axis)
     else:
         log_y(axis)
         axis.margins(y=0.08)
-    draw_front(axis, [x for x, _ in places], [y for _, y in places], more)
+    draw_front(axis, shares, values, more)
     _name_front(axis, named, None if more else LEAST_KL)
+
+
+def _mark(axis: Any, point: Point, value: Estimate, on_front: bool) -> None:
+    """A point with its interval; those off the front are faint."""
+    alpha, width = (1, 1.2) if on_front else (FAINT, 0.8)
+    if value.low is not None and value.high is not None:
+        ends, faint = (value.low, value.high), alpha * FAINT
+        axis.vlines(point.share, *ends, point.colour, linewidth=0.7, alpha=faint)
+    look = {"facecolor": "none", "edgecolor": point.colour, "linewidth": width, "alpha": alpha}
+    marker, order = point.marker, 2 + alpha
+    axis.scatter(point.share, value.mean, s=point.area, marker=marker, zorder=order, **look)
 
 
 def _x_start(
@@ -220,8 +199,10 @@ def _x_start(
 
 
 def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: float | None) -> None:
-    """Names left of the points of a front, and of those at their height: what was drawn there would
-    be the front.
+    """Names left of the points of a front.
+
+    They stand left of others at their height, too, as what was drawn there would look like the
+    front.
     """
     to_axis = axis.transData + axis.transAxes.inverted()
     there = {point: to_axis.transform(place) for point, place in points.items()}
@@ -239,19 +220,14 @@ def _name_front(axis: Any, points: dict[Point, tuple[float, float]], least: floa
         leftmost = min(
             [along, *(other for high, other, _ in placed if abs(high - height) < 1.5 * gap)]
         )
-        line = {
-            "arrowstyle": "-",
-            "color": point.colour,
-            "linewidth": 0.5,
-            "alpha": 0.6,
-            "shrinkA": 0,
-            "shrinkB": 3,
-        }
+        line = {"arrowstyle": "-", "color": point.colour, "linewidth": 0.5, "alpha": 0.6}
+        line |= {"shrinkA": 0, "shrinkB": 3}
         name = f"{point.name} (below {least:g})" if points[point][1] == least else point.name
+        look = {"ha": "right", "va": "center", "fontsize": SIZE, "path_effects": HALO}
+        at = {"xycoords": "data", "textcoords": "axes fraction", "arrowprops": line}
         axis.annotate(
-            name, points[point], (leftmost - 0.03, height), xycoords="data", textcoords="axes fraction",
-            arrowprops=line, fontsize=SIZE, color=point.colour, ha="right", va="center", path_effects=HALO,
-        )  # fmt: skip
+            name, points[point], (leftmost - 0.03, height), color=point.colour, **look, **at
+        )
 
 
 def _explain(axis: Any, looks: Looks) -> None:

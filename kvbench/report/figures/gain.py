@@ -1,6 +1,4 @@
-"""The figure `gain`: what a score is worth, which is what a method gains over random tokens of the
-same number.
-"""
+"""The figure `gain`: what a method gains over as many random tokens."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ class Gain(NamedTuple):
 
 
 def gain(runs: Runs) -> Figure:
-    """Scores less those of random tokens on the same samples; a panel for each task, model,
-    protocol and budget.
+    """Scores less those of random tokens on the same samples.
+
+    There is a panel for each task, model, protocol and budget.
     """
     arms = arms_for(runs, "gain", probed=False, scored=True)
     panels = [
@@ -59,19 +58,14 @@ def gain(runs: Runs) -> Figure:
     refuse_crowd("gain", rows, "arms of one budget", MOST)
     gains = [_gains(runs, panel, controls) for panel, controls in panels]
     bars_of = intervals(entry.estimate for group in gains for entry in group)
-    figure, axes = tiled(
-        len(panels), f"score less that of random tokens, paired, with {bars_of}", 0.6 + ROW * rows
-    )
+    title = f"score less that of random tokens, paired, with {bars_of}"
+    figure, axes = tiled(len(panels), title, 0.6 + ROW * rows)
     for (panel, controls), group, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, group)
-        shares = " or ".join(
-            f"{share:g}"
-            for share in sorted({protected(control) for control in controls.values()} - {0.0})
-        )
-        axis.set(
-            title=panel.title,
-            xlabel=f"points over {CONTROL}" + (f" with protect={shares}" if shares else ""),
-        )
+        shares = sorted({protected(control) for control in controls.values()} - {0.0})
+        words = " or ".join(f"{share:g}" for share in shares)
+        over = f"points over {CONTROL}" + (f" with protect={words}" if words else "")
+        axis.set(title=panel.title, xlabel=over)
     return finished(figure, axes, [panel for panel, _ in panels], named=True)
 
 

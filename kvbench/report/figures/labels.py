@@ -1,6 +1,4 @@
-"""Names in figures: drawn as they are written, and put beside the ends of lines, so that no legend
-is needed.
-"""
+"""Names in figures: drawn as they are written, and put beside the ends of lines."""
 
 from __future__ import annotations
 
@@ -17,6 +15,8 @@ from kvbench.report.data.style import Style
 
 SIZE = 7  # of the words, in points
 GAP = 1.3 * SIZE / 72  # inches from name to name, at least
+SHRUNK = {"shrinkA": 0, "shrinkB": 4}  # of a thin line, in points
+HOLLOW = {"markerfacecolor": "none", "markersize": 4, "linestyle": ""}
 TALL = 2.2  # inches of an axis with names beside it, at least
 
 
@@ -56,8 +56,7 @@ def as_written(figure: Figure) -> None:
 
 
 def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
-    """Write the names to the right of an axis with their markers, each with a thin line from where
-    its line ends.
+    """Write names right of an axis, each with its marker and a thin line from its line's end.
 
     Call it when the limits and scales are final.
 
@@ -71,44 +70,28 @@ def name_ends(axis: Any, ends: Sequence[End], tall: float) -> None:
         height of the axis in inches.
     """
     # Markers and words stand so many points right of the axis, however wide that is.
-    transforms = {
-        shift: axis.transAxes + ScaledTranslation(shift / 72, 0, axis.get_figure().dpi_scale_trans)
-        for shift in (9, 15)
-    }
+    points = axis.get_figure().dpi_scale_trans
+    beside = {shift: axis.transAxes + ScaledTranslation(shift / 72, 0, points) for shift in (9, 15)}
     to_axis = axis.transData + axis.transAxes.inverted()
-    placed = sorted(
-        ((float(to_axis.transform((end.x, end.y))[1]), end) for end in ends),
-        key=lambda entry: entry[0],
-    )
-    for height, (_, end) in zip(
-        with_gaps([target for target, _ in placed], GAP / tall), placed, strict=True
-    ):
+
+    def target(end: End) -> float:
+        return float(to_axis.transform((end.x, end.y))[1])
+
+    placed = sorted(ends, key=target)
+    heights = with_gaps(list(map(target, placed)), GAP / tall)
+    for height, end in zip(heights, placed, strict=True):
         colour = end.style.colour
-        line = {
-            "arrowstyle": "-",
-            "color": colour,
-            "linewidth": 0.6,
-            "alpha": 0.4,
-            "shrinkA": 0,
-            "shrinkB": 4,
-        }
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4, **SHRUNK}
         at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
         axis.annotate("", (end.x, end.y), (1.02, height), arrowprops=line, **at)
-        mark = {
-            "marker": end.style.marker,
-            "color": colour,
-            "markerfacecolor": "none",
-            "markersize": 4,
-        }
-        axis.plot(1, height, transform=transforms[9], clip_on=False, linestyle="", **mark)
-        axis.text(
-            1, height, end.name, transform=transforms[15], fontsize=SIZE, color=colour, va="center"
-        )
+        mark = {"marker": end.style.marker, "color": colour, **HOLLOW}
+        axis.plot(1, height, transform=beside[9], clip_on=False, **mark)
+        look = {"fontsize": SIZE, "color": colour, "va": "center"}
+        axis.text(1, height, end.name, transform=beside[15], **look)
 
 
 def with_gaps(targets: Sequence[float], gap: float) -> list[float]:
-    """Heights as near to those wanted as can be (least squares) of which no two are nearer than a
-    gap.
+    """Heights nearest to those wanted (least squares), of which no two are nearer than a gap.
 
     Parameters
     ----------

@@ -1,6 +1,4 @@
-"""The latency figure: bars of the time to the second token, the time per token, and the parts of a
-step.
-"""
+"""The figure `latency`: the time to the second token, per token, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from kvbench.report.figures.panels import (
     SMALL,
     Panel,
     Picture,
+    Series,
     arms_for,
     finished,
     panels_of,
@@ -28,7 +27,7 @@ from kvbench.report.figures.panels import (
     series_of,
     undisturbed,
 )
-from kvbench.runs.quantities import JOINTLY, QUANTITIES
+from kvbench.runs.quantities import JOINTLY, QUANTITIES, Quantity
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print
 # without colour. Parts that only a method has a name for (IceCache's query, insert) take those of
@@ -43,85 +42,74 @@ PARTS = {
     "other": ("#FFFFFF", ""),
 }
 SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
+HEADINGS = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
+OUTLINED = {"edgecolor": "black", "linewidth": 0.6, "height": 0.7}  # of a bar
 PAGE = 9.0  # inches of height that a page has room for; the legend stands below
-# height of a panel without bars, of a bar, and of the narrowest that can be read
-HEAD, BAR, LEAST = 0.62, 0.19, 0.1
+HEAD, BAR = 0.62, 0.19  # inches of height of a panel without bars, and of a bar
+LEAST = 0.1  # of a bar that can be read
 
 
 def latency(runs: Runs) -> Figure:
-    """Time to the second token, time per token, and its parts (IceCache, Fig. 7; LycheeCluster,
-    Fig. 5).
+    """Time to the second token, time per token, and its parts.
 
-    Runs that shared their prefill have no time to the second token, those that decoded together
-    none of a token; where all did, it is left out. Timed runs have a panel for each length and
-    batch, the floor of each step, and on a GPU how long it is busy; a line in a bar goes from the
-    least to the largest of its repeats.
+    (IceCache, Fig. 7; LycheeCluster, Fig. 5.) Runs that shared their prefill have no time to the
+    second token, those that decoded together none of a token; where all did, it is left out. Timed
+    runs have a panel for each length and batch, the floor of each step, and on a GPU how long it is
+    busy; a line in a bar goes from the least to the largest of its repeats.
     """
-    panels = _latency_panels(
-        runs, arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"])
-    )
+    arms = arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"])
+    panels = _latency_panels(runs, arms)
     bar = _bar([len(panel.arms) for panel in panels])
-    words = min(7.0, 72 * 0.9 * bar)  # points
+    size = min(7.0, 72 * 0.9 * bar)  # points
     heights = [HEAD + bar * len(panel.arms) for panel in panels]
     figure = Picture(
         figsize=(rcParams["figure.figsize"][0], 0.5 + sum(heights)), layout="constrained"
     )
-    headings = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
-    headings = {
+    times = {
         name: words
-        for name, words in headings.items()
+        for name, words in HEADINGS.items()
         if any(panel.arms[name].notna().any() for panel in panels)
     }
-    times = [QUANTITIES[name] for name in headings]
-    axes = np.array(
-        figure.subplots(
-            len(panels), len(times) + 1, squeeze=False, sharey="row", height_ratios=heights
-        )
-    )
-    figure.suptitle(", ".join([*headings.values(), "parts of a step"]))
+    shape = (len(panels), len(times) + 1)
+    axes = figure.subplots(*shape, squeeze=False, sharey="row", height_ratios=heights)
+    figure.suptitle(", ".join([*times.values(), "parts of a step"]))
     looks = _looks(panels)
     for panel, row in zip(panels, axes, strict=True):
         bars = [(series, arm) for series in series_of(runs, panel) for arm in rows_of(series.arms)]
-        row[0].set_yticks(
-            range(len(bars)), [series.label(arm.budget) for series, arm in bars], fontsize=words
-        )
+        names = [series.label(arm.budget) for series, arm in bars]
+        row[0].set_yticks(range(len(bars)), names, fontsize=size)
         row[0].set_ylim(len(bars) - 0.4, -0.6)
         row[0].set_title(panel.title, loc="left")
-        for axis, quantity in zip(row, times, strict=False):
-            for index, (series, arm) in enumerate(bars):
-                value = arm[quantity.name]
-                if missing(value):
-                    other_reason = (
-                        " timed beside other work"
-                        if arm["disturbed"] in (True,)
-                        else " not measured"
-                    )
-                    why = " decoded together" if arm["decode"] == JOINTLY else other_reason
-                    axis.annotate(
-                        why, (0, index), va="center", fontsize=min(SMALL, words), color="#666666"
-                    )
-                    continue
-                low, high = arm["spread"].get(quantity.name, (value, value))
-                axis.barh(
-                    index,
-                    value,
-                    color=series.style.colour,
-                    edgecolor="black",
-                    linewidth=0.6,
-                    height=0.7,
-                )
-                if high > low:
-                    axis.hlines(index, low, high, colors="black", linewidth=1.2)
-                axis.annotate(
-                    f" {value:.3g}", (high, index), va="center", fontsize=min(SMALL, words)
-                )
-            axis.set_xlabel(quantity.axis)
-            axis.margins(x=0.22)
-            axis.locator_params(axis="x", nbins=5)
-            axis.grid(axis="x", alpha=0.3)
+        for axis, name in zip(row, times, strict=False):
+            _time(axis, bars, QUANTITIES[name], min(SMALL, size))
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]), looks)
         _limits(row[-2:], [arm for _, arm in bars])
     return finished(figure, axes, panels, times=True)
+
+
+def _time(axis: Any, bars: Sequence[tuple[Series, Any]], time: Quantity, size: float) -> None:
+    """A bar of each arm's time with its number, or why it has none."""
+    for place, (series, arm) in enumerate(bars):
+        value = arm[time.name]
+        if missing(value):
+            why = f" {_why_untimed(arm)}"
+            axis.annotate(why, (0, place), va="center", fontsize=size, color="#666666")
+            continue
+        low, high = arm["spread"].get(time.name, (value, value))
+        axis.barh(place, value, color=series.style.colour, **OUTLINED)
+        if high > low:
+            axis.hlines(place, low, high, colors="black", linewidth=1.2)
+        axis.annotate(f" {value:.3g}", (high, place), va="center", fontsize=size)
+    axis.set_xlabel(time.axis)
+    axis.margins(x=0.22)
+    axis.locator_params(axis="x", nbins=5)
+    axis.grid(axis="x", alpha=0.3)
+
+
+def _why_untimed(arm: Any) -> str:
+    if arm["decode"] == JOINTLY:
+        return "decoded together"
+    return "timed beside other work" if arm["disturbed"] in (True,) else "not measured"
 
 
 def _bar(counts: Sequence[int]) -> float:
@@ -141,9 +129,8 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
     """As `panels_of`; of timed runs each length and batch has a panel of its own."""
     timed = arms["floor_ms"].notna()
     panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
-    for panel in (
-        panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []
-    ):
+    by_length = panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []
+    for panel in by_length:
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
         for run in panel.arms.index:
             for cell, line in runs[run].cells().items():
@@ -155,12 +142,8 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
             where = f", on {cell.machine}" if several else ""
             what = f"{panel.title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
             panels.append(panel._replace(title=what, arms=frame[frame["tpot_ms_mean"].notna()]))
-    refuse_crowd(
-        "latency",
-        len(panels),
-        "tasks, models, protocols, machines, lengths and batches",
-        MOST_PANELS,
-    )
+    what = "tasks, models, protocols, machines, lengths and batches"
+    refuse_crowd("latency", len(panels), what, MOST_PANELS)
     return [panel for panel in panels if len(panel.arms)]
 
 
@@ -172,15 +155,8 @@ def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:
         values = values.dropna()
         if len(values):
             ends = (values.index - 0.42, values.index + 0.42)
-            axis.vlines(
-                values,
-                *ends,
-                colors="#CC0000",
-                linestyles=line,
-                linewidth=1.4,
-                label=label,
-                zorder=3,
-            )
+            look = {"colors": "#CC0000", "linestyles": line, "linewidth": 1.4, "zorder": 3}
+            axis.vlines(values, *ends, label=label, **look)
 
 
 def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
@@ -206,14 +182,8 @@ def _stack(axis: Any, arms: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) 
         if part not in times:
             continue
         widths = times[part].to_numpy(float)
-        look = {
-            "color": colour,
-            "hatch": hatch,
-            "edgecolor": "black",
-            "linewidth": 0.6,
-            "height": 0.7,
-        }
-        axis.barh(range(len(arms)), widths, left=starts, label=part.replace("_", " "), **look)
+        look = {"color": colour, "hatch": hatch, "label": part.replace("_", " "), **OUTLINED}
+        axis.barh(range(len(arms)), widths, left=starts, **look)
         starts += widths
     axis.set_xlabel("parts of a step (ms)")
     axis.grid(axis="x", alpha=0.3)

@@ -26,8 +26,9 @@ from kvbench.runs.summary import is_disturbed, same_machine
 
 
 def length(runs: Runs) -> Figure:
-    """Time per token against the length of the context (IceCache, Fig. 8; LycheeCluster,
-    Fig. 4).
+    """Time per token against the length of the context.
+
+    (IceCache, Fig. 8; LycheeCluster, Fig. 4.)
     """
     timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
     panels = panels_of(
@@ -52,9 +53,7 @@ def length(runs: Runs) -> Figure:
 
 
 def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series]]:
-    """Of each arm its label, style, and the median time per token by prompt tokens; none where
-    there is one length.
-    """
+    """The median time per token by prompt tokens, with label and style; of several lengths only."""
     curves = []
     for label, style, run in curves_of(runs, panel):
         by_length: dict[int, list[dict[str, Any]]] = {}

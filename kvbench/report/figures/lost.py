@@ -17,9 +17,8 @@ from kvbench.report.figures.panels import arms_for
 def lost(runs: Runs) -> Figure:
     """Attention mass that a selection misses, by layer and query head; a panel for each arm."""
     arms = arms_for(runs, "lost", probed=True)
-    arms = arms[arms["method"] != YARDSTICK]
-    named, panels, below = named_arms(runs, "lost", arms) if len(arms) else ([], [], "")
-    cells = [(title, lost_cells(run.samples())) for title, run in named]
+    named = named_arms(runs, "lost", arms[arms["method"] != YARDSTICK])
+    cells = [(title, lost_cells(run.samples())) for title, run in named.runs]
     maps = [
         (f"{title}: {losses.to_numpy().mean():.1f} %", losses)
         for title, losses in cells
@@ -31,13 +30,15 @@ def lost(runs: Runs) -> Figure:
             " head"
         )
     most = max(losses.to_numpy().max() for _, losses in maps)
-    title = f"attention mass lost by layer and query head, and its mean{below}"
-    return draw_maps(maps, panels, title, ("lost (%)", "query head", "layer"), most)
+    title = f"attention mass lost by layer and query head, and its mean{named.title}"
+    words = {"colour": "lost (%)", "columns": "query head", "rows": "layer"}
+    return draw_maps(maps, named.panels, title, most, **words)
 
 
 def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Percent of the attention on keys that were not selected, layers by query heads: the mean over
-    samples.
+    """Percent of the attention on keys that were not selected, layers by query heads.
+
+    It is the mean over samples.
     """
     layers = [(sample.get("probe") or {}).get("layers") or {} for sample in samples]
     frames = [

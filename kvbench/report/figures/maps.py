@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -21,34 +22,52 @@ from kvbench.report.figures.panels import (
 )
 
 
-def named_arms(
-    runs: Runs, name: str, arms: pd.DataFrame
-) -> tuple[list[tuple[str, Run]], list[Panel], str]:
-    """Each arm under its name, with that of its panel where there are several; the panels; and what
-    stands in the title.
+class NamedArms(NamedTuple):
+    """The arms of a picture of maps.
+
+    Attributes
+    ----------
+    runs
+        each under its name, with that of its panel where there are several.
+    panels
+        that they are of.
+    title
+        what follows in the picture's title.
+    """
+
+    runs: list[tuple[str, Run]]
+    panels: list[Panel]
+    title: str
+
+
+def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> NamedArms:
+    """These arms for the figure of a name.
+
+    Raises
+    ------
+    ConfigError
+        they are more than it can show.
     """
     panels = panels_of(name, runs, arms)
-    named = [
-        (
-            series.label(arm.budget)
-            if len(panels) == 1
-            else f"{series.label(arm.budget)}\n{panel.title}",
-            runs[arm.name],
-        )
-        for panel in panels
-        for series in series_of(runs, panel)
-        for arm in rows_of(series.arms)
-    ]
+    named = []
+    for panel in panels:
+        below = f"\n{panel.title}" if len(panels) > 1 else ""
+        for series in series_of(runs, panel):
+            for arm in rows_of(series.arms):
+                named.append((f"{series.label(arm.budget)}{below}", runs[arm.name]))
     refuse_crowd(name, len(named), "arms", MOST_MAPS)
-    return named, panels, f": {panels[0].title}" if len(panels) == 1 else ""
+    return NamedArms(named, panels, f": {panels[0].title}" if len(panels) == 1 else "")
 
 
 def draw_maps(
     maps: Sequence[tuple[str, pd.DataFrame]],
     panels: Sequence[Panel],
     title: str,
-    words: tuple[str, str, str],
     most: float,
+    *,
+    colour: str,
+    columns: str,
+    rows: str,
 ) -> Figure:
     """The maps of the arms of these panels under one scale.
 
@@ -56,18 +75,15 @@ def draw_maps(
     ----------
     maps
         the title and the cells of each, rows by columns.
-    words
-        what the colour, the columns and the rows are.
     most
         where the scale ends; it begins at 0.
+    colour, columns, rows
+        what they are.
     """
-    across = 4
-    shown, columns, rows = words
-    figure, axes = tiled(len(maps), title, 1.6, across)
+    figure, axes = tiled(len(maps), title, 1.6, 4)
     for axis, (name, cells) in zip(axes.flat, maps, strict=False):
-        image = axis.imshow(
-            cells, aspect="auto", cmap="cividis", vmin=0, vmax=most, interpolation="nearest"
-        )
+        look = {"aspect": "auto", "cmap": "cividis", "interpolation": "nearest"}
+        image = axis.imshow(cells, vmin=0, vmax=most, **look)
         ticks = range(0, cells.shape[1], max(1, cells.shape[1] // 8))
         labels = [thousands(cells.columns[place]) for place in ticks]
         axis.set_xticks(ticks, labels, rotation=45 if max(map(len, labels)) > 2 else 0)
@@ -78,5 +94,5 @@ def draw_maps(
         axis.set_ylabel(rows)
     for axis in axes.flat[max(0, len(maps) - axes.shape[1]) : len(maps)]:
         axis.set_xlabel(columns)
-    figure.colorbar(image, ax=axes, label=shown, aspect=40, pad=0.01)
+    figure.colorbar(image, ax=axes, label=colour, aspect=40, pad=0.01)
     return finished(figure, axes, panels)

@@ -1,5 +1,4 @@
-"""What the figures of a report share: which arms stand in which panel and make which line, axes,
-and a legend.
+"""What the figures of a report share: panels, lines, axes and legends.
 
 A figure is drawn as wide as it is printed, a text column or a page, and its letters are of that
 size.
@@ -34,7 +33,8 @@ from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
 Drawn = TypeVar("Drawn")
 
 LINES = ("-", "--", ":", "-.")
-MOST_LINES, MOST_PANELS, MOST_ARMS, MOST_MAPS = 8, 8, 200, 24  # that one picture can show
+MOST_LINES, MOST_ARMS = 8, 200  # that one panel can show
+MOST_PANELS, MOST_MAPS = 8, 24  # that one picture can show
 # Settings in which the arms of a panel may differ; in all others they are alike, or they stand in
 # panels of their own. What begins like one of these makes a variant of a method, and is named in
 # the legend.
@@ -43,6 +43,7 @@ NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
 
 WIDTHS = {"column": 3.4, "page": 7.0}  # inches of a text column, and of a page with two
 NARROWEST = 2.2  # inches of a panel
+BUDGET = "budget C: tokens, or below 1 a share of the prompt"  # of an axis
 HEAD = 0.5  # inches above the panels
 SMALL = 6.5  # points of the least letters: what stands below a picture
 TO_AN_INCH = 19  # letters of a size of `LOOK`
@@ -189,11 +190,7 @@ def arms_for(
     """
     arms = runs.arms
     if len(arms):
-        arms = (
-            arms[(arms["probe_every"] > 0) == probed]
-            if probed
-            else arms[_without_probes(runs, arms)]
-        )
+        arms = arms[arms["probe_every"] > 0 if probed else _without_probes(runs, arms)]
     if len(arms) and scored:
         arms = arms[arms["floor_ms"].isna()]
     if len(arms) and task:
@@ -201,56 +198,37 @@ def arms_for(
     if len(arms) and columns:
         arms = arms[arms[[*columns]].notna().any(axis=1)]
     if not len(arms):
-        kind = (
-            " with probes (probe.every=1 makes some)"
-            if probed
-            else " with timings"
-            if columns
-            else ""
-        )
-        joint_count = sum(run.shares_decode for run in runs) if columns else 0
-        without = (
-            f", of which {joint_count} decoded together: sweep.shared_decode=false takes times"
-            if joint_count
-            else ""
-        )
-        raise ConfigError(
-            f"figure={name}: no run{f' of task={task}' if task else ''}{kind} among"
-            f" {len(runs.arms)} runs{without}"
-        )
+        kind = f" of task={task}" if task else ""
+        kind += " with probes (probe.every=1 makes some)" if probed else ""
+        kind += " with timings" if columns and not probed else ""
+        without = f" among {len(runs.arms)} runs"
+        if columns and (joint := sum(run.shares_decode for run in runs)):
+            remedy = "sweep.shared_decode=false takes times"
+            without += f", of which {joint} decoded together: {remedy}"
+        raise ConfigError(f"figure={name}: no run{kind}{without}")
     return undisturbed(arms)
 
 
 def undisturbed(arms: pd.DataFrame) -> pd.DataFrame:
-    """The arms, without the times of those that were timed beside other work: they are not times of
-    a method.
-    """
+    """The arms, without times that were taken beside other work: these are not a method's."""
     quantities = [named(key) for key in arms if key in QUANTITIES or "." in key]
-    times = [
-        quantity.name for quantity in quantities if quantity.is_time and quantity.part != "hardware"
-    ]
     disturbed = arms["disturbed"].isin([True])
-    return (
-        arms.assign(**{key: arms[key].mask(disturbed) for key in times})
-        if disturbed.any()
-        else arms
-    )
+    if not disturbed.any():
+        return arms
+    of_methods = (quantity for quantity in quantities if quantity.part != "hardware")
+    times = [quantity.name for quantity in of_methods if quantity.is_time]
+    return arms.assign(**{key: arms[key].mask(disturbed) for key in times})
 
 
 def untimed(runs: Runs) -> list[str]:
     """What stands below a picture of times of whole tokens, which some of these runs have not."""
     count = sum(run.shares_decode for run in runs)
-    return (
-        [f"{count} runs that decoded together have no time of a token and are not here"]
-        if count
-        else []
-    )
+    words = f"{count} runs that decoded together have no time of a token and are not here"
+    return [words] * bool(count)
 
 
 def _without_probes(runs: Runs, arms: pd.DataFrame) -> pd.Series:
-    """Whether an arm ran without probes, or is of `task=fidelity` and did not run without them as
-    well.
-    """
+    """Whether an arm ran without probes, or is of `task=fidelity` and ran only with them."""
     bare = arms["probe_every"] == 0
     settings = runs.differing.loc[arms.index].drop(columns="probe.every", errors="ignore")
     others = pd.Series(list(map(tuple, settings.values)), index=arms.index, dtype=object)
@@ -265,8 +243,10 @@ def panels_of(
     times: bool = False,
     lines: Literal["", "method", "arm"] = "",
 ) -> list[Panel]:
-    """Panels of arms that can be compared, each with a title: of one task, model and protocol,
-    alike in all settings that are not free to differ.
+    """Panels of arms that can be compared, each with a title.
+
+    A panel is of one task, model and protocol, and its arms are alike in all settings that are not
+    free to differ.
 
     Parameters
     ----------
@@ -291,42 +271,36 @@ def panels_of(
     ]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
-    titled_groups = []
-    for (task, model, *_), group in arms.groupby(
-        ["task", "model", *(common[key] for key in common)], sort=False
-    ):
+    titles, groups = [], []
+    keys = ["task", "model", *(common[key] for key in common)]
+    for (task, model, *_), group in arms.groupby(keys, sort=False):
         others = common[(arms["task"] == task) & (arms["model"] == model)]
-        varied = fewest_keys(others.drop_duplicates().to_dict("records"))
-        first = common.loc[group.index[0]]
-        differing = [
-            first[key] if key == "machine" else f"{last_word(key)}={_shortened(first[key])}"
-            for key in varied
-        ]
-        titled_groups.append((", ".join([task, model, *differing, _samples(group)]), group))
-    refuse_crowd(name, len(titled_groups), "tasks, models and protocols", MOST_PANELS)
-    refuse_crowd(
-        name,
-        max((len(group) for _, group in titled_groups), default=0),
-        "arms in a panel",
-        MOST_ARMS,
-    )
-    few, notes = (
-        _few(runs, [group for _, group in titled_groups], lines == "arm")
-        if lines
-        else ([group for _, group in titled_groups], ())
-    )
+        titles.append(", ".join([task, model, *_varied(others, group.index[0]), _samples(group)]))
+        groups.append(group)
+    refuse_crowd(name, len(groups), "tasks, models and protocols", MOST_PANELS)
+    refuse_crowd(name, max(map(len, groups), default=0), "arms in a panel", MOST_ARMS)
+    few, notes = _few(runs, groups, lines == "arm") if lines and groups else (groups, ())
     styles = styles_of(method for group in few for method in group["method"])
-    notes = (*notes, *unbounded)
     return [
-        Panel(title, group, styles, notes)
-        for (title, _), group in zip(titled_groups, few, strict=True)
+        Panel(title, group, styles, (*notes, *unbounded))
+        for title, group in zip(titles, few, strict=True)
         if len(group)
     ]
 
 
+def _varied(settings: pd.DataFrame, run: int) -> list[str]:
+    """A run's settings that tell it from the others, in words."""
+    keys, values = fewest_keys(settings.drop_duplicates().to_dict("records")), settings.loc[run]
+    return [
+        values[key] if key == "machine" else f"{last_word(key)}={_shortened(values[key])}"
+        for key in keys
+    ]
+
+
 def _bounded(runs: Runs, name: str, arms: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The arms but for those whose budget never applied, which would be drawn where full attention
-    is; and a note that names these. A timed run has its times all the same.
+    """The arms whose budget applied, and a note that names the others.
+
+    Those would be drawn where full attention is. A timed run has its times all the same.
 
     Raises
     ------
@@ -358,23 +332,18 @@ def _samples(arms: pd.DataFrame) -> str:
 def _few(
     runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool
 ) -> tuple[Sequence[pd.DataFrame], tuple[str, ...]]:
-    """The arms of each panel that make no more lines than it can show, of the same methods in all;
-    and what that left out, in words. Where each arm is a line, all are of one budget.
-    """
+    """The arms of each panel that fit into it, of the same methods in all; a note on the others.
 
-    if not frames:
-        return frames, ()
+    Where each arm is a line, all are of one budget.
+    """
     every, budgets = pd.concat(frames), ""
-    size = (
-        every["budget"].value_counts().sort_index().idxmax()
-        if every["budget"].notna().any()
-        else None
-    )
     if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
+        size = every["budget"].value_counts().sort_index().idxmax()
         frames = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
         budgets = f"C = {size_text(size)} alone, "
+    shipped = choices("method")
     methods = sorted(
-        in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in choices("method"))
+        in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in shipped)
     )
     lines = [
         Counter(frame["method"] if by_arm else [method for method, *_ in _variants(runs, frame)])
@@ -387,18 +356,16 @@ def _few(
     if not budgets and len(chosen) == len(methods):
         return frames, ()
     note = f"{budgets}{len(chosen)} of {len(methods)} methods: --where method=... chooses others"
-    return [
-        frame[frame["method"].isin(chosen)] if chosen else frame.head(MOST_LINES)
-        for frame in frames
-    ], (note,)
+    if not chosen:
+        return [frame.head(MOST_LINES) for frame in frames], (note,)
+    return [frame[frame["method"].isin(chosen)] for frame in frames], (note,)
 
 
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
-    """The panels whose scores can rank methods, or all where none can; the others are named in the
-    notes.
+    """The panels whose scores can rank methods, or all where none can.
 
-    Where full attention's own score ranks none (`Run.ranks_none`), or all score alike, none is
-    better than another.
+    The notes name the others. Where full attention's own score ranks none (`Run.ranks_none`), or
+    all score alike, none is better than another.
     """
     ranked: list[Panel] = []
     others: list[Panel] = []
@@ -451,8 +418,9 @@ def refuse_crowd(name: str, count: int, what: str, most: int) -> None:
 
 
 def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
-    """The arms of each method, apart where they differ in more than the budget; in the order of
-    `STYLES`.
+    """The arms of each method, in the order of `STYLES`.
+
+    Arms that differ in more than the budget are series of their own.
 
     Parameters
     ----------
@@ -469,9 +437,7 @@ def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
 def _variants(
     runs: Runs, arms: pd.DataFrame, without: str = ""
 ) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Of each series the method, the settings in which it differs from the method's others, and its
-    arms by budget.
-    """
+    """The method of each series, the settings in which it differs, and its arms by budget."""
     of_variants = [key for key in runs.differing if key.startswith(OF_VARIANTS) and key != without]
     for method in in_order(arms["method"]):
         method_arms = arms[arms["method"] == method]
@@ -525,8 +491,9 @@ def line_look(style: Style) -> dict[str, Any]:
 
 
 def fill_of(style: Style) -> str:
-    """What fills a mark: nothing, or where lines are not whole its colour, so that variants of a
-    method differ.
+    """What fills a mark: nothing, or its colour where its line is broken.
+
+    So variants of a method can be told apart.
     """
     return style.colour if LINES.index(style.line) % 2 else "none"
 
@@ -535,8 +502,9 @@ def fill_of(style: Style) -> str:
 
 
 def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns], as wide as it is printed; in a text column one axis
-    stands below another.
+    """A figure and its axes [rows, columns], as wide as it is printed.
+
+    In a text column one axis stands below another.
 
     Parameters
     ----------
@@ -575,8 +543,9 @@ def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple
 def draw_intervals(
     axis: Any, series: Series, places: Iterable[float], estimates: Sequence[Estimate]
 ) -> None:
-    """A line over these places, with the interval of each estimate as a bar; what has no place is
-    left out.
+    """A line over these places, with the interval of each estimate as a bar.
+
+    What has no place is left out.
     """
     drawn = sorted(
         (place, value)
@@ -599,9 +568,7 @@ def bars(estimates: Sequence[Estimate]) -> list[list[float]]:
 def draw_by_budget(
     axis: Any, series: Series, places: pd.Series, estimates: Sequence[Estimate]
 ) -> None:
-    """As `draw_intervals`; arms without a budget, full attention, are a level with the band of its
-    interval.
-    """
+    """As `draw_intervals`; arms without a budget are a level with the band of their interval."""
     if series.arms["budget"].notna().any():
         draw_intervals(axis, series, places.astype(float), estimates)
         return
@@ -621,8 +588,9 @@ def fit_scores(axis: Any) -> None:
 
 
 def log_y(axis: Any) -> None:
-    """A logarithmic y axis with plain numbers at powers of 10, and where these are few at 2 and 5
-    times them.
+    """A logarithmic y axis with plain numbers at powers of 10.
+
+    Where these are few, at 2 and 5 times them, too.
     """
     axis.set_yscale("log")
     low, high = axis.get_ylim()
@@ -646,9 +614,7 @@ def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
 
 
 def mark_octaves(axis: Any, low: float, high: float) -> None:
-    """A logarithmic x axis that is marked at the powers of 2 from below the least value to above
-    the largest.
-    """
+    """A logarithmic x axis with marks at the powers of 2 around these values."""
     mark_powers(
         axis,
         [
@@ -699,8 +665,9 @@ def finished(
 
 
 def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
-    """One legend for all axes and for `more` handles, under a title; where there is none of them
-    the title alone.
+    """One legend for all axes and for `more` handles, under a title.
+
+    Without any of them there is the title alone.
     """
     lines = {
         name: handle
@@ -722,9 +689,7 @@ def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> F
 
 
 def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
-    """What a reader must know of the runs in a picture, and of their times where these
-    are drawn.
-    """
+    """What a reader must know of the runs in a picture, and of their times if these are drawn."""
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     joint_methods = arms["method"][arms["decode"] == JOINTLY]
     disturbed = int(arms["disturbed"].isin([True]).sum())

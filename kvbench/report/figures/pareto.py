@@ -8,37 +8,35 @@ from typing import Any
 
 from kvbench.report.data.run import missing
 
-# area of a mark: of an arm without a budget, and of the least and most budget
-BARE, SMALLEST, LARGEST = 70, 12, 60
+BARE = 70  # area of the mark of an arm without a budget
+SMALLEST, LARGEST = 12, 60  # of the least and the most budget
 FRONT = {"color": "#666666", "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1}
 
 
 def draw_front(
     axis: Any, costs: Sequence[float], values: Sequence[float], more_is_better: bool
 ) -> None:
-    """Draw the Pareto front: the best value that is to be had at a cost or less, to the axis' right
-    end.
-    """
+    """Draw the Pareto front to the axis' right end: the best value at a cost or less."""
     corners = front(costs, values, more_is_better)
     if len(corners) > 0:
         x_min, x_max = axis.get_xlim()
-        axis.step(
-            [*(cost for cost, _ in corners), x_max], [*(value for _, value in corners), corners[-1][1]],
-            where="post", label="Pareto front", **FRONT,
-        )  # fmt: skip
+        x = [*(cost for cost, _ in corners), x_max]
+        y = [*(value for _, value in corners), corners[-1][1]]
+        axis.step(x, y, where="post", label="Pareto front", **FRONT)
         axis.set_xlim(x_min, x_max)
 
 
 def front(
     costs: Sequence[float], values: Sequence[float], more_is_better: bool
 ) -> list[tuple[float, float]]:
-    """The points (cost, value) to which no other is at once as cheap and as good, and better in
-    one; by cost.
+    """The points (cost, value) of the Pareto front, by cost.
+
+    No other point is as cheap and as good, and better in one of them.
     """
-    sign, corners, best = (1 if more_is_better else -1), [], -math.inf
-    for cost, value in sorted(
-        zip(costs, values, strict=True), key=lambda point: (point[0], -sign * point[1])
-    ):
+    sign = 1 if more_is_better else -1
+    corners, best = [], -math.inf
+    points = zip(costs, values, strict=True)
+    for cost, value in sorted(points, key=lambda point: (point[0], -sign * point[1])):
         if sign * value > best:
             best = sign * value
             corners.append((cost, value))

@@ -14,16 +14,21 @@ from kvbench.report.figures.panels import arms_for
 
 
 def passkey(runs: Runs) -> Figure:
-    """Share of the passkeys found, by depth and prompt length; a panel for each arm (IceCache, Fig.
-    6).
+    """Share of the passkeys found, by depth and prompt length; a panel for each arm.
+
+    (IceCache, Fig. 6.)
     """
     arms = arms_for(runs, "passkey", probed=False, task="passkey")
-    named, panels, below = named_arms(runs, "passkey", arms)
+    named = named_arms(runs, "passkey", arms)
     units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
-    maps = [(title, passkey_cells(run.samples())) for title, run in named]
-    title = f"passkeys found by depth and length{below}"
     return draw_maps(
-        maps, panels, title, ("found (%)", f"prompt length ({units})", "depth (%)"), 100
+        [(title, passkey_cells(run.samples())) for title, run in named.runs],
+        named.panels,
+        f"passkeys found by depth and length{named.title}",
+        100,
+        colour="found (%)",
+        columns=f"prompt length ({units})",
+        rows="depth (%)",
     )
 
 

@@ -1,6 +1,4 @@
-"""The figure `published`: published scores against ours, a mark for each cell of the papers' tables
-that we have.
-"""
+"""The figure `published`: published scores against ours, a mark for each cell that we have."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ class _Point(NamedTuple):
 
 
 def published(runs: Runs) -> Figure:
-    """Ours against the published score, a panel for each table; an open mark is of other samples or
-    protocol.
+    """Ours against the published score, a panel for each table.
+
+    An open mark is of other samples or another protocol.
     """
     panels = {
         paper: points
@@ -66,9 +65,8 @@ def published(runs: Runs) -> Figure:
     paths = {point.cell.run for point in drawn}
     used = Panel("", runs.arms.loc[[run.index for run in runs if run.folders in paths]], {})
     letters = sorted({letter for point in drawn for letter in point.marks})
-    return finished(
-        figure, axes, [used], notes=[f"{letter}: {MARKS[letter]}" for letter in letters]
-    )
+    notes = [f"{letter}: {MARKS[letter]}" for letter in letters]
+    return finished(figure, axes, [used], notes=notes)
 
 
 def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
@@ -87,26 +85,15 @@ def _draw(axis: Any, points: Sequence[_Point]) -> None:
         numbers = cell.numbers
         x, y = numbers["published"], numbers["score"]
         low, high = numbers.get("score_low", y), numbers.get("score_high", y)
-        look = {
-            "marker": style.marker,
-            "color": style.colour,
-            "markerfacecolor": "none" if marks else style.colour,
-        }
-        axis.errorbar(
-            x, y, [[y - low], [high - y]], linestyle="", elinewidth=0.8, label=style.label, **look
-        )
+        fill = "none" if marks else style.colour
+        look = {"marker": style.marker, "color": style.colour, "markerfacecolor": fill}
+        bar = {"linestyle": "", "elinewidth": 0.8, "label": style.label}
+        axis.errorbar(x, y, [[y - low], [high - y]], **look, **bar)
         if marks:
-            axis.annotate(
-                marks,
-                (x, y),
-                (4, 4),
-                textcoords="offset points",
-                fontsize=SMALL,
-                color=style.colour,
-            )
+            at = {"textcoords": "offset points", "fontsize": SMALL, "color": style.colour}
+            axis.annotate(marks, (x, y), (4, 4), **at)
     shown = ("published", "score", "score_low", "score_high")
     ends = [cell.numbers[name] for _, cell, _ in points for name in shown if name in cell.numbers]
-    axis.set(
-        xlim=(min(ends) - 3, max(ends) + 3), ylim=(min(ends) - 3, max(ends) + 3), aspect="equal"
-    )
+    limits = (min(ends) - 3, max(ends) + 3)
+    axis.set(xlim=limits, ylim=limits, aspect="equal")
     axis.grid(alpha=0.3)

@@ -1,6 +1,4 @@
-"""The figure `question`: what a method loses when the question comes after it has compressed the
-context.
-"""
+"""The figure `question`: what a method loses when the question comes after compression."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ PLACES = {word: place for place, word in enumerate(get_args(Question))}
 
 
 def question(runs: Runs) -> Figure:
-    """Score by when the question is read; a panel for each task, model and budget, full attention
-    in all of them.
+    """Score by when the question is read; a panel for each task, model and budget.
+
+    Full attention is in all of them.
     """
     arms = arms_for(runs, "question", probed=False, scored=True)
     arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})

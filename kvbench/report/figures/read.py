@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.run import YARDSTICK, Runs
 from kvbench.report.data.sizes import bytes_read
-from kvbench.report.data.stats import intervals
 from kvbench.report.figures.labels import End, height_for, name_ends
-from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, measured
+from kvbench.report.figures.nearness import LEAST_KL, EstimateOf, at_least, intervals_of, measured
 from kvbench.report.figures.panels import (
     Series,
     arms_for,
@@ -46,12 +45,7 @@ def read(runs: Runs) -> Figure:
             "figure=read: no run of a sparse method whose audit has attended_bytes_per_step"
         )
     drawn = measured(runs, panels_of("read", runs, arms, lines="method"))
-    bars = intervals(
-        value
-        for panel, _, estimate_of in drawn
-        for run in panel.arms.index
-        if (value := estimate_of(runs[run]))
-    )
+    bars = intervals_of(runs, drawn)
     lines = [list(series_of(runs, panel)) for panel, *_ in drawn]
     tall = height_for(max(map(len, lines)))
     better = " or ".join(dict.fromkeys("up" if name == "score" else "down" for _, name, _ in drawn))
@@ -66,48 +60,29 @@ def read(runs: Runs) -> Figure:
 def _draw(
     axis: Any, runs: Runs, series: Sequence[Series], name: str, estimate_of: EstimateOf, tall: float
 ) -> None:
-    """One measure of arms over the bytes they read, with names beside the lines and the Pareto
-    front.
-    """
-    ends, costs, values = [], [], []
+    """One measure of arms over the bytes they read, with names and the Pareto front."""
+    more, ends = name == "score", []
+    costs: list[float] = []
+    values: list[float] = []
     for curve in series:
-        values_of = ((run, estimate_of(runs[run])) for run in curve.arms.index)
-        estimates = {
-            run: value for run, value in values_of if value and (name == "score" or value.mean > 0)
-        }
+        estimates = {run: value for run in curve.arms.index if (value := estimate_of(runs[run]))}
+        if not more:
+            estimates = {run: at_least(kl) for run, kl in estimates.items() if kl.mean > 0}
         if not estimates:
             continue
-        near = [value if name == "score" else at_least(value) for value in estimates.values()]
-        curve_arms = curve.arms.loc[list(estimates)]
-        x, index = (
-            MIB.scale * curve_arms["read"],
-            MIB.scale * curve_arms["index_bytes"].astype(float).fillna(0),
-        )
+        near, arms = list(estimates.values()), curve.arms.loc[list(estimates)]
+        x, y = MIB.scale * arms["read"], [value.mean for value in near]
+        with_index = x + MIB.scale * arms["index_bytes"].astype(float).fillna(0)
         draw_intervals(axis, curve, x, near)
-        axis.hlines(
-            [value.mean for value in near],
-            x,
-            x + index,
-            color=curve.style.colour,
-            linewidth=0.6,
-            alpha=0.6,
-        )
+        axis.hlines(y, x, with_index, color=curve.style.colour, linewidth=0.6, alpha=0.6)
         last = int(x.to_numpy().argmax())
-        below = f" (below {LEAST_KL:g})" if name != "score" and near[last].mean == LEAST_KL else ""
-        ends.append(End(f"{curve.label()}{below}", curve.style, x.iloc[last], near[last].mean))
+        below = f" (below {LEAST_KL:g})" if not more and y[last] == LEAST_KL else ""
+        ends.append(End(f"{curve.label()}{below}", curve.style, x.iloc[last], y[last]))
         costs += list(x)
-        values += [value.mean for value in near]
-    if name == "score":
-        fit_scores(axis)
-    else:
-        log_y(axis)
+        values += y
+    (fit_scores if more else log_y)(axis)
     right = axis.get_xlim()[1]
-    mark_powers(
-        axis,
-        [
-            2.0**octave
-            for octave in range(math.floor(math.log2(min(costs))), math.ceil(math.log2(right)))
-        ],
-    )
-    draw_front(axis, costs, values, more_is_better=name == "score")
+    octaves = range(math.floor(math.log2(min(costs))), math.ceil(math.log2(right)))
+    mark_powers(axis, [2.0**octave for octave in octaves])
+    draw_front(axis, costs, values, more_is_better=more)
     name_ends(axis, ends, tall)

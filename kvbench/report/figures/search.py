@@ -1,5 +1,6 @@
-"""The figure `search`: what a search finds in its time, and the time to read as much (of
-`scripts/bench_index.py`).
+"""The figure `search`: what a search finds in its time, and the time to read as much.
+
+It draws what `scripts/bench_index.py` prints.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ ALL = {**FRONT, "linestyle": ":"}
 
 
 def search(files: Sequence[Path]) -> Figure:
-    """Recall of the exact top k against the time of one query: a row for each kind of keys, a
-    column for each number.
+    """Recall of the exact top k against the time of one query.
 
-    A point is a beam width, or faiss's efSearch or nprobe. A thin line is the time to read the
-    nodes and keys that it scored at the pace of one pass over all keys; what lies in a cache is
-    read faster than that.
+    There is a row for each kind of keys and a column for each number of them. A point is a beam
+    width, or faiss's efSearch or nprobe. A thin line is the time to read the nodes and keys that it
+    scored at the pace of one pass over all keys; what lies in a cache is read faster than that.
 
     Parameters
     ----------
@@ -61,13 +61,8 @@ def search(files: Sequence[Path]) -> Figure:
         row[0].set_ylabel("recall")
     for axis in axes[-1]:
         axis.set_xlabel("time of a query (us)")
-    pace = Line2D(
-        [],
-        [],
-        color=FRONT["color"],
-        label="the same bytes at the pace of one pass over all keys",
-        **SAME_BYTES,
-    )
+    words = "the same bytes at the pace of one pass over all keys"
+    pace = Line2D([], [], color=FRONT["color"], label=words, **SAME_BYTES)
     return legend(figure, axes, "", [pace])
 
 
@@ -91,13 +86,8 @@ def _draw(axis: Any, numbers: Mapping[str, Any]) -> None:
         look = {**line_look(style), "markersize": 3, "linewidth": 1}
         axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
         if points and "floor_us" in points[0]:
-            axis.plot(
-                [point["floor_us"] for point in points],
-                recall,
-                color=style.colour,
-                linestyle=style.line,
-                **SAME_BYTES,
-            )
+            look = {"color": style.colour, "linestyle": style.line, **SAME_BYTES}
+            axis.plot([point["floor_us"] for point in points], recall, **look)
     axis.axvline(numbers["stream_us"], label="one pass over all keys", **FRONT)
     axis.axvline(numbers["flat_us"], label="faiss, all keys scored", **ALL)
     axis.set(xscale="log", ylim=(-0.03, 1.03))

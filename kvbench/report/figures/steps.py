@@ -19,8 +19,9 @@ POINTS = 100  # of a curve, at most
 
 
 def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Figure:
-    """A column for each probe, a row for each task and model, a curve for each arm: the mean over
-    samples.
+    """Means of probes over decode steps.
+
+    There is a column for each probe, a row for each task and model, a curve for each arm.
     """
     arms = arms_for(runs, figure_name, probed=True)
     drawn = []
@@ -31,14 +32,11 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
         if any(len(curve) for _, _, curve in curves):
             drawn.append((panel, curves))
     if not drawn:
-        raise ConfigError(
-            f"figure={figure_name}: of the runs with probes none is sparse and has values of each"
-            " step"
-        )
+        what = "of the runs with probes none is sparse and has values of each step"
+        raise ConfigError(f"figure={figure_name}: {what}")
     measures = [QUANTITIES[name].axis for name in probes]
-    figure, axes = grid(
-        len(drawn), len(probes), f"{' and '.join(measures)}, over decode steps: means over samples"
-    )
+    title = f"{' and '.join(measures)}, over decode steps: means over samples"
+    figure, axes = grid(len(drawn), len(probes), title)
     for (panel, curves), row in zip(drawn, axes, strict=True):
         for label, style, of_arm in curves:
             for axis, name in zip(row, probes, strict=True):

@@ -1,10 +1,8 @@
-"""The figure `tradeoff`: score, or nearness to full attention, against what it costs, with the
-Pareto front.
-"""
+"""The figure `tradeoff`: score, or nearness to full attention, against its cost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -34,46 +32,38 @@ TIME, OWN_TIME = (QUANTITIES[name] for name in ("tpot_ms_mean", "own_ms"))
 
 
 def tradeoff(runs: Runs) -> Figure:
-    """Score against device memory and against the time per token; a row for each task and model
-    (IceCache, Fig. 1).
+    """Score against device memory, and against the time per token.
 
-    Where an arm of a row decoded together with others, the time is that of attention, search and
-    transfers for all; where no arm of it has a time, memory with the index takes its place.
+    There is a row for each task and model (IceCache, Fig. 1). Where an arm of a row decoded
+    together with others, the time is that of attention, search and transfers for all; where no arm
+    of it has a time, memory with the index takes its place.
     """
     arms = arms_for(runs, "tradeoff", probed=False, columns=[TIME.name, OWN_TIME.name], scored=True)
     panels = ranking(runs, panels_of("tradeoff", runs, arms, times=True, lines="method"))
     scores = {run: runs[run].score() for panel in panels for run in panel.arms.index}
     bars = intervals(scores.values())
     seconds = [_second(panel.arms) for panel in panels]
-    costs = [
-        "memory",
-        *dict.fromkeys(
-            "time" if quantity.is_time else "memory with the index" for quantity in seconds
-        ),
-    ]
-    against = " and ".join(costs)
+    costs = ["time" if quantity.is_time else "memory with the index" for quantity in seconds]
+    against = " and ".join(dict.fromkeys(["memory", *costs]))
     figure, axes = grid(
         len(panels), 2, f"score against {against}, with {bars}; up and left is better"
     )
     sizes = areas([budget for panel in panels for budget in panel.arms["budget"]])
     for panel, second, row in zip(panels, seconds, axes, strict=True):
-        points = pd.concat(
-            [series.arms.assign(label=series.label()) for series in series_of(runs, panel)]
-        )
+        lines = list(series_of(runs, panel))
+        points = pd.concat([series.arms.assign(label=series.label()) for series in lines])
         points["low"], points["high"] = (
             [scores[run][end] for run in points.index] for end in (1, 2)
         )
-        styles = {series.label(): series.style for series in series_of(runs, panel)}
+        styles = {series.label(): series.style for series in lines}
         draw_tradeoff(row, points, styles, second, sizes=sizes)
         row[0].set(ylabel=QUANTITIES["score"].axis, title=panel.title)
         row[1].set_title(panel.title)
     for budget, area in sizes.items():
         look = {"marker": "o", "facecolor": "none", "edgecolor": FRONT["color"]}
         axes[0, 0].scatter([], [], s=area, label=f"C = {size_text(budget)}", **look)
-    has_method_time = any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1])
-    return finished(
-        figure, axes, panels, times=True, notes=[METHOD_TIME] if has_method_time else []
-    )
+    notes = [METHOD_TIME] if any(axis.get_xlabel() == OWN_TIME.axis for axis in axes[:, 1]) else []
+    return finished(figure, axes, panels, times=True, notes=notes)
 
 
 def _second(arms: pd.DataFrame) -> Quantity:
@@ -91,8 +81,9 @@ def draw_tradeoff(
     y: str = "score",
     sizes: dict[Any, float] | None = None,
 ) -> None:
-    """Mark arms on two axes: a quantity against KV bytes on the device, and against a time or other
-    bytes.
+    """Mark arms on two axes: a quantity against KV bytes on the device, and against a second cost.
+
+    That is a time, or other bytes.
 
     Parameters
     ----------
@@ -113,59 +104,42 @@ def draw_tradeoff(
         the area of the mark of each budget.
     """
     for axis, cost in zip(axes, (DEVICE_KV, second), strict=True):
-        scale = "linear" if cost.is_time else "log"
         with_cost = points[points[cost.name].notna()]
         if not len(with_cost):
             axis.set_axis_off()
             axis.set_title("")
             continue
+        with_cost = with_cost.assign(
+            x=with_cost[cost.name].astype(float) * cost.unit.scale, y=with_cost[y].astype(float)
+        )
         for label, arms in with_cost.groupby("label", sort=False):
-            style = styles[label]
-            x, heights = arms[cost.name].astype(float) * cost.unit.scale, arms[y].astype(float)
-            if y != "score" and not heights.any():
-                axis.axvline(
-                    x.iloc[0], color=style.colour, linestyle="--", linewidth=1, label=label
-                )
-                continue
-            axis.plot(
-                x,
-                heights,
-                color=style.colour,
-                linestyle=style.line,
-                linewidth=0.8,
-                alpha=0.5,
-                zorder=2,
-            )
-            if "low" in arms:
-                axis.vlines(
-                    x,
-                    arms["low"].fillna(heights),
-                    arms["high"].fillna(heights),
-                    style.colour,
-                    linewidth=0.8,
-                )
-            # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
-            area = [(sizes or {}).get(budget, BARE) for budget in arms["budget"]]
-            look = {
-                "marker": style.marker,
-                "facecolor": fill_of(style),
-                "edgecolor": style.colour,
-                "linewidth": 1.1,
-            }
-            axis.scatter(x, heights, s=area, label=label, zorder=3, **look)
+            if y != "score" and not arms["y"].any():
+                look = {"color": styles[label].colour, "linestyle": "--", "linewidth": 1}
+                axis.axvline(arms["x"].iloc[0], label=label, **look)
+            else:
+                _mark(axis, label, styles[label], arms, sizes or {})
+        scale = "linear" if cost.is_time else "log"
         axis.set(xlabel=cost.axis, xscale=scale)
         axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.xaxis.set_minor_formatter(LogFormatter() if scale == "log" else NullFormatter())
         axis.margins(x=0.1, y=0.12)
-        if y == "score":
-            fit_scores(axis)
-        else:
-            log_y(axis)
+        (fit_scores if y == "score" else log_y)(axis)
         axis.grid(alpha=0.3)
-        drawn = with_cost[with_cost[y] != 0] if y != "score" else with_cost
-        draw_front(
-            axis,
-            drawn[cost.name].astype(float) * cost.unit.scale,
-            drawn[y].astype(float),
-            y == "score",
-        )
+        drawn = with_cost[with_cost["y"] != 0] if y != "score" else with_cost
+        draw_front(axis, drawn["x"], drawn["y"], y == "score")
+
+
+def _mark(
+    axis: Any, label: str, style: Style, arms: pd.DataFrame, sizes: Mapping[Any, float]
+) -> None:
+    """Arms of one label as marks at x and y that a line joins, each with its interval."""
+    x, y = arms["x"], arms["y"]
+    line = {"color": style.colour, "linestyle": style.line}
+    axis.plot(x, y, linewidth=0.8, alpha=0.5, zorder=2, **line)
+    if "low" in arms:
+        ends = arms["low"].fillna(y), arms["high"].fillna(y)
+        axis.vlines(x, *ends, style.colour, linewidth=0.8)
+    # Arms that score alike at like cost lie on one another: outlines leave both to be seen.
+    area = [sizes.get(budget, BARE) for budget in arms["budget"]]
+    look = {"marker": style.marker, "facecolor": fill_of(style), "edgecolor": style.colour}
+    axis.scatter(x, y, s=area, label=label, zorder=3, linewidth=1.1, **look)

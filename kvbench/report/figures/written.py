@@ -12,6 +12,7 @@ from kvbench.config import ConfigError
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.stats import INTERVALS, estimate, proportion
 from kvbench.report.figures.panels import (
+    BUDGET,
     arms_for,
     draw_by_budget,
     finished,
@@ -32,10 +33,8 @@ def written(runs: Runs) -> Figure:
     arms = arms_for(runs, "written", probed=False, scored=True)
     arms = arms[arms[LENGTH.name].notna()]
     if not len(arms):
-        raise ConfigError(
-            f"figure=written: no run stored its outputs or how long they are among {len(runs.arms)}"
-            " runs"
-        )
+        what = f"no run stored its outputs or how long they are among {len(runs.arms)} runs"
+        raise ConfigError(f"figure=written: {what}")
     panels = panels_of("written", runs, arms, lines="method")
     title = f"what the model writes, with {INTERVALS}; level lines: without a budget"
     figure, axes = grid(len(panels), 2, title)
@@ -46,16 +45,13 @@ def written(runs: Runs) -> Figure:
             looped = [proportion([100 * frame["looped"].to_numpy(float)]) for frame in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
                 draw_by_budget(axis, series, series.arms["budget"], values)
+        budgets = panel.arms["budget"].dropna().astype(float)
         for axis, measure in zip(row, (LENGTH, LOOPED), strict=True):
-            axis.set(
-                title=panel.title,
-                ylabel=measure.axis,
-                xlabel="budget C: tokens, or below 1 a share of the prompt",
-            )
+            axis.set(title=panel.title, ylabel=measure.axis, xlabel=BUDGET)
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-            if panel.arms["budget"].notna().any():
-                mark_powers(axis, panel.arms["budget"].dropna().astype(float))
+            if len(budgets):
+                mark_powers(axis, budgets)
         fit_scores(row[1])
     return finished(figure, axes, panels)
 
