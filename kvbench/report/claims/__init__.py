@@ -1,3 +1,1 @@
-"""What the papers claim, as criteria over runs, files of measurements and printed numbers; and the
-verdict on each.
-"""
+"""The papers' claims as criteria over runs, files and printed numbers, and their verdicts."""

@@ -1,6 +1,4 @@
-"""Numbers of claims that need no run: of what the papers print, and of the files that the scripts
-in scripts/ write.
-"""
+"""Numbers of claims that need no run: printed by papers, or measured by the scripts in scripts/."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def _below(table: str, column: str, rows: Sequence[str], floor: float) -> Findin
 
 
 def _losses(table: str, columns: Sequence[str], of: str, less: str, above: float) -> Finding:
-    """Cells of one row that lie more than a share below those of another, in the rows of each
-    model.
-    """
+    """Cells of one row that lie more than a share below those of another, model by model."""
     cells = _cells(table)
     lost = {
         f"{model} {column}": 1 - cells[f"{model}, {of}", column] / cells[f"{model}, {less}", column]
@@ -126,15 +122,14 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
         "bootstrap" of the elements, "mean" of repeats, by Student, else their range; `command`,
         which writes the file.
     """
-    path = next(
-        (folder / spec["file"] for folder in folders if (folder / spec["file"]).is_file()), None
-    )
-    if path is None:
-        return Missing(f"no {spec['file']}; {spec['command']} | tail -1 > results/{spec['file']}")
     anew = f"{spec['command']} | tail -1 > results/{spec['file']}"
+    there = (path for folder in folders if (path := folder / spec["file"]).is_file())
+    path = next(there, None)
+    if path is None:
+        return Missing(f"no {spec['file']}; {anew}")
+    paths = [spec[key] for key in ("value", "less", "slope", "each") if key in spec]
     try:
         whole = json.loads(contents(path))
-        paths = [spec[key] for key in ("value", "less", "slope", "each") if key in spec]
         by_path = [
             dict(_at(whole, value_path, spec.get("where", {}), value_path == spec.get("each")))
             for value_path in paths
@@ -153,21 +148,22 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
     values = columns[spec["value"]] - (columns[spec["less"]] if "less" in spec else 0.0)
     if "slope" in spec:
         sizes = columns[spec["slope"]]
-        groups = columns[spec["each"]] if "each" in spec else 0 * sizes
-        masks = [groups == group for group in np.unique(groups)]
-        slopes = [
-            float(np.polyfit(np.log(sizes[mask]), np.log(values[mask]), 1)[0])
-            for mask in masks
-            if mask.sum() > 1
-        ]
-        if not slopes:
+        values = _slopes(values, sizes, columns[spec["each"]] if "each" in spec else 0 * sizes)
+        if not len(values):
             return Missing(f"{path} has no two {spec['slope']}; {anew}")
-        values, note = np.array(slopes), f"of {len(np.unique(sizes))} lengths, {path.name}"
+        note = f"of {len(np.unique(sizes))} lengths, {path.name}"
     if spec.get("interval") == "bootstrap":
         return Finding(*estimate([values])[:4], note, Interval.BOOTSTRAP)
     if spec.get("interval") == "mean":
         return Finding(*repeated(values)[:4], note, Interval.STUDENT)
     return ranged(values, note)
+
+
+def _slopes(values: np.ndarray, sizes: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The log-log slope of values over sizes in each group of two or more."""
+    masks = (groups == group for group in np.unique(groups))
+    logs = [(np.log(sizes[mask]), np.log(values[mask])) for mask in masks if mask.sum() > 1]
+    return np.array([np.polyfit(x, y, 1)[0] for x, y in logs])
 
 
 def _at(
@@ -177,28 +173,28 @@ def _at(
     words: bool = False,
     place: tuple[int, ...] = (),
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The numbers at a path, and words where they are asked for, each with the indices of the
-    elements on the way; only of records whose keys have one of the values that `where` wants.
+    """The numbers at a path, each with the indices of the elements on the way.
+
+    Words, too, where they are asked for. Records count if their keys have one of the values in
+    `where`.
     """
     if isinstance(value, Mapping) and any(
         key in value and value[key] not in some for key, some in where.items()
     ):
         return
-    key, _, rest = path.partition(".")
-    name, _, quarter = key.partition("@")
+    key, *rest = path.split(".", 1)
+    name, *quarter = key.split("@")
     elements: list[Any] = []
     if isinstance(value, Mapping) and (several := key.endswith("*")):
-        elements = [
-            element for element_key, element in value.items() if element_key.startswith(key[:-1])
-        ]
+        elements = [element for name, element in value.items() if name.startswith(key[:-1])]
     elif several := key == "*":
         elements = list(value)
     elif isinstance(value, Mapping) and name in value:
-        elements = [quarter_of(value[name], quarter) if quarter else value[name]]
+        elements = [quarter_of(value[name], *quarter) if quarter else value[name]]
     for index, element in enumerate(elements):
         indices = (*place, index) if several else place
         if rest:
             if isinstance(element, Mapping | list):
-                yield from _at(element, rest, where, words, indices)
+                yield from _at(element, rest[0], where, words, indices)
         elif is_number(element) or (words and isinstance(element, str)):
             yield indices, element

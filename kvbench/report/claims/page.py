@@ -1,6 +1,4 @@
-"""The claims with what was measured and the verdict on each, as text for the console, Markdown, CSV
-and HTML.
-"""
+"""The claims with their numbers and verdicts, for the console, Markdown, CSV and HTML."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ class Judged(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The verdict as a reader sees it; a stand-in's is said to be one, unless printed numbers
-        alone decide.
+        """The verdict as a reader sees it.
+
+        A stand-in's is said to be one, unless printed numbers alone decide.
         """
         deciding = {
             criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict
@@ -64,8 +63,9 @@ class Judged(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """Of each criterion what was measured, or what is missing; superseded ones say so, with
-        their verdict.
+        """What was measured, or what is missing, of each criterion.
+
+        Superseded criteria say so, with their verdict.
         """
         before = [
             f"superseded ({verdict.value}): {sentence(part, finding)}"
@@ -77,23 +77,44 @@ class Judged(NamedTuple):
         ]
         return ["; ".join(filter(None, words)) for words in now] + before
 
+    @property
+    def lacking(self) -> tuple[int, int]:
+        """How many criteria lack runs, and how many lack samples in the runs that they have."""
+        parts = [part for part in self.criteria if part[0].kind == "runs"]
+        measured = [(part, number.n) for part, number, _ in parts if isinstance(number, Finding)]
+        too_few = sum(n < criterion.n for criterion, n in measured)
+        return len(parts) - len(measured), too_few
+
+    @property
+    def paragraph(self) -> str:
+        """The claim, its verdict, and all that is known of both, in lines of a console."""
+        claim = self.claim
+        head = f"{claim.id}  {self.shown.upper()}  {claim.claim} [{claim.source}]"
+        whys = {
+            "original": claim.original,
+            "weaker": claim.weaker,
+            "superseded": claim.superseded.why,
+        }
+        inset = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent="      ")
+        lines = [*self.sentences, *(f"{name}: {text}" for name, text in whys.items() if text)]
+        wrapped = [line for text in lines for line in inset.wrap(text)]
+        return "\n".join([*textwrap.wrap(head, WIDTH), *wrapped]) + "\n"
+
 
 def judged(runs: Runs | None, folders: Sequence[Path]) -> list[Judged]:
-    """Every claim with its verdict, by these runs and the measurements' files in these folders or
-    the shipped ones.
+    """Every claim with its verdict, by these runs and by files of measurements.
 
-    If the runs that kvbench ships measure more of a claim, on as many samples as it needs, they
-    decide it.
+    Files are those in these folders, else the shipped ones. If the runs that kvbench ships measure
+    more of a claim, on as many samples as it needs, they decide it.
     """
     judgements = []
     for claim in claims():
         judgement = _judged(claim, runs, folders)
-        theirs = (
-            _judged(claim, shipped_runs(*(SHIPPED / name for name in DECIDING)), [], OURS)
-            if any(_lacking(judgement))
-            else judgement
-        )
-        judgements.append(theirs if _lacking(theirs) < _lacking(judgement) else judgement)
+        if any(judgement.lacking):
+            shipped = shipped_runs(*(SHIPPED / name for name in DECIDING))
+            theirs = _judged(claim, shipped, [], OURS)
+            judgement = theirs if theirs.lacking < judgement.lacking else judgement
+        judgements.append(judgement)
     return judgements
 
 
@@ -111,21 +132,6 @@ def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note
     if note and criterion.kind == "runs" and isinstance(number, Finding):
         number = number._replace(note="; ".join(filter(None, [number.note, note])))
     return criterion, number, judge(criterion, number)
-
-
-def _lacking(judgement: Judged) -> tuple[int, int]:
-    """How many criteria ask for runs that are not there, and how many for more samples than these
-    have.
-    """
-    run_criteria = [
-        (criterion, number)
-        for criterion, number, _ in judgement.criteria
-        if criterion.kind == "runs"
-    ]
-    too_few = [
-        number.n < criterion.n for criterion, number in run_criteria if isinstance(number, Finding)
-    ]
-    return len(run_criteria) - len(too_few), sum(too_few)
 
 
 @cache
@@ -149,11 +155,8 @@ def sentence(criterion: Criterion, finding: Finding | Missing) -> str:
     """What was measured for a criterion, with its interval and what it should be."""
     if isinstance(finding, Missing):
         return f"{criterion.description}: {finding.why}"
-    interval = (
-        ""
-        if finding.low is None or finding.low == finding.high
-        else f" [{finding.low:.3g}, {finding.high:.3g}]"
-    )
+    has_width = finding.low is not None and finding.low != finding.high
+    interval = f" [{finding.low:.3g}, {finding.high:.3g}]" if has_width else ""
     few = f", {finding.n} of {criterion.n} samples" if finding.n < criterion.n else ""
     note = f" ({finding.note})" if finding.note else ""
     return (
@@ -172,8 +175,9 @@ def _summary(judgements: Sequence[Judged]) -> str:
 
 
 def unmeasured(judgements: Sequence[Judged]) -> str:
-    """Why claims are not measured where kvbench was installed without the runs that it ships, and
-    the remedy, in words; "" where all are or these are there.
+    """Why claims are not measured in an installation without the shipped runs, and the remedy.
+
+    "" where all are measured, or the shipped runs are there.
     """
     absent = [name for name in DECIDING if not (SHIPPED / name).is_file()]
     if not absent or not any(judgement.verdict is Verdict.NOT_MEASURED for judgement in judgements):
@@ -187,28 +191,8 @@ def unmeasured(judgements: Sequence[Judged]) -> str:
 
 def console(judgements: Sequence[Judged]) -> str:
     """A paragraph for each claim."""
-    paragraphs = ["\n".join(_paragraph(judgement)) + "\n" for judgement in judgements]
+    paragraphs = [judgement.paragraph for judgement in judgements]
     return "\n".join([*paragraphs, textwrap.fill(_summary(judgements), WIDTH)]) + "\n"
-
-
-def _paragraph(judgement: Judged) -> Iterator[str]:
-    yield from textwrap.wrap(
-        f"{judgement.claim.id}  {judgement.shown.upper()}  {judgement.claim.claim}"
-        f" [{judgement.claim.source}]",
-        WIDTH,
-    )
-    for line in judgement.sentences:
-        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="      ")
-    whys = {
-        "original": judgement.claim.original,
-        "weaker": judgement.claim.weaker,
-        "superseded": judgement.claim.superseded.why,
-    }
-    for name, text in whys.items():
-        if text:
-            yield from textwrap.wrap(
-                f"{name}: {text}", WIDTH, initial_indent="    ", subsequent_indent="      "
-            )
 
 
 HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker", "superseded")
@@ -239,51 +223,33 @@ def markdown(judgements: Sequence[Judged]) -> str:
     )
 
 
+OF_CRITERIA = ("id", "claim", "verdict", "part", "part_verdict")
+NUMBERS = ("value", "low", "high", "n", "wanted_n", "note")
+
+
 def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
-    heads = [
-        "id",
-        "claim",
-        "verdict",
-        "part",
-        "part_verdict",
-        "value",
-        "low",
-        "high",
-        "n",
-        "wanted_n",
-        "note",
-    ]
-    rows: list[list[Any]] = [heads]
+    rows: list[list[Any]] = [[*OF_CRITERIA, *NUMBERS]]
     for judgement in judgements:
-        parts = [(part, "") for part in judgement.criteria] + [
-            (part, "superseded") for part in judgement.superseded
-        ]
-        for (criterion, number, verdict), decides in parts:
-            start = [
-                judgement.claim.id,
-                judgement.claim.claim,
-                judgement.shown,
-                criterion.description,
-                decides or verdict.value,
-            ]
-            numbers = (
-                ["", "", "", "", criterion.n, number.why]
-                if isinstance(number, Missing)
-                else [*number[:4], criterion.n, number.note]
-            )
-            rows.append([*start, *numbers])
+        claim = [judgement.claim.id, judgement.claim.claim, judgement.shown]
+        parts = [(*part, part[2].value) for part in judgement.criteria]
+        parts += [(*part, "superseded") for part in judgement.superseded]
+        for criterion, number, _, decides in parts:
+            if isinstance(number, Finding):
+                numbers = [*number[:4], criterion.n, number.note]
+            else:
+                numbers = ["", "", "", "", criterion.n, number.why]
+            rows.append([*claim, criterion.description, decides, *numbers])
     return csv_lines(rows)
 
 
 def html(judgements: Sequence[Judged]) -> str:
     """A page with one table; where a number is missing it has the command that measures it."""
     heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
-    rows = []
-    for row in _rows(judgements):
-        rows.append(
-            "<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>"
-        )
+    rows = [
+        "<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>"
+        for row in _rows(judgements)
+    ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
         f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"

@@ -1,6 +1,4 @@
-"""How many samples an undecided criterion asks for, by the spread of those that it has, and how
-long these take.
-"""
+"""How many samples an undecided criterion needs, judged by their spread, and how long they take."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ def lacks(criterion: Criterion, finding: Finding | Missing, runs: Runs | None) -
     required = required_samples(criterion, finding)
     if required is None:
         return "more samples would not decide it"
-    more, choosing = (
-        math.ceil(max(1, required - finding.n) * finding.taken),
-        math.ceil(required * (finding.taken - 1)),
-    )
+    more = math.ceil(max(1, required - finding.n) * finding.taken)
+    choosing = math.ceil(required * (finding.taken - 1))
     choose = f", {_rounded(choosing)} of them to choose the rival," if choosing else ""
     total = f"{_rounded(required + choosing)} samples{choose}"
     words = f"{total} would decide it, if mean and spread stay, {_rounded(more)} more"
@@ -36,18 +32,16 @@ def lacks(criterion: Criterion, finding: Finding | Missing, runs: Runs | None) -
     if required > HOPELESS * finding.n >= HOPELESS * criterion.n:
         return f"{words}: it will stay undecided"
     minutes = minutes_a_sample(criterion, runs)
-    return (
-        words
-        if minutes is None
-        else f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
-    )
+    if minutes is None:
+        return words
+    return f"{words}, about {_rounded(math.ceil(more * minutes))} min as the others took"
 
 
 def required_samples(criterion: Criterion, finding: Finding) -> int | None:
-    """The samples with which the interval would just leave the bounds that lie in it; at least the
-    criterion's n.
+    """The samples with which the interval would just leave the bounds that lie in it.
 
-    None where an interval does not narrow with samples, or its middle lies on a bound.
+    They are at least the criterion's n. None where an interval does not narrow with samples, or its
+    middle lies on a bound.
     """
     if finding.low is None or finding.high is None:
         return criterion.n
@@ -65,7 +59,9 @@ def _until(finding: Finding, bound: float) -> int:
     distance = abs(finding.value - bound)
     if finding.interval is Interval.WILSON:  # of scores, 0 to 100
         return math.ceil(Z**2 * bound * (100 - bound) / distance**2 / finding.used_share)
-    half = finding.value - finding.low if bound < finding.value else finding.high - finding.value  # type: ignore[operator]
+    end = finding.low if bound < finding.value else finding.high
+    assert end is not None
+    half = abs(finding.value - end)
     required = math.ceil(finding.n * (half / distance) ** 2)
     if finding.interval is Interval.STUDENT:
         spread = half * math.sqrt(finding.n) / student(finding.n - 1)
@@ -77,11 +73,10 @@ def _until(finding: Finding, bound: float) -> int:
 
 
 def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
-    """What a sample of all arms took in the runs that there are: arms of scores ran side by side,
-    times in turns.
+    """What a sample of all arms took in these runs, in minutes.
 
-    None where no run says it: of files, and of runs without the times at which they began and
-    ended.
+    Arms of scores ran side by side, those of times one after another. None where no run says it: of
+    files, and of runs without the times at which they began and ended.
     """
     if criterion.kind != "runs":
         return None
@@ -93,7 +88,7 @@ def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
 def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[float]:
     """Of each arm the minutes of a sample, of timed ones of a repeat, which is a run."""
     for words in (arm for arms in arms_of(criterion.spec).values() for arm in arms):
-        chosen = runs_of(runs, criterion.spec["bed"], words, times=timed)
+        chosen = runs_of(runs, criterion.spec["bed"], words, timed)
         spans = [] if isinstance(chosen, Missing) else [_span(run) for run in chosen]
         yield sum(span for span, _ in spans) / max(
             1, len(spans) if timed else sum(count for _, count in spans)
@@ -101,9 +96,7 @@ def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[f
 
 
 def _span(run: Run) -> tuple[float, int]:
-    """The minutes in which a run took its last samples, and how many these were; 0 of what does not
-    say it.
-    """
+    """The minutes in which a run took its last samples, and their number; 0: it does not say."""
     status = json_in(run.arm["path"] / "status.json")
     try:
         began, ended = (datetime.fromisoformat(str(status[key])) for key in ("began", "updated"))

@@ -1,16 +1,17 @@
-"""Numbers of claims that are taken from runs: from one arm's samples, or from two arms' on the same
-samples.
+"""Numbers of claims from runs: from one arm's samples, or from two arms' on the same samples.
 
 A criterion asks for
   bed         of `claims.beds`, whose words all runs share
-  value       of a sample: "score" (0..100), a key such as "fidelity.kl_mean", "A / B" of two keys, or a list's quarter,
-              such as "fidelity.steps.kl@last" (or @first)
+  value       of a sample: "score" (0..100), a key such as "fidelity.kl_mean", "A / B" of two keys,
+              or a list's quarter, such as "fidelity.steps.kl@last" (or @first)
   of          the arm, in words of the command line
-  less, over  another arm, whose value is taken from it or divides it on the same samples; of several the best one on
-              every other sample, compared on the rest
-  among       an arm: only samples that it scores 100 on; those that were asked count as samples
-  lengths     prompt tokens; of two, what the value grows by from the first to the second, within a seed
-  interval    "mean" of repeats, by Student, as for times; "range" of what is counted; else that of scores on samples
+  less, over  another arm, whose value is taken from it or divides it on the same samples; of
+              several the best one on every other sample, compared on the rest
+  among       an arm: only samples that it scores 100 on; the number of samples is of all
+  lengths     prompt tokens; of two, what the value grows by from the first to the second, within a
+              seed
+  interval    "mean" of repeats, by Student, as for times; "range" of what is counted; else that of
+              scores on samples
 """
 
 from __future__ import annotations
@@ -95,50 +96,51 @@ class Compared(NamedTuple):
 
 def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
     """The number that a criterion asks for."""
-    arms = arms_of(spec)
-    readings: dict[str, list[dict[Key, Reading]]] = {}
-    chosen: dict[str, list[Run]] = {}
-    for name, several in arms.items():
-        value = "score" if name == "among" else spec["value"]
-        for words in several:
-            those = runs_of(runs, spec["bed"], words, times=is_time(value))
-            if isinstance(those, Missing):
-                return those
-            if all(run.is_unbounded for run in those):
-                return Missing(
-                    f"the budget of {words} never applied: every step attended all tokens"
-                )
-            chosen[words] = those
-            readings.setdefault(name, []).append(
-                _readings(those, value, spec.get("lengths", []), name == "of")
-            )
+    arms, command = arms_of(spec), beds()[spec["bed"]].command
+    by_role = _by_role(runs, spec)
+    if isinstance(by_role, Missing):
+        return by_role
+    chosen = {words: arm for role in by_role.values() for words, arm in role.items()}
     if mismatch := _differing(spec, chosen):
         return mismatch
-    command = beds()[spec["bed"]].command
-    compared = _compared(spec, readings)
+    compared = _compared(spec, by_role)
     if not compared.values:
         return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {command}")
-    if compared.below and not (np.all if "interval" in spec else np.any)(
-        np.concatenate(compared.below)
-    ):
-        return Missing(
-            f"{' or '.join(arms.get('over', arms['of']))} has 0 there, which divides nothing;"
-            f" {command}"
-        )
+    divides = np.all if "interval" in spec else np.any
+    if compared.below and not divides(np.concatenate(compared.below)):
+        words = " or ".join(arms.get("over", arms["of"]))
+        return Missing(f"{words} has 0 there, which divides nothing; {command}")
     finding = _finding(spec, compared, chosen[arms["of"][0]][0])
-    decoded = {run.shares_decode for several in chosen.values() for run in several}
     n = round(finding.n / compared.used_share)
-    notes = [
-        f"over the {finding.n} of {n} that {arms['among'][0]} answers" if "among" in arms else "",
-        "some of these arms decoded together with others, some alone" if len(decoded) > 1 else "",
-        *(_unbounded(words, arm_runs) for words, arm_runs in chosen.items()),
-    ]
-    return finding._replace(
-        n=n,
-        note="; ".join(filter(None, notes)),
-        used_share=compared.used_share,
-        taken=compared.taken,
-    )
+    notes = [_unbounded(words, arm) for words, arm in chosen.items()]
+    if len({run.shares_decode for arm in chosen.values() for run in arm}) > 1:
+        notes.insert(0, "some of these arms decoded together with others, some alone")
+    if "among" in arms:
+        notes.insert(0, f"over the {finding.n} of {n} that {arms['among'][0]} answers")
+    note, share = "; ".join(filter(None, notes)), compared.used_share
+    return finding._replace(n=n, note=note, used_share=share, taken=compared.taken)
+
+
+def _by_role(
+    runs: Runs | None, spec: Mapping[str, Any]
+) -> dict[str, dict[str, list[Run]]] | Missing:
+    """The runs of each arm, by its role in the number and its words; or why one has none."""
+    by_role: dict[str, dict[str, list[Run]]] = {}
+    for role, arms in arms_of(spec).items():
+        for words in arms:
+            arm = runs_of(runs, spec["bed"], words, times=is_time(_value(role, spec)))
+            if isinstance(arm, Missing):
+                return arm
+            if all(run.is_unbounded for run in arm):
+                why = f"the budget of {words} never applied: every step attended all tokens"
+                return Missing(why)
+            by_role.setdefault(role, {})[words] = arm
+    return by_role
+
+
+def _value(role: str, spec: Mapping[str, Any]) -> str:
+    """The value of a criterion that is read of the arms in a role."""
+    return "score" if role == "among" else str(spec["value"])
 
 
 def _unbounded(words: str, arm_runs: Sequence[Run]) -> str:
@@ -153,10 +155,17 @@ def _unbounded(words: str, arm_runs: Sequence[Run]) -> str:
 
 
 def _compared(
-    spec: Mapping[str, Any], readings: Mapping[str, Sequence[Mapping[Key, Reading]]]
+    spec: Mapping[str, Any], by_role: Mapping[str, Mapping[str, Sequence[Run]]]
 ) -> Compared:
     """The samples that all arms have, by group."""
-    ours, used_share, taken = readings["of"][0], 1.0, 1.0
+    readings = {
+        role: [
+            _readings(arm, _value(role, spec), spec.get("lengths", []), role == "of")
+            for arm in arms.values()
+        ]
+        for role, arms in by_role.items()
+    }
+    ours, used_share = readings["of"][0], 1.0
     if "among" in readings:
         reference = readings["among"][0]
         both = ours.keys() & reference.keys()
@@ -165,26 +174,25 @@ def _compared(
     others = readings.get("less") or readings.get("over") or [ours]
     shared = (key for key in ours if all(key in other for other in others))
     keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
-    theirs = others[0]
+    theirs, taken = others[0], 1.0
     if len(others) > 1:
         theirs = max(others, key=lambda other: sum(other[key].value for key in keys[::2]))
         taken, keys = len(keys) / max(1, len(keys[1::2])), keys[1::2]
     groups = dict.fromkeys(ours[key].group for key in keys)
     strata = [[key for key in keys if ours[key].group == group] for group in groups]
-    values, other = (
-        [np.array([of[key].value for key in stratum]) for stratum in strata]
-        for of in (ours, theirs)
-    )
-    below = (
-        other
-        if "over" in readings
-        else [np.array([ours[key].below for key in stratum]) for stratum in strata]
-    )
+    values, below = _arrays(ours, strata, "value"), _arrays(theirs, strata, "value")
     if "less" in readings:
-        values = [value - another for value, another in zip(values, other, strict=True)]
-    return Compared(
-        values, below if "over" in readings or "/" in spec["value"] else [], used_share, taken
-    )
+        values = [value - other for value, other in zip(values, below, strict=True)]
+    if "over" not in readings:
+        below = _arrays(ours, strata, "below") if "/" in spec["value"] else []
+    return Compared(values, below, used_share, taken)
+
+
+def _arrays(
+    readings: Mapping[Key, Reading], strata: Sequence[Sequence[Key]], name: str
+) -> list[np.ndarray]:
+    """This field of the readings in each stratum."""
+    return [np.array([getattr(readings[key], name) for key in stratum]) for stratum in strata]
 
 
 def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
@@ -212,9 +220,7 @@ def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
 
 
 def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The arms that a criterion asks for, in words of the command line, by the role that they have
-    in its number.
-    """
+    """The arms that a criterion asks for, in words of the command line, by role."""
     named = {role: spec[role] for role in ROLES if role in spec}
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
@@ -255,30 +261,23 @@ def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> 
     """
     named = {word.partition("=")[0] for words in chosen for word in words.split()}
     data = [
-        {show(run.settings["seed"]): str(run.arm["data"]) for run in runs}
-        for runs in chosen.values()
+        {show(run.settings["seed"]): str(run.arm["data"]) for run in arm} for arm in chosen.values()
     ]
+    seeds = set.intersection(*map(set, data))
     kinds = []
-    for runs, of_seed in zip(chosen.values(), data, strict=True):
-        arm_settings = runs[0].but_for_seed.items()
-        kind = {
-            key: show(value) for key, value in arm_settings if key in SHARED_KEYS or is_shared(key)
-        }
-        kind |= {
-            f"task's data of seed {seed}": of_seed[seed]
-            for seed in set.intersection(*map(set, data))
-        }
+    for arm, of_seed in zip(chosen.values(), data, strict=True):
+        settings = arm[0].but_for_seed.items()
+        kind = {key: show(value) for key, value in settings if key in SHARED_KEYS or is_shared(key)}
+        kind |= {f"task's data of seed {seed}": of_seed[seed] for seed in seeds}
         kinds.append({key: value for key, value in kind.items() if key not in named})
-    if is_time(spec["value"]):
-        for kind, runs in zip(kinds, chosen.values(), strict=True):
-            kind["machine"] = " as well as ".join(_machines(runs))
+        if is_time(spec["value"]):
+            kinds[-1]["machine"] = " as well as ".join(_machines(arm))
     command = beds()[spec["bed"]].command
     for key in sorted(set().union(*kinds)):
-        if len({kind.get(key) for kind in kinds}) > 1:
-            values = " and ".join(
-                f"{kind.get(key)} ({words})" for words, kind in zip(chosen, kinds, strict=True)
-            )
-            return Missing(f"runs that differ in {key}, {values}; {command}")
+        values = {words: kind.get(key) for words, kind in zip(chosen, kinds, strict=True)}
+        if len(set(values.values())) > 1:
+            differing = " and ".join(f"{value} ({words})" for words, value in values.items())
+            return Missing(f"runs that differ in {key}, {differing}; {command}")
     if " as well as " in (machine := kinds[0].get("machine", "")):
         return Missing(f"runs on several machines, {machine}; choose those of one; {command}")
     return None
@@ -303,42 +302,33 @@ def _matches(settings: Mapping[str, Any], required: Mapping[str, str]) -> bool:
 def _readings(
     chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool
 ) -> dict[Key, Reading]:
-    """What the samples of an arm say; of those that are the same under several seeds the first.
+    """What the samples of an arm say.
 
-    A failed sample has no value, except a score of 0 with `failures`; in an arm that others are
-    compared with it has none at all. Times of a disturbed machine are left out.
+    Of samples that are the same under several seeds the first counts. A failed sample has no value,
+    except a score of 0 with `failures`; in an arm that others are compared with it has none at all.
+    Times of a disturbed machine are left out.
     """
     readings: dict[Key, Reading] = {}
     for run in chosen:
         seed = show(run.settings["seed"])
-        run_readings: dict[Key, Reading] = {}
         contents = dict(zip(run.scores.ids, run.scores.contents, strict=True))
         scores = dict(zip(run.scores.ids, run.scores.values, strict=True))
+        of_run: dict[Key, Reading] = {}
         for record in run.samples():
             length = (record.get("meta") or {}).get("length")
             if (lengths and length not in lengths) or (is_time(value) and is_disturbed(record)):
                 continue
-            id = record.get("sample") or record["id"]
-            group = str(record.get("group") or "")
             if record.get("error") and not (value == "score" and failures):
                 continue
-            if value == "score":
-                run_readings[seed, id] = Reading(group, float(scores[id]))
-            else:
-                above, _, below = value.partition(" / ")
-                numbers = [_number(record, path) for path in (above, below) if path]
-                present = [number for number in numbers if number is not None]
-                # over nothing there is no number
-                if len(present) == len(numbers) and present[1:] != [0]:
-                    run_readings[seed, id] = Reading(group, *present)
+            id = record.get("sample") or record["id"]
+            if numbers := [float(scores[id])] if value == "score" else _numbers(record, value):
+                of_run[seed, id] = Reading(str(record.get("group") or ""), *numbers)
         if len(lengths) > 1:
-            run_readings = _growth(run_readings, seed, lengths, run)
+            of_run = _growth(of_run, seed, lengths, run)
         elif not run.is_timed:
             # repeats of a time are samples; a text that several seeds share is one
-            run_readings = {
-                (str(contents[id]), id): reading for (_, id), reading in run_readings.items()
-            }
-        readings = run_readings | readings
+            of_run = {(str(contents[id]), id): reading for (_, id), reading in of_run.items()}
+        readings = of_run | readings
     return readings
 
 
@@ -363,15 +353,25 @@ def _growth(
     )
 
 
+def _numbers(record: Record, value: str) -> list[float]:
+    """The number of a sample at a path, or the two numbers of "A / B".
+
+    [] where one is not there, or the second is 0.
+    """
+    numbers = [_number(record, path) for path in value.split(" / ")]
+    present = [number for number in numbers if number is not None]
+    return present if len(present) == len(numbers) and present[1:] != [0] else []
+
+
 def _number(record: Record, path: str) -> float | None:
     """A number of a sample by its path; None where there is none."""
-    path, _, quarter = path.partition("@")
+    keys, *quarter = path.split("@")
     value: Any = record
-    for key in path.split("."):
+    for key in keys.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     if value is None:
         return None
-    return quarter_of(value, quarter) if quarter else float(value)
+    return quarter_of(value, *quarter) if quarter else float(value)
 
 
 def quarter_of(values: Sequence[float], which: str) -> float:

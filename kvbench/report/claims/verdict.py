@@ -1,6 +1,4 @@
-"""From numbers with intervals to verdicts: whole intervals decide, and too few samples decide
-nothing.
-"""
+"""From numbers to verdicts: whole intervals decide, and too few samples decide nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ DECIDING = (Verdict.NOT_MEASURED, Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLD
 
 
 class Interval(Enum):
-    """How an interval was made: by resampling, by a score test of shares, by Student, or the least
-    and the largest.
+    """How an interval was made.
+
+    By resampling, by a score test of shares, by Student, or as the least and the largest.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -78,8 +77,9 @@ class Finding(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Why a number is not there: which runs are missing, with the command that makes them, or what
-    must be built.
+    """Why a number is not there: which runs are missing, or what must be built.
+
+    Missing runs come with the command that makes them.
     """
 
     why: str
@@ -98,8 +98,9 @@ def ranged(values: np.ndarray, note: str = "") -> Finding:
 
 
 def judge(criterion: Criterion, finding: Finding | Missing) -> Verdict:
-    """Holds if the whole interval meets the bounds, fails if none of it does; fewer samples than n
-    decide nothing.
+    """Whether the whole interval meets the bounds (holds), or none of it does (fails).
+
+    Fewer samples than n decide nothing.
     """
     if isinstance(finding, Missing):
         return Verdict.NOT_MEASURED
