@@ -1,3 +1,1 @@
-"""Runs of others for a board: what is packed into a submission, and what a submission must satisfy
-to give rows.
-"""
+"""Runs of others for a board: how they are packed, and what they must satisfy."""

@@ -1,5 +1,4 @@
-"""What a run of others must share with a board to stand on it: protocol, prompts, a name of its
-own, its own times.
+"""What a run of others must share with a board: protocol, prompts, a free name, its own times.
 
 The board's full attention is the yardstick: a run belongs beside it if it has the same model, task,
 prompts and protocol. Nothing of a submission stands in for a run of the board's.
@@ -213,8 +212,10 @@ def _samples(run: Run, full: Run, graded: bool) -> Iterator[str]:
 
 
 def _prompts(run: Run) -> dict[str, Any]:
-    """What is known of each answer's prompt: its name and group, its length, how much of it was
-    cut, and the facts that its task notes; and whether a KL was taken there, of how many steps.
+    """What is known of the prompt of each answer.
+
+    Its name and group, its length, how much of it was cut, and the facts that its task notes; and
+    of how many steps a KL was taken there.
     """
     facts = ("sample", "group", "prompt_tokens", "cut_tokens", "meta")
     return {
@@ -249,11 +250,11 @@ def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:
 
 
 def _too_little(run: Run, full: Run) -> Iterator[str]:
-    """What a sample holds or attends less than the model's shape has it: its dense layers the whole
-    prompt, the others what it says that they attended.
+    """What a sample holds or attends less than the model's shape demands.
 
-    What an entry takes is full attention's bytes over its entries, of the same sample and all
-    layers.
+    Dense layers attend the whole prompt, the others what the audit says. What an entry takes is
+    full attention's bytes over its entries, of the same sample and all layers. What an entry takes
+    is full attention's bytes over its entries, of the same sample and all layers.
     """
     least = 1.0 if run.settings["kv"] == full.settings["kv"] else FEWEST_BITS
     theirs = {record["id"]: record.get("audit") or {} for record in full.samples()}
@@ -311,9 +312,7 @@ def _looks(name: str) -> str:
 
 
 def code_of(run: Run) -> str:
-    """Whose code a run says that it ran: this kvbench's, another version's, or a method
-    of its own.
-    """
+    """Whose code a run says that it ran: this kvbench's, another version's, or a user's method."""
     versions = versions_in(read_run_yaml(Path(run.arm["path"]))["identity"])
     harness = (
         "this kvbench's harness"

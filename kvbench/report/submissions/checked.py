@@ -7,7 +7,7 @@ memory as data.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +66,50 @@ class Submission:
             " packed to check"
         )
 
+    def take(self, runs: Runs, board: Board, owners: Mapping[str, Submission]) -> None:
+        """Hold each run against the board. There are rows if none of them fails.
+
+        Parameters
+        ----------
+        owners
+            the submission that was the first to have a method, by its name.
+        """
+        self.reasons += [f"{path.name}: {why}" for path, why in runs.skipped]
+        self.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
+        self.reasons += _copied(runs)
+        for run in runs:
+            reasons = faults(run) or board.faults(run, runs)
+            reasons = [*reasons, *self._name_faults(run, owners)]
+            self.reasons += [f"{named(run)}: {reason}" for reason in reasons]
+        if self.reasons:
+            return
+        rows, repeats = list[Run](), list[str]()
+        for run in runs:
+            if other := board.arms.get(arm_of(run)) or _first(run, rows):
+                copy = ", and its times: a copy" if board.is_copy(run) else ""
+                numbers = f"{other.folder_names[0]}: {main_numbers(run, other)}"
+                repeats.append(f"{named(run)} has the arm of {numbers}{copy}")
+            else:
+                run.arm["submitted"] = True
+                rows.append(run)
+        self.code = list(map(code_of, rows))
+        self.unread = [
+            run for run in rows if any(record.get("output") is None for record in run.samples())
+        ]
+        self.rows, self.repeats = rows, repeats
+
+    def _name_faults(self, run: Run, owners: Mapping[str, Submission]) -> list[str]:
+        """Whether a method of one's own has the name of an earlier submission's."""
+        method = run.arm["method"]
+        owner = owners.get(method)
+        if owner is None or owner.manifest.who == self.manifest.who:
+            return []
+        theirs = next(row for row in owner.rows if row.arm["method"] == method)
+        code = code_of(run)
+        if not code.startswith("a method of its own") or code_of(theirs) == code:
+            return []
+        return [f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"]
+
     @property
     def by(self) -> str:
         """Whose its rows are, as beside a row."""
@@ -88,70 +132,20 @@ def checked(archives: Sequence[Path], shipped: Runs) -> tuple[list[Submission], 
         submission = Submission(printable(archive.name.removesuffix(SUFFIX)))
         try:
             submission.manifest = read(archive)
-            if first := names_by_digest.get(
-                digest := hashlib.sha256(contents(archive)).hexdigest()
-            ):
+            digest = hashlib.sha256(contents(archive)).hexdigest()
+            if first := names_by_digest.get(digest):
                 raise ResultsError(f"the same file as {first}")
             names_by_digest[digest] = submission.name
-            _take(submission, collect([archive], unfinished=True), board, owners)
+            submission.take(collect([archive], unfinished=True), board, owners)
         except (ResultsError, OSError) as error:
             submission.reasons = [printable(str(error))]
         except DAMAGED as error:
             submission.reasons = [f"not as kvbench writes it ({what_of(error)})"]
-        if submission.reasons:
-            submission.rows, submission.repeats, submission.code, submission.unread = [], [], [], []
         board.add(submission.rows)
-        owners |= {
-            row.arm["method"]: submission
-            for row in submission.rows
-            if row.arm["method"] not in owners
-        }
+        owners = {row.arm["method"]: submission for row in submission.rows} | owners
         submissions.append(submission)
-    return submissions, gathered(
-        [*shipped, *(row for submission in submissions for row in submission.rows)], shipped.skipped
-    )
-
-
-def _take(submission: Submission, runs: Runs, board: Board, owners: dict[str, Submission]) -> None:
-    """Hold each run of a submission against the board."""
-    submission.reasons += [f"{path.name}: {why}" for path, why in runs.skipped]
-    submission.machines = sorted({printable(str(run.arm["device_name"])) for run in runs})
-    submission.reasons += _copied(runs)
-    for run in runs:
-        reasons = faults(run) or board.faults(run, runs)
-        submission.reasons += [
-            f"{named(run)}: {reason}"
-            for reason in [*reasons, *_taken(submission, run, board, owners)]
-        ]
-    for run in runs if not submission.reasons else ():
-        if other := board.arms.get(arm_of(run)) or _first(run, submission.rows):
-            copy = ", and its times: a copy" if board.is_copy(run) else ""
-            submission.repeats.append(
-                f"{named(run)} has the arm of {other.folder_names[0]}:"
-                f" {main_numbers(run, other)}{copy}"
-            )
-        else:
-            run.arm["submitted"] = True
-            submission.rows.append(run)
-            submission.code.append(code_of(run))
-            if any(record.get("output") is None for record in run.samples()):
-                submission.unread.append(run)
-
-
-def _taken(
-    submission: Submission, run: Run, board: Board, owners: dict[str, Submission]
-) -> Iterable[str]:
-    """Whether a method of one's own has the name of an earlier submission's."""
-    method = run.arm["method"]
-    owner = owners.get(method)
-    if (
-        owner
-        and owner.manifest.who != submission.manifest.who
-        and code_of(run).startswith("a method of its own")
-    ):
-        theirs = next(row for row in owner.rows if row.arm["method"] == method)
-        if code_of(theirs) != code_of(run):
-            yield f"method {method} is {owner.manifest.who}'s, of other code; name it otherwise"
+    rows = (row for submission in submissions for row in submission.rows)
+    return submissions, gathered([*shipped, *rows], shipped.skipped)
 
 
 def _copied(runs: Runs) -> Iterator[str]:

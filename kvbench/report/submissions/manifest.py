@@ -1,6 +1,4 @@
-"""A submission: an archive of runs with a manifest, which says whose they are and has the SHA-256
-of each file.
-"""
+"""A submission: an archive of runs, and a manifest with the SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -23,7 +21,9 @@ MOST_LETTERS = 100  # of a name or a link
 ALPHABETS = {"LATIN", "CYRILLIC", "GREEK", "ARMENIAN", "COPTIC", "CHEROKEE", "LISU"}
 # kvbench, also in letters of other alphabets that look like its own.
 _OURS = re.compile(
-    "[k\u03ba\u043a\u1d0b][v\u03bd\u0475\u1d20][b\u0432\u044c\u03b2\u1d03\u0299][e3\u0435\u03b5\u0454\u04bd][n\u043f\u0578\u03b7\u0274][c\u0441\u03f2\u1d04][h\u04bb\u0570\u043d\u029c]"
+    "[k\u03ba\u043a\u1d0b][v\u03bd\u0475\u1d20][b\u0432\u044c\u03b2\u1d03\u0299]"
+    "[e3\u0435\u03b5\u0454\u04bd][n\u043f\u0578\u03b7\u0274][c\u0441\u03f2\u1d04]"
+    "[h\u04bb\u0570\u043d\u029c]"
 )
 
 
@@ -53,8 +53,8 @@ def signed(who: str) -> tuple[str, str]:
     ValueError
         says what would be right.
     """
-    name, _, link = who.partition(", ")
-    name, link = name.strip(), link.strip()
+    name, *links = who.split(", ", 1)
+    name, link = name.strip(), "".join(links).strip()
     if reason := _unfit(name, link):
         raise ValueError(f"{printable(who)}: {reason}")
     return name, link
@@ -80,9 +80,7 @@ def _unfit(who: str, link: str) -> str:
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a text without marks, wide or styled forms, and what stands between
-    them.
-    """
+    """The letters and digits of a text, without marks, wide or styled forms and separators."""
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
     return "".join(letter for letter in plain if letter.isalnum())
 

@@ -1,5 +1,4 @@
-"""What is wrong with a run by itself: unfinished, damaged, or with numbers that do not agree with
-one another.
+"""What is wrong with a run by itself: unfinished, damaged, or numbers that do not agree.
 
 `kvbench submit` asks before it packs, `kvbench board` asks again of what came.
 """
