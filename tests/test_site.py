@@ -29,7 +29,7 @@ from kvbench.report.site.drawing import REPRESENTATIVES, legible
 from kvbench.report.site.front import front
 from kvbench.report.site.pictures import SHOWN
 from kvbench.report.site.results import results as list_of_results
-from kvbench.report.site.rows import Site, share_of
+from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +85,9 @@ def test_share_and_nearness_are_of_the_same_samples(tmp_path: Path) -> None:
         options = {"lengths": [1024, 2048]}
         stored(tmp_path, method, None if method == "full" else 64, lines, task="fidelity", options=options)
     site = Site(collect([tmp_path]), "")
-    found = {(row.method, row.length): (share_of(row), row.cell.numbers["kl_mean"]) for row in site.by_length}
+    found = {
+        (row.method, row.length): (row.share(indexed=False), row.cell.numbers["kl_mean"]) for row in site.by_length
+    }
     assert found["quest", 1024] == (20, 0.1) and found["quest", 2048] == (9, 0.9) and found["snapkv", 2048] == (15, 0.2)
     *_, start = front(site, {"Leaderboard": "leaderboard.html"})
     cells = [words for cell, words in cells_of(str(start.content)) if "data-method" in cell]
@@ -224,7 +226,11 @@ def test_an_arm_with_failed_samples_has_no_share_and_without_kl_the_last_place(t
     stored(tmp_path, "quest", 64, [line(0.3, 2**20)], task="fidelity")
     stored(tmp_path, "snapkv", 64, [line(None, 2**20, error="no memory")], task="fidelity")
     site = Site(collect([tmp_path]), "")
-    assert [(row.method, share_of(row)) for row in site.rows] == [("full", 100), ("quest", 25), ("snapkv", None)]
+    assert [(row.method, row.share(indexed=False)) for row in site.rows] == [
+        ("full", 100),
+        ("quest", 25),
+        ("snapkv", None),
+    ]
 
 
 def test_another_score_in_a_run_is_another_number_on_the_site(results: Path, tmp_path: Path) -> None:
@@ -470,7 +476,7 @@ def test_memory_is_a_share_of_full_attention_s_in_the_layers_that_a_method_selec
         arm("full", 8 * 50 + 20, "int8")
     site = Site(collect([tmp_path]), "")
     (row,) = (row for row in site.rows if row.method == "quest")
-    shares = share_of(row), share_of(row, indexed=True)
+    shares = row.share(indexed=False), row.share(indexed=True)
     assert shares == ((None, None) if coded and not beside else (pytest.approx(5), pytest.approx(7)))
 
 

@@ -1,5 +1,4 @@
-"""A static site of runs: a front door, a leaderboard, a page for each claim and method, pictures,
-arms in pairs.
+"""A static site of runs: a start page, a leaderboard, claims, methods, pictures, pairs of arms.
 
 `kvbench report FOLDER --out site/` writes it. Nothing of it needs a server or is fetched from
 elsewhere. A further kind of page is a function of `Site` that yields files, and a line of `PAGES`.

@@ -1,6 +1,4 @@
-"""A page for each claim of the papers: the criterion, what was measured, the verdict, and the runs
-it came from.
-"""
+"""A page for each claim: its criteria, what was measured, the verdict, and the runs."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def _body(site: Site, judged: Judged) -> str:
 
 
 def _lacking(judged: Judged) -> str:
-    """Of each undecided criterion the samples that it asks for, where others do not decide the
-    claim.
-    """
+    """The samples that each undecided criterion needs, if no other decides the claim."""
     if judged.verdict is not Verdict.UNDECIDED:
         return ""
     words = {
@@ -112,7 +108,7 @@ def _findings(judged: Judged, parts: Sequence[Part]) -> str:
     for place, (criterion, finding, verdict) in enumerate(parts):
         bounds_cell = f'<td class="label">{escape(criterion.bounds_text)}</td>'
         if isinstance(finding, Missing):
-            why, _, _ = finding.why.partition("; ")
+            why = finding.why.partition("; ")[0]
             cells = f'<td class="label" colspan="3">{escape(why)}</td>{bounds_cell}<td></td>'
         else:
             part = "part" if decides else "superseded"
@@ -149,9 +145,7 @@ def _number(name: str, number: float | None, source: str, more: str = "") -> str
 
 
 def _source(judged: Judged, criterion: Criterion, place: str) -> str:
-    """What a number is from, as attributes of its cell: ids of runs by role, a file, or a paper's
-    tables.
-    """
+    """Where a number is from, as attributes: ids of runs by role, a file, or a paper's tables."""
     if criterion.kind == "file":
         return f'{place} data-file="{escape(criterion.spec["file"])}"'
     if criterion.kind == "printed":

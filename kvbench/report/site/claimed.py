@@ -1,6 +1,4 @@
-"""The claims on a page: those about a method, and lists of claims, each with its verdict and a link
-to its page.
-"""
+"""Claims on a page: lists of them, each with its verdict and a link to its page."""
 
 from __future__ import annotations
 
@@ -16,21 +14,18 @@ from kvbench.report.site.rows import Site
 
 LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
 TURNED = {"ahead": "behind", "behind": "ahead"}
-ITS_PAPER, FOR, AGAINST, NEITHER = (
-    "its own paper's",
-    "for it",
-    "against it",
-    "neither for nor against it",
-)
+ITS_PAPER, NEITHER = "its own paper's", "neither for nor against it"
+AGAINST = "against it"
 # of other papers' claims: the field that names the methods
-SIDES = {FOR: "favours", AGAINST: "against", NEITHER: ""}
+SIDES = {"for it": "favours", AGAINST: "against"}
 
 
 def by_side(site: Site, method: str) -> dict[str, list[Judged]]:
-    """The claims about a method: its own paper's, and those of others for it, against it, and
-    neither.
+    """The claims about a method by side.
+
+    These are its own paper's, and those of others for it, against it, and neither.
     """
-    sides: dict[str, list[Judged]] = {side: [] for side in (ITS_PAPER, *SIDES)}
+    sides: dict[str, list[Judged]] = {side: [] for side in (ITS_PAPER, *SIDES, NEITHER)}
     for judged in site.judged:
         if concerns_method(judged.claim, method):
             sides[_side(judged.claim, method)].append(judged)
@@ -40,12 +35,13 @@ def by_side(site: Site, method: str) -> dict[str, list[Judged]]:
 def _side(claim: Claim, method: str) -> str:
     if is_of(claim, method):
         return ITS_PAPER
-    return next((side for side in (FOR, AGAINST) if method in getattr(claim, SIDES[side])), NEITHER)
+    return next((side for side, key in SIDES.items() if method in getattr(claim, key)), NEITHER)
 
 
 def concerns_method(claim: Claim, method: str) -> bool:
-    """Whether a claim is one of the method's own paper, says something for or against it, or is
-    decided by its arms.
+    """Whether a claim is about a method.
+
+    It is of the method's own paper, says something for or against it, or is decided by its arms.
     """
     return (
         is_of(claim, method) or method in (*claim.favours, *claim.against) or _names(claim, method)
@@ -65,9 +61,7 @@ def _names(claim: Claim, method: str) -> bool:
 
 
 def counted(claims: Sequence[Judged]) -> str:
-    """How many claims have each verdict, in words; those that a stand-in decided count like all
-    others.
-    """
+    """How many claims have each verdict, in words, with those that a stand-in decided."""
     counts = {verdict: sum(judged.verdict is verdict for judged in claims) for verdict in Verdict}
     return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items() if count)
 

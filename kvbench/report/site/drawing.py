@@ -31,9 +31,7 @@ REPRESENTATIVES = {
 
 
 def legible(runs: Runs) -> Runs:
-    """The runs of as many methods as a picture has room for; those of a user's own are
-    among them.
-    """
+    """The runs of as many methods as a picture has room for, a user's own among them."""
     methods = {run.arm["method"] for run in runs}
     if len(methods) <= MOST_METHODS:
         return runs

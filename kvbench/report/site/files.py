@@ -1,6 +1,4 @@
-"""The files of a site on the disk: all of them inside its folder, and none deleted that was not
-written here before.
-"""
+"""The files of a site on disk: all inside its folder, none deleted that a site did not write."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ def check(folder: Path) -> None:
 
 
 def write_files(out: Path, files: Sequence[File]) -> None:
-    """Write the files of a site; those that an older site there has listed, and that are not of
-    this one, go away.
+    """Write the files of a site.
+
+    Those that an older site listed there, and that are not of this one, are deleted.
 
     Raises
     ------

@@ -1,6 +1,4 @@
-"""The front door: the questions that bring a reader here, each answered in a table that
-leads on.
-"""
+"""The first page: the questions that bring a reader here, each answered in a table."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ from kvbench.report.site.markup import (
     small,
     table_of,
 )
-from kvbench.report.site.rows import Row, Site, dense_of, share_of
+from kvbench.report.site.rows import Row, Site, by_panel, dense_of
 from kvbench.report.tables.formats import NONE
 from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 QUESTION_SHARE = 5  # of them in the question
-COUNTED = {False: "keys and values", True: "with the index"}
 
 
 def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -42,7 +39,8 @@ def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     shown = figure(
         "read.svg", "How near each method stays for the keys and values that a decode step reads"
     )
-    body = f"""<section id="memory"><h2>Which method should I take at {QUESTION_SHARE}&nbsp;% of the memory?</h2>
+    body = f"""<section id="memory">
+<h2>Which method should I take at {QUESTION_SHARE}&nbsp;% of the memory?</h2>
 {_best(site, board)}</section>
 <section id="claims"><h2>Does Quest do what its paper says?</h2>
 {_claimed(site, sections.get("Claims", ""))}</section>
@@ -60,74 +58,52 @@ def _largest(site: Site) -> Runs:
 
 
 def _best(site: Site, board: str) -> str:
-    """For each task and length the nearest to full attention, or with the best score, that holds no
-    more than each share, score and bytes of the same samples.
+    """For each task and length the best arm at each share of full attention's memory.
+
+    The nearest to full attention, or else that with the highest score; score and bytes are of the
+    same samples.
     """
-    panels: dict[tuple[str, bool], list[tuple[float, Row]]] = {}
-    for panel in dict.fromkeys(row.panel for row in site.by_length):
-        for indexed in (False, True):
-            shares = [
-                (share_of(row, indexed), row)
-                for row in site.by_length
-                if row.panel == panel and row.is_choice
-            ]
-            if measured := [(share, row) for share, row in shares if share is not None]:
-                panels[panel, indexed] = measured
+    panels = [
+        (indexed, shares)
+        for rows in by_panel(site.by_length).values()
+        for indexed in (False, True)
+        if (shares := _shares(rows, indexed))
+    ]
     if not panels:
         return (
             "<p>No arm here has full attention on the same samples beside it, which its memory is a"
             " share of.</p>"
         )
-    alone = len({row.model for row in site.rows}) == 1
     links = {share: f'href="{board}#share={share}{{index}}">{share} %</a>' for share in SHARES}
     heads = "".join(f"<th class=label><a {link.format(index='')}</th>" for link in links.values())
     lines, tests = [], 0
-    for (panel, indexed), entries in panels.items():
-        task, *words = panel.split(", ")
-        samples = ", ".join(words[1:] if alone else words)
-        cells = ""
-        for share, link in links.items():
-            fitting = [row for row_share, row in entries if row_share <= share]
-            phone = f'<a class="phone" {link.format(index="&amp;index=on" if indexed else "")}'
-            cells += _cell(site, fitting, phone)
-            tests += len(_tested(site, fitting))
-        words_of = (
-            COUNTED[indexed] if indexed else f"{_of_full(entries[0][1], samples)}: {COUNTED[False]}"
+    for indexed, shares in panels:
+        fitting = {most: [row for row, share in shares if share <= most] for most in SHARES}
+        phone = "&amp;index=on" if indexed else ""
+        cells = "".join(
+            _cell(site, fitting[share], f'<a class="phone" {link.format(index=phone)}')
+            for share, link in links.items()
         )
-        lines.append(
-            "<tr><th"
-            f' scope="row">{"" if indexed else escape(task)}{small(words_of)}</th>{cells}</tr>'
-        )
-    dense = {dense_of(row.run) for row in site.rows if row.is_choice}
-    above = (
-        f" and hold {100 * max(dense):.1f} % of the whole besides"
-        if len(dense) == 1 and max(dense) > 0
-        else ""
-    )
+        tests += sum(len(_tested(site, rows)) for rows in fitting.values())
+        head = small("with the index") if indexed else _panel_head(site, shares[0][0])
+        lines.append(f'<tr><th scope="row">{head}</th>{cells}</tr>')
     return (
         "<p>For each limit the method with the lowest KL divergence from full attention or, where a"
-        " task has none, "
-        "with the highest score, on prompts of one length. The limit is on keys and values on the"
-        " device, as a share "
-        "of full attention's on the same samples; layers that are left dense are not"
-        f" counted{above}. The second line "
-        "of a task counts the index by which a method chooses, too, wherever it lies. A limit opens"
-        " all that fit in "
-        f'the <a href="{board}">leaderboard</a>; a dash: no run is this small. Over {FEWEST}'
-        " samples or more the named "
-        f"is tested against each other that fits, paired by sample: {tests} tests, each at"
-        f" {COVERAGE} %. Of fewer "
-        f"samples another may be as good, and more would say. Where the best scores under {LEAST}"
-        " none is named.</p>"
+        " task has none, with the highest score, on prompts of one length. The limit is on keys and"
+        " values on the device, as a share of full attention's on the same samples; layers that are"
+        f" left dense are not counted{_dense(site)}. The second line of a task counts the index by"
+        " which a method chooses, too, wherever it lies. A limit opens all that fit in the"
+        f' <a href="{board}">leaderboard</a>; a dash: no run is this small. Over {FEWEST} samples'
+        " or more the named is tested against each other that fits, paired by sample:"
+        f" {tests} tests, each at {COVERAGE} %. Of fewer samples another may be as good, and more"
+        f" would say. Where the best scores under {LEAST} none is named.</p>"
         + protocols(site)
         + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
 
 
 def _question_section(site: Site, pictures: str) -> str:
-    """Where runs differ in `protocol.question` alone the score of each method with the question and
-    after it.
-    """
+    """Scores with the question and after it, where runs differ in `protocol.question` alone."""
     when: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in site.rows:
         question = str(row.run.settings["protocol.question"])
@@ -140,12 +116,11 @@ def _question_section(site: Site, pictures: str) -> str:
     }
     if not pairs:
         return ""
-    lines = [
-        "<tr><th"
-        f' scope="row">{linked(method, "")}{small(", ".join(filter(None, [f"C = {budget}", variant, panel])))}'
-        f"</th>{cell_of(by_question['with'], 'score')}{cell_of(by_question['after'], 'score')}</tr>"
-        for (panel, method, budget, variant), by_question in pairs.items()
-    ]
+    lines = []
+    for (panel, method, budget, variant), by_question in pairs.items():
+        words = ", ".join(filter(None, [f"C = {budget}", variant, panel]))
+        scores = "".join(cell_of(by_question[word], "score") for word in ("with", "after"))
+        lines.append(f'<tr><th scope="row">{linked(method, "")}{small(words)}</th>{scores}</tr>')
     return (
         '<section id="question"><h2>Does SnapKV survive a question that comes after?</h2><p>Scores'
         " where a method compresses the context with the question at its end, and where the"
@@ -157,9 +132,7 @@ def _question_section(site: Site, pictures: str) -> str:
 
 
 def _tested(site: Site, fitting: Sequence[Row]) -> list[Estimate]:
-    """How far the first of these arms is ahead of each other that shares samples enough with it to
-    be tested.
-    """
+    """How far the first of these arms is ahead of each other that shares enough samples with it."""
     pairs = (site.ahead(fitting[0], row) for row in fitting[1:])
     return [
         estimate
@@ -168,21 +141,40 @@ def _tested(site: Site, fitting: Sequence[Row]) -> list[Estimate]:
     ]
 
 
-def _of_full(row: Row, samples: str) -> str:
-    """What a panel's samples are and how many, with full attention's score on them where the score
-    decides.
+def _shares(rows: Sequence[Row], indexed: bool) -> list[tuple[Row, float]]:
+    """The arms that may be named, each with its share of full attention's memory."""
+    shares = [(row, row.share(indexed)) for row in rows if row.is_choice]
+    return [(row, share) for row, share in shares if share is not None]
+
+
+def _dense(site: Site) -> str:
+    """What dense layers hold, where all arms leave as many dense."""
+    dense = {dense_of(row.run) for row in site.rows if row.is_choice}
+    if len(dense) > 1 or max(dense) == 0:
+        return ""
+    return f" and hold {100 * max(dense):.1f} % of the whole besides"
+
+
+def _panel_head(site: Site, row: Row) -> str:
+    """The task of a row's panel, and what its samples are and how many.
+
+    Where the score decides, with full attention's.
     """
-    count = int(row.cell.numbers["n"])
-    few = "too few to rank" if count < FEWEST else ""
-    full = row.full is not None and "kl_mean" not in row.cell.numbers
-    score = f"full attention {row.full.score().mean:.1f}" if full and row.full else ""
-    counted = f"{count} sample{'s' * (count > 1)}"
-    return ", ".join(filter(None, [samples, counted, few, score]))
+    task, *words = row.panel.split(", ")
+    several_models = len({row.model for row in site.rows}) > 1
+    n = int(row.cell.numbers["n"])
+    facts = [*(words if several_models else words[1:]), f"{n} sample{'s' * (n > 1)}"]
+    if n < FEWEST:
+        facts.append("too few to rank")
+    if row.full is not None and "kl_mean" not in row.cell.numbers:
+        facts.append(f"full attention {row.full.score().mean:.1f}")
+    return escape(task) + small(f"{', '.join(facts)}: keys and values")
 
 
 def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
-    """The first of the arms that fit, and from how many of those that it can be tested against it
-    does not differ; none is named where the best has lost what there was to find.
+    """The first of the arms that fit, and from how many others a paired test does not tell it.
+
+    None is named where the best has lost what there was to find.
     """
     if not fitting:
         return f'<td class="none label">{limit}-</td>'
@@ -199,7 +191,8 @@ def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
     ties, untested = sum(not estimate.differs for estimate in tests), len(others) - len(tests)
     remarks = f", {ties} of {len(tests)} others no different" if tests else ""
     remarks += f", {untested} untested" if untested and numbers["n"] >= FEWEST else ""
-    arm = f"{'' if first.budget == NONE else f' {first.budget}'}{f', {first.variant}' if first.variant else ''}"
+    arm = "" if first.budget == NONE else f" {first.budget}"
+    arm += f", {first.variant}" if first.variant else ""
     return (
         '<td class="label"'
         f' data-method="{escape(first.method)}">{limit}{linked(first.method, "")}{escape(arm)}<br>'

@@ -1,5 +1,4 @@
-"""HTML that the pages of a site share: the frame around them, tables, and how a number of a run is
-written.
+"""HTML that the pages of a site share: the frame around them, tables, and cells with numbers.
 
 A number stands in a cell with its name, its whole value and its run, so that whoever reads the page
 can find it again; the script sorts and filters by these.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from kvbench.models.hub import weights_origin
 from kvbench.report.data.run import Run, missing
 from kvbench.report.data.stats import FEWEST
 from kvbench.report.data.style import style_of
-from kvbench.report.site.rows import Row, Site
+from kvbench.report.site.rows import Row, Site, by_panel
 from kvbench.report.tables.formats import NONE, text
 
 
@@ -41,12 +40,14 @@ def swatch(method: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A method's name in a path: itself, or where it has other letters than a file of ours what is
-    left and a hash.
+    """A method's name in a path.
+
+    A name with other letters than a file of ours becomes what is left of it and a hash.
     """
     if re.fullmatch(r"\w[\w.+-]{0,80}", name, re.ASCII) and name != "index":
         return name
-    return f"{re.sub(r'[^a-zA-Z0-9_]+', '-', name)[:40].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    plain = re.sub(r"[^a-zA-Z0-9_]+", "-", name)[:40].strip("-")
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def linked(method: str, root: str, part: str = "") -> str:
@@ -56,49 +57,39 @@ def linked(method: str, root: str, part: str = "") -> str:
 
 
 def protocols(site: Site) -> str:
-    """A line for each panel: on how many samples of which lengths, computed in what, on which
-    machine.
-    """
-    lines = []
-    for panel in dict.fromkeys(row.panel for row in site.rows):
-        panel_runs = [row.run for row in site.rows if row.panel == panel]
-        whys = dict.fromkeys(
-            row.unranked for row in site.rows if row.panel == panel and row.unranked
-        )
-        setting, arms = panel_runs[0].settings, [run.arm for run in panel_runs]
-        counts = sorted({int(arm["n"]) for arm in arms})
-        lengths = (
-            ""
-            if missing(setting.get("task.lengths"))
-            else f" of {words_of(setting['task.lengths'])} tokens"
-        )
-        dense = {run.settings["dense_layers"] for run in panel_runs} - {"[]"}
-        places = sorted(
-            {str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])}
-        )
-        facts = [
-            f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} samples{lengths}",
-            f"{setting['dtype']}",
-            f"weights {words}" if (words := weights_origin(str(setting["model.revision"]))) else "",
-            f"layers {words_of(min(dense))} dense" if len(dense) == 1 else "",
-            (
-                f"up to {setting['batch']} together, whose bytes and times these are"
-                if setting["batch"] > 1
-                else ""
-            ),
-            f"on {' and '.join(places).replace(', 1 threads', ', 1 thread')}" if places else "",
-            f"too few to rank methods, which takes {FEWEST} or more" if counts[-1] < FEWEST else "",
-            (
-                "beside a number stands the range of so few"
-                if any(map(_is_ranged, panel_runs))
-                else ""
-            ),
-            *(f"{why}, so no method is named best and none has a place" for why in whys),
-        ]
-        lines.append(f"<li><b>{escape(panel)}</b>: {escape('; '.join(filter(None, facts)))}</li>")
-    slow = any(row.run.settings["device"] == "cpu" for row in site.rows)
-    warning = "<li>Times on a CPU are no guide to those on a GPU.</li>" if slow else ""
-    return f'<ul class="notes">{"".join(lines)}{warning}</ul>'
+    """A list of the panels with the facts on their samples."""
+    lines = [
+        f"<li><b>{escape(panel)}</b>: {escape('; '.join(_facts(rows)))}</li>"
+        for panel, rows in by_panel(site.rows).items()
+    ]
+    if any(row.run.settings["device"] == "cpu" for row in site.rows):
+        lines.append("<li>Times on a CPU are no guide to those on a GPU.</li>")
+    return f'<ul class="notes">{"".join(lines)}</ul>'
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[str]:
+    """What is to be known of the samples of a panel, and of how they ran."""
+    settings, arms = rows[0].run.settings, [row.run.arm for row in rows]
+    counts, lengths = sorted({int(arm["n"]) for arm in arms}), settings.get("task.lengths")
+    several = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    of = "" if missing(lengths) else f" of {words_of(str(lengths))} tokens"
+    yield f"{several} samples{of}"
+    yield str(settings["dtype"])
+    if words := weights_origin(str(settings["model.revision"])):
+        yield f"weights {words}"
+    dense = {row.run.settings["dense_layers"] for row in rows} - {"[]"}
+    if len(dense) == 1:
+        yield f"layers {words_of(min(dense))} dense"
+    if settings["batch"] > 1:
+        yield f"up to {settings['batch']} together, whose bytes and times these are"
+    if places := {str(arm["measured_on"]) for arm in arms if not missing(arm["measured_on"])}:
+        yield f"on {' and '.join(sorted(places))}".replace(", 1 threads", ", 1 thread")
+    if counts[-1] < FEWEST:
+        yield f"too few to rank methods, which takes {FEWEST} or more"
+    if any(_is_ranged(row.run) for row in rows):
+        yield "beside a number stands the range of so few"
+    for why in dict.fromkeys(row.unranked for row in rows if row.unranked):
+        yield f"{why}, so no method is named best and none has a place"
 
 
 def _is_ranged(run: Run) -> bool:
@@ -112,9 +103,7 @@ def words_of(listed: str) -> str:
 
 
 def cell_of(row: Row, name: str, look: str = "") -> str:
-    """A number of an arm as a report's tables show it, with its whole value and its run; a dash
-    where there is none.
-    """
+    """A number of an arm as tables show it, with its whole value and its run; a dash for none."""
     numbers, run = row.cell.numbers, ids_of(Path(path).name for path in row.cell.run.split("; "))
     column = f' data-name="{name}"'
     if name not in numbers:
@@ -126,12 +115,12 @@ def cell_of(row: Row, name: str, look: str = "") -> str:
         for end in ("low", "high")
         if (key := f"{name}_{end}") in numbers
     )
-    first, _, rest = text(row.table, row.cell, name, 0).partition(" ")
+    shown = text(row.table, row.cell, name, 0).split(" ", 1)
     if name == "score" and "score_low" in numbers:
-        rest = f"{text(row.table, row.cell, 'interval', 0)} {rest}".rstrip()
+        shown.insert(1, text(row.table, row.cell, "interval", 0))
     return (
         f'<td{column} data-value="{numbers[name]!r}"{ends}'
-        f' data-run="{run}">{escape(first)}{small(rest)}</td>'
+        f' data-run="{run}">{escape(shown[0])}{small(" ".join(shown[1:]))}</td>'
     )
 
 
@@ -143,6 +132,16 @@ def ids_of(names: Iterable[str]) -> str:
 def small(words: str) -> str:
     """Words that stand small after others, or nothing."""
     return f" <small>{escape(words)}</small>" if words else ""
+
+
+def items(texts: Iterable[str]) -> str:
+    """Texts as the items of a list."""
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+
+
+def definitions(entries: Mapping[str, str]) -> str:
+    """What names mean, HTML by HTML, as a list of definitions."""
+    return "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in entries.items())
 
 
 def figure(path: str, words: str) -> str:
@@ -192,7 +191,8 @@ def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: s
     root = "../" * path.count("/")
     here = path.partition("/")[0]
     nav = "".join(
-        f'<a href="{root}{first}"{" aria-current=page" if first.partition("/")[0] == here else ""}>{escape(name)}</a>'
+        f'<a href="{root}{first}"{" aria-current=page" * (first.partition("/")[0] == here)}>'
+        f"{escape(name)}</a>"
         for name, first in sections.items()
     )
     footer = (
@@ -202,9 +202,10 @@ def page(path: str, title: str, site: Site, sections: Mapping[str, str], body: s
     return File(
         path,
         f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="kvbench"><title>{escape(title)} - kvbench</title><link rel="icon" href="data:,">
-<link rel="stylesheet" href="{root}site.css"></head><body>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="kvbench"><title>{escape(title)} - kvbench</title>
+<link rel="icon" href="data:,"><link rel="stylesheet" href="{root}site.css"></head><body>
 <header><a class="home" href="{root}index.html">kvbench</a><nav>{nav}</nav></header>
 <main><h1>{escape(title)}</h1>
 {body}

@@ -1,6 +1,4 @@
-"""A page for each method: what it is, where it wins and loses, how near it stays, and what the
-papers print of it.
-"""
+"""A page for each method: what it is, its results, and what the papers print of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The pictures: what a budget comes to, what is lost where, how answers go on, and from where a
-method is faster.
-"""
+"""The page of pictures: budgets, bytes, lost attention, long answers, and times."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ SHOWN = {
 
 
 def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
-    """The page with its pictures: of the site's runs or, where these make none, of those that
-    kvbench ships.
-    """
+    """The page with its pictures: of the site's runs, or else of those that kvbench ships."""
     blocks = []
     for name, shown in SHOWN.items():
         image, note = _drawn(site, name, shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from kvbench.config import ConfigError
 from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.data.run import YARDSTICK, Runs
-from kvbench.report.site.markup import ids_of, small, table_of
+from kvbench.report.site.markup import ids_of, items, small, table_of
 from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.published import merge_published
@@ -35,6 +36,23 @@ class Printed(NamedTuple):
     merged: ReportTable
     why: str = ""
 
+    def block(self, rows: set[str], counts: Counter[str]) -> str:
+        """These rows of it, folded where none of ours is there.
+
+        Parameters
+        ----------
+        counts
+            how many published and own numbers there are of the method.
+        """
+        notes = items(filter(None, [*self.merged.notes, self.why]))
+        numbers = f"{counts['published']} published, {counts['score']} run here"
+        source = small(f"{self.paper.source.partition(';')[0]}: {numbers}")
+        return (
+            f"<details{' open' * bool(counts['score'])}><summary>{escape(self.paper.title)}{source}"
+            f"</summary>{_table(self.merged, rows)}<ul class=notes>{notes}"
+            f"<li><code>kvbench report --paper {self.paper.id}</code></li></ul></details>"
+        )
+
 
 def all_printed(runs: Runs) -> list[Printed]:
     """Every published table with what these runs found."""
@@ -50,34 +68,28 @@ def _printed(runs: Runs, paper: PaperTable) -> Printed:
 
 def published(method: str, tables: Sequence[Printed]) -> str:
     """Every published table that has the method, with full attention's row of the same model."""
-    blocks, all_theirs, all_ours = [], 0, 0
-    for paper, merged, why in tables:
-        frame = paper.frame
+    blocks, counts = [], Counter[str]()
+    for printed in tables:
+        frame = printed.paper.frame
         rows = set(frame["row"][frame["method"] == method])
         if not rows:
             continue
-        models = set(frame["model"][frame["method"] == method])
-        shown = rows | set(
-            frame["row"][(frame["method"] == YARDSTICK) & frame["model"].isin(models)]
-        )
-        cells = [cell for (place, _), cell in merged.cells.items() if merged.rows[place][0] in rows]
-        theirs, ours = (
-            sum(name in cell.numbers for cell in cells) for name in ("published", "score")
-        )
-        all_theirs, all_ours = all_theirs + theirs, all_ours + ours
-        notes = "".join(f"<li>{escape(note)}</li>" for note in filter(None, [*merged.notes, why]))
-        counts = small(f"{paper.source.partition(';')[0]}: {theirs} published, {ours} run here")
-        blocks.append(
-            f"<details{' open' if ours else ''}><summary>{escape(paper.title)}{counts}</summary>{_table(merged, shown)}<ul"
-            f" class=notes>{notes}<li><code>kvbench report --paper"
-            f" {paper.id}</code></li></ul></details>"
-        )
+        models = frame["model"][frame["method"] == method]
+        full = (frame["method"] == YARDSTICK) & frame["model"].isin(models)
+        cells = [
+            cell
+            for (place, _), cell in printed.merged.cells.items()
+            if printed.merged.rows[place][0] in rows
+        ]
+        there = Counter(name for cell in cells for name in cell.numbers)
+        counts += there
+        blocks.append(printed.block(rows | set(frame["row"][full]), there))
     if not blocks:
         return "<p>No table that kvbench holds prints a number of it.</p>"
     return (
-        f"<p>{all_theirs} published numbers in {len(blocks)} tables, of which {all_ours or 'none'}"
-        " has a run here that matches: one of the same model, task and budget.</p>"
-        + "".join(blocks)
+        f"<p>{counts['published']} published numbers in {len(blocks)} tables, of which"
+        f" {counts['score'] or 'none'} has a run here that matches: one of the same model, task and"
+        " budget.</p>" + "".join(blocks)
     )
 
 
@@ -102,10 +114,10 @@ def _table(merged: ReportTable, shown: set[str]) -> str:
 def _cell(merged: ReportTable, cell: Cell, name: str, column: int) -> str:
     if name not in cell.numbers:
         return f'<td class="none">{NONE}</td>'
-    first, _, rest = text(merged, cell, name, column).partition(" ")
+    shown = text(merged, cell, name, column).split(" ", 1)
     run = ids_of(Path(path).name for path in cell.run.split("; "))
     source = f'data-run="{run}"' if name == "score" else f'data-paper="{merged.id}"'
     return (
         f'<td data-name="{name}" data-value="{cell.numbers[name]!r}"'
-        f" {source}>{escape(first)}{small(rest)}</td>"
+        f" {source}>{escape(shown[0])}{small(''.join(shown[1:]))}</td>"
     )

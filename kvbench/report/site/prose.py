@@ -1,5 +1,6 @@
-"""What the pages of `methods/` say, as HTML: what a method is, where its paper leaves a choice, how
-to add one.
+"""What the pages of `methods/` say, as HTML.
+
+What a method is, where its paper leaves a choice, how to add one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def readme_entry(method: str) -> str:
 
 
 def choices_taken(target: str) -> str:
-    """Where a method's paper or code leaves a choice and which was taken, by its folder's page; ""
-    without one.
+    """Where a method's paper or code leaves a choice, and which was taken.
+
+    It is from the page of the method's folder; "" without one.
 
     Parameters
     ----------
@@ -43,10 +45,11 @@ def choices_taken(target: str) -> str:
 
 
 def document(path: Path) -> tuple[str, str]:
-    """The title of a page and, as HTML, all that follows it: headings, paragraphs, lists
-    and code.
+    """The title of a page, and all that follows it as HTML.
+
+    Headings, paragraphs, lists and code are known.
     """
-    title, _, rest = _text(path).removeprefix("# ").partition("\n")
+    title, rest = _text(path).removeprefix("# ").split("\n", 1)
     parts = []
     for place, part in enumerate(re.split(r"^```.*\n", rest, flags=re.MULTILINE)):
         if place % 2:
@@ -60,9 +63,7 @@ def document(path: Path) -> tuple[str, str]:
 
 
 def html(markdown: str) -> str:
-    """Paragraphs and lists with code, and links as their words, for they lead to files that a site
-    has not.
-    """
+    """Paragraphs and lists with code; of links the words: they lead to files outside the site."""
     out, listed = [], False
     for block in _blocks(markdown):
         item = block.startswith("- ")

@@ -1,6 +1,4 @@
-"""Where a method wins and loses: its place among the others, its scores by group, and its
-pictures.
-"""
+"""Where a method wins and loses: its place, its scores by group, and its pictures."""
 
 from __future__ import annotations
 
@@ -37,12 +35,13 @@ def results(site: Site, method_rows: Sequence[Row]) -> str:
     heads = f"<th class=label>task</th><th class=label>C</th><th>place</th>{heads}"
     lines = []
     for row in sorted(method_rows, key=lambda row: (row.panel, order_of(row.budget))):
-        task, _, samples = row.panel.partition(", ")
+        task, *samples = row.panel.split(", ", 1)
+        folders = "<br>".join(map(escape, row.run.folder_names))
         lines.append(
-            f'<tr><td class="label">{escape(task)}{small(samples)}</td>'
+            f'<tr><td class="label">{escape(task)}{small("".join(samples))}</td>'
             f'<td class="label">{escape(row.budget)}{small(row.variant)}</td>{_place(site, row)}'
             f"{''.join(cell_of(row, name) for name in names)}"
-            f'<td class="label"><code>{"<br>".join(map(escape, row.run.folder_names))}</code></td></tr>'
+            f'<td class="label"><code>{folders}</code></td></tr>'
         )
     tests = sum(len(_rivals(site, row)) for row in method_rows if "data-place" in _place(site, row))
     return (
@@ -60,8 +59,9 @@ def results(site: Site, method_rows: Sequence[Row]) -> str:
 
 
 def _rivals(site: Site, row: Row) -> list[Row]:
-    """The arms of other sparse methods in its panel and budget, the best first; none for full
-    attention.
+    """The arms of other sparse methods in its panel and budget, the best first.
+
+    Full attention has none.
     """
     return [
         other
@@ -82,8 +82,9 @@ def _place(site: Site, row: Row) -> str:
 
 
 def by_group(site: Site, method_rows: Sequence[Row]) -> str:
-    """The score of each group of samples, a table for each panel: marked where it is clear of the
-    others' median.
+    """The score of each group of samples, a table for each panel.
+
+    Scores that differ from the others' median are marked.
     """
     tables = []
     for panel in dict.fromkeys(row.panel for row in method_rows):
@@ -125,8 +126,9 @@ def _group_cell(site: Site, row: Row, group: str) -> str:
 
 
 def pictures(site: Site, method_rows: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
-    """The figures of a method's runs, by name; only of panels with several of its budgets, if there
-    are any.
+    """The figures of a method's runs, by name.
+
+    Only of panels with several of its budgets, if there are any.
     """
     budgets: dict[str, set[str]] = {}
     for row in method_rows:

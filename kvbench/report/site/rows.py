@@ -1,6 +1,4 @@
-"""The runs of a site as rows: every arm with its numbers, its panel, and full attention
-beside it.
-"""
+"""The runs of a site as rows: every arm with its numbers, its panel, and full attention."""
 
 from __future__ import annotations
 
@@ -47,14 +45,16 @@ class Row(NamedTuple):
         of `Site.joined`.
     panel
         name of the arms that it can be compared with, of the same samples under the same protocol.
-    variant
-        the settings in which it differs from others of the same method, budget and panel, or "".
+    words
+        the settings beside `AXES` that label it in its table, such as "page_size=8".
     cell, table
         its numbers, and how they are shown.
     full
         the run of full attention on the same samples, or None.
     unranked
         why no score on these samples ranks methods, or "" (`Run.ranks_none`).
+    variant
+        the settings in which it differs from others of the same method, budget and panel, or "".
     length
         of the prompts that its numbers are of; None: of all of them.
     of
@@ -67,18 +67,21 @@ class Row(NamedTuple):
     method: str
     budget: str
     panel: str
-    variant: str
+    words: tuple[str, ...]
     cell: Cell
     table: ReportTable
     full: Run | None
     unranked: str
+    variant: str = ""
     length: int | None = None
     of: Submission | None = None
 
     @property
     def is_choice(self) -> bool:
-        """Whether it is named among the best: not full attention, not the oracle, within a budget
-        that applied, and on samples that rank methods.
+        """Whether it may be named among the best.
+
+        It is not full attention or the oracle, keeps within a budget that applied, and its samples
+        rank methods.
         """
         within = (
             self.cell.numbers.get("attended_share", 0.0) < FAR_OVER and not self.run.is_unbounded
@@ -87,9 +90,7 @@ class Row(NamedTuple):
 
     @property
     def has_lost(self) -> bool:
-        """Whether it scores so little that it is not to be recommended, be it the best; KL has no
-        such bar.
-        """
+        """Whether it scores too little to be recommended, even as the best; KL has no such bar."""
         return "kl_mean" not in self.cell.numbers and self.cell.numbers["score"] < LEAST
 
     @property
@@ -102,6 +103,48 @@ class Row(NamedTuple):
         """The arm in words, among those of its panel."""
         budget = "" if self.budget == NONE else f" {self.budget}"
         return f"{style_of(self.method).label}{budget}{f', {self.variant}' if self.variant else ''}"
+
+    @property
+    def rank(self) -> tuple[bool, bool, float, float]:
+        """What arms of a panel are ordered by: KL or else the score, then device memory.
+
+        Those whose budget never applied come last.
+        """
+        numbers = self.cell.numbers
+        nearness = numbers.get("kl_mean", -numbers["score"])
+        memory = numbers.get("device_kv_bytes", 0.0)
+        return (self.run.is_unbounded, "kl_mean" not in numbers, nearness, memory)
+
+    def share(self, indexed: bool) -> float | None:
+        """Per cent of the keys and values that full attention held on the device.
+
+        For the same samples, and in the layers that the method selects in: none that it leaves
+        dense, none with a window. None without full attention's bytes, where samples failed, and
+        where dense layers hold codes of unknown size.
+
+        Parameters
+        ----------
+        indexed
+            with the bytes of the method's index, wherever it lies.
+        """
+        run, dense = self.run, dense_of(self.run)
+        same_kv_run = run.full(run.settings["kv"]) if dense else self.full
+        if self.full is None or same_kv_run is None:
+            return None
+        full, same_kv = self.full.on_samples_of(run), same_kv_run.on_samples_of(run)
+        if any(
+            missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (run.arm, full, same_kv)
+        ):
+            return None
+        windowed = _number(run.arm, "windowed_kv_bytes")
+        unwindowed = 1 - _number(run.arm, "windowed_share")
+        # of the layers without a window
+        dense = dense / unwindowed if unwindowed > 0 else 1.0
+        whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
+        dense_bytes = (same_kv["device_kv_bytes"] - windowed) * dense
+        sparse_bytes = run.arm["device_kv_bytes"] - windowed - dense_bytes
+        index = _number(run.arm, "index_bytes") if indexed else 0.0
+        return float(100 * (sparse_bytes + index) / whole) if whole else None
 
 
 @dataclass(frozen=True)
@@ -132,8 +175,9 @@ class Site:
         }
 
     def without_submissions(self, runs: Runs) -> Runs:
-        """Those of these runs that are the board's own: claims, pictures and papers are held
-        against no others.
+        """Those of these runs that are the board's own.
+
+        Claims, pictures and papers are held against no others.
         """
         board_runs = (run for run in runs if str(run.arm["path"]) not in self.theirs)
         return runs.only(board_runs) if self.theirs else runs
@@ -160,50 +204,49 @@ class Site:
         A task's panels are in order of their number of arms, the arms of a panel by nearness to
         full attention or by score, the best first.
         """
-        run_of = {run.folders: run for run in self.joined}
         protocols = [what for _, what in by_protocol(self._untimed)]
-        rows, words = [], {}
-        for table, protocol in zip(self.tables, protocols, strict=True):
-            for (place, _), cell in table.cells.items():
-                labels = dict(zip(table.axes, table.rows[place], strict=True))
-                run = run_of[cell.run]
-                words[run] = [
-                    f"{last_word(key)}={value}" for key, value in labels.items() if key not in AXES
-                ]
-                full = run.full()
-                model, task, method, budget = (labels[key] for key in AXES)
-                panel = ", ".join(filter(None, [task, model, protocol]))
-                rows.append(
-                    Row(
-                        run,
-                        model,
-                        task,
-                        method,
-                        budget,
-                        panel,
-                        "",
-                        cell,
-                        table,
-                        full,
-                        run.ranks_none,
-                    )
-                )
+        plain = [
+            row
+            for table, protocol in zip(self.tables, protocols, strict=True)
+            for row in self._rows_of(table, protocol)
+        ]
         named = []
-        for group in _grouped(_in_panels(rows), lambda row: (row.panel, row.method, row.budget)):
-            shared = set.intersection(*(set(words[row.run]) for row in group))
+        for group in _grouped(_in_panels(plain), lambda row: (row.panel, row.method, row.budget)):
+            shared = set.intersection(*(set(row.words) for row in group))
             for row in group:
-                differing = [word for word in words[row.run] if word not in shared]
                 of = self.theirs.get(str(row.run.arm["path"]))
-                named.append(
-                    row._replace(variant=", ".join([*differing, *([of.by] if of else [])]), of=of)
-                )
+                words = [word for word in row.words if word not in shared]
+                variant = ", ".join([*words, *([of.by] if of else [])])
+                named.append(row._replace(variant=variant, of=of))
         size = Counter(row.panel for row in named)
-        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, _rank(row)))
+        return sorted(named, key=lambda row: (row.task, -size[row.panel], row.panel, row.rank))
+
+    def _rows_of(self, table: ReportTable, protocol: str) -> Iterator[Row]:
+        """The rows of a table, whose panel is a task, a model and a protocol."""
+        run_of = {run.folders: run for run in self.joined}
+        for (place, _), cell in table.cells.items():
+            labels = dict(zip(table.axes, table.rows[place], strict=True))
+            words = [f"{last_word(key)}={labels[key]}" for key in labels if key not in AXES]
+            run = run_of[cell.run]
+            yield Row(
+                run=run,
+                model=labels["model"],
+                task=labels["task"],
+                method=labels["method"],
+                budget=labels["budget"],
+                panel=", ".join(filter(None, [labels["task"], labels["model"], protocol])),
+                words=tuple(words),
+                cell=cell,
+                table=table,
+                full=run.full(),
+                unranked=run.ranks_none,
+            )
 
     @cached_property
     def by_length(self) -> list[Row]:
-        """The rows, and of arms with prompts of several lengths one for each, in a panel of that
-        length.
+        """The rows at each length of prompts.
+
+        An arm with prompts of several lengths has a row for each, in a panel of that length.
         """
         named, length_rows = {row.run.folders: row for row in self.rows}, []
         for length, part in by_length(self.runs).items():
@@ -223,22 +266,23 @@ class Site:
         return {}
 
     def ahead(self, first: Row, other: Row) -> Estimate | None:
-        """How far an arm is ahead of another of its panel, paired by sample: in nats of KL, where
-        both have some, or in points of score; None where they share too few samples.
+        """How far an arm is ahead of another of its panel, paired by sample.
+
+        In nats of KL where both have some, else in points of score; None where they share too few
+        samples.
         """
         pair = first.run, other.run
         if pair not in self._paired:
             kl = all("kl_mean" in row.cell.numbers for row in (first, other))
             lead = first.run.against([other.run], kl=kl)
-            turned = lead and lead._replace(mean=-lead.mean, low=-lead.high, high=-lead.low)  # type: ignore[operator]
+            turned = lead and lead.turned
             self._paired[pair], self._paired[pair[::-1]] = (turned, lead) if kl else (lead, turned)
         return self._paired[pair]
 
     def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
-        """The best and the worst place that an arm may have among these: places differ where a
-        paired test does.
+        """The best and the worst place that an arm may have among these.
 
-        None where too few samples rank it among any.
+        Places differ where a paired test does. None where too few samples rank it among any.
         """
         leads = [self.ahead(row, other) for other in rivals]
         if not any(lead is not None and ranks(lead.n, lead.low, lead.high) for lead in leads):
@@ -248,9 +292,7 @@ class Site:
 
     @cached_property
     def methods(self) -> list[str]:
-        """The methods that ran, and all that kvbench ships, in the order in which they
-        are drawn.
-        """
+        """The methods that ran and all that kvbench ships, in the order in which they are drawn."""
         order = {name: place for place, name in enumerate(STYLES)}
         return sorted(
             {*choices("method"), *self.ran}, key=lambda name: (order.get(name, len(order)), name)
@@ -272,9 +314,7 @@ class Site:
 
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows; the name of a panel says in what its samples differ from others of its model and
-    task.
-    """
+    """The rows, with panels whose names say in what their samples differ from others."""
     for panel_rows in _grouped(rows, lambda row: row.panel):
         settings = {
             row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows
@@ -300,57 +340,14 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _rank(row: Row) -> tuple[bool, bool, float, float]:
-    """What arms of a panel are ordered by: KL, where there is some, or the score; then device
-    memory. Those whose budget never applied come last.
-    """
-    numbers = row.cell.numbers
-    nearness = numbers.get("kl_mean", -numbers["score"])
-    return (
-        row.run.is_unbounded,
-        "kl_mean" not in numbers,
-        nearness,
-        numbers.get("device_kv_bytes", 0.0),
-    )
+def by_panel(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each panel, in order of appearance."""
+    return {group[0].panel: group for group in _grouped(rows, lambda row: row.panel)}
 
 
 def dense_of(run: Run) -> float:
     """The share of the layers that a run leaves dense."""
     return _number(run.arm, "dense_share")
-
-
-def share_of(row: Row, indexed: bool = False) -> float | None:
-    """Per cent of the keys and values that full attention held on the device for the same samples,
-    in the layers that the method selects in: none that the arm leaves dense, none with a window.
-
-    None without full attention's bytes, where samples failed, and where dense layers hold codes of
-    unknown size.
-
-    Parameters
-    ----------
-    indexed
-        with the bytes of the method's index, wherever it lies.
-    """
-    same_kv_run = row.run.full(row.run.settings["kv"]) if dense_of(row.run) else row.full
-    if row.full is None or same_kv_run is None:
-        return None
-    audit, full, same_kv = (
-        row.run.arm,
-        row.full.on_samples_of(row.run),
-        same_kv_run.on_samples_of(row.run),
-    )
-    if any(missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (audit, full, same_kv)):
-        return None
-    windowed = _number(audit, "windowed_kv_bytes")
-    unwindowed = 1 - _number(audit, "windowed_share")
-    # of the layers without a window
-    dense = dense_of(row.run) / unwindowed if unwindowed > 0 else 1.0
-    whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
-    sparse_bytes = (
-        audit["device_kv_bytes"] - windowed - (same_kv["device_kv_bytes"] - windowed) * dense
-    )
-    index = _number(audit, "index_bytes") if indexed else 0.0
-    return float(100 * (sparse_bytes + index) / whole) if whole else None
 
 
 def _number(arm: Mapping[str, Any], name: str) -> float:

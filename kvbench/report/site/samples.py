@@ -1,5 +1,6 @@
-"""Two arms against each other, paired by sample, and what they answered: a page for the arms of the
-same samples.
+"""Two arms against each other, paired by sample, and what they answered.
+
+There is a page for the arms of the same samples.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from kvbench.report.data.run import Run
 from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
 from kvbench.report.html import MOST_LETTERS, score_of
 from kvbench.report.site.markup import File, page
-from kvbench.report.site.rows import Row, Site
+from kvbench.report.site.rows import Row, Site, by_panel
 
+KL = {"name": "KL", "unit": "nats", "digits": 4}
+SCORE = {"name": "score", "unit": "points", "digits": 1}
+NO_OUTPUTS = (
+    "<p class=notes>No outputs are stored in these runs: the task generates none, or they were left"
+    " out of a copy of the runs. Scores are there.</p>"
+)
 MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 
 
 def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """A page for each panel, and one that leads to them."""
-    panels: dict[str, list[Row]] = {}
-    for row in site.rows:
-        panels.setdefault(row.panel, []).append(row)
     links: dict[bool, list[str]] = {True: [], False: []}
-    for number, (title, rows) in enumerate(panels.items(), 1):
+    for number, (title, rows) in enumerate(by_panel(site.rows).items(), 1):
         path = f"samples/{number}.html"
         whole, outputs = _panel(site, rows)
         links[outputs].append(
@@ -50,71 +54,55 @@ def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
     """The body of a page, and whether there are outputs on it."""
     rows = sorted(rows, key=lambda row: not row.run.is_full)
-    seeds = {seed for row in rows for seed in row.run.scores.seeds}
-    stored = [_records(row.run, len(seeds) > 1) for row in rows]
-    ids = list(dict.fromkeys(id for records in stored for id in records))
-    ids = sorted(
-        ids, key=lambda id: -_spread([records[id]["score"] for records in stored if id in records])
-    )
-    shown = ids[:MOST_SAMPLES]
-    arms = [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows]
-    first = {id: next(records[id] for records in stored if id in records) for id in shown}
-    entries = [
-        {
-            "id": id,
-            "group": first[id]["group"],
-            "expected": first[id]["expected"],
-            "prompt": first[id]["prompt"],
-            "arms": [
-                [records[id]["score"], records[id]["output"]] if id in records else None
-                for records in stored
-            ],
-        }
-        for id in shown
-    ]
-    dropped = not any(
-        answer and answer[1] is not None for entry in entries for answer in entry["arms"]
-    )
+    entries, count = _entries(rows)
+    outputs = any(answer and answer[1] is not None for entry in entries for answer in entry["arms"])
     kl = any("kl_mean" in row.cell.numbers for row in rows)
-    measure = {
-        "name": "KL" if kl else "score",
-        "unit": "nats" if kl else "points",
-        "digits": 4 if kl else 1,
-    }
     whole = {
-        "arms": arms,
+        "arms": [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows],
         "samples": entries,
-        "outputs": not dropped,
-        "measure": measure,
+        "outputs": outputs,
+        "measure": KL if kl else SCORE,
         "pairs": _pairs(site, rows),
     }
     data = json.dumps(whole, ensure_ascii=False).replace("<", "\\u003c")
-    few = (
-        f" The {len(shown)} of {len(ids)} on which arms differ most."
-        if len(shown) < len(ids)
-        else ""
-    )
-    missing = (
-        "<p class=notes>No outputs are stored in these runs: the task generates none, or they were"
-        " left out of a copy of the runs. Scores are there.</p>"
-        if dropped
-        else ""
-    )
+    most = f" The {len(entries)} of {count} on which arms differ most."
     tests = len(rows) * (len(rows) - 1) // 2
-    body = f"""<p>The difference is over all samples that both have, paired, with its {COVERAGE} % interval; over fewer
-than {FEWEST} samples, or where that has no width, neither is called ahead. Of the {tests} pairs here 1 in 20
-would differ by chance alone.</p>
-<form id="compare"><label>Left<select name="left"></select></label><label>Right<select name="right"></select></label>
-<label class="check"><input type="checkbox" name="differ"> only where their scores differ</label></form>
-<p id="pair" aria-live="polite"></p><h2>Samples</h2><p>One prompt, two arms.{few}</p>{missing}
+    body = f"""<p>The difference is over all samples that both have, paired, with its {COVERAGE} %
+interval; over fewer than {FEWEST} samples, or where that has no width, neither is called ahead.
+Of the {tests} pairs here 1 in 20 would differ by chance alone.</p>
+<form id="compare"><label>Left<select name="left"></select></label>
+<label>Right<select name="right"></select></label>
+<label class="check"><input type="checkbox" name="differ"> only where their scores differ</label>
+</form>
+<p id="pair" aria-live="polite"></p><h2>Samples</h2>
+<p>One prompt, two arms.{most * (len(entries) < count)}</p>{NO_OUTPUTS * (not outputs)}
 <div id="samples"></div><script type="application/json" id="data">{data}</script>"""
-    return body, not dropped
+    return body, outputs
+
+
+def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
+    """The samples on which arms differ most, with each arm's answer; the number of all samples."""
+    seeds = {seed for row in rows for seed in row.run.scores.seeds}
+    stored = [_records(row.run, len(seeds) > 1) for row in rows]
+    answers = {
+        id: [records.get(id) for records in stored]
+        for id in dict.fromkeys(id for records in stored for id in records)
+    }
+    spread = {
+        id: _spread([record["score"] for record in records if record])
+        for id, records in answers.items()
+    }
+    entries = []
+    for id in sorted(answers, key=lambda id: -spread[id])[:MOST_SAMPLES]:
+        first = next(record for record in answers[id] if record)
+        facts = {key: first[key] for key in ("group", "expected", "prompt")}
+        arms = [record and [record["score"], record["output"]] for record in answers[id]]
+        entries.append({"id": id, **facts, "arms": arms})
+    return entries, len(answers)
 
 
 def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[float | int | str] | None]]:
-    """Of each arm against each after it how far it is ahead: mean, ends, samples, and what that
-    says.
-    """
+    """How far each arm is ahead of each after it: mean, ends, samples, and a word."""
     pairs: list[list[list[float | int | str] | None]] = []
     for number, row in enumerate(rows):
         ahead = (site.ahead(row, other) for other in rows[number + 1 :])
@@ -135,11 +123,10 @@ def _says(lead: Estimate) -> str:
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
-    """What a run stored of each sample: score 0-100, group, prompt, what was expected, output;
-    None: not stored.
+    """What a run stored of each sample: its score 0-100, group, prompt, answers and output.
 
-    By the sample's id; among runs of several seeds with the word for its content, as seeds share
-    ids.
+    None stands for what was not stored. By the sample's id; among runs of several seeds with the
+    word for its content, as seeds share ids.
     """
     stored = {}
     for record in run.samples():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from kvbench.report.site.markup import File, linked, page, slug
+from kvbench.report.site.markup import File, definitions, items, linked, page, slug
 from kvbench.report.site.prose import FOLDER, document
 from kvbench.report.site.rows import Site
 from kvbench.report.submissions.checked import CHECKS, Submission
@@ -25,13 +25,11 @@ def add_yours(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
 
 def submissions(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
     """What each submission gave, or by what it fails."""
-    checks = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(description)}</dd>"
-        for name, description in CHECKS.items()
-    )
-    body = f"""<p>Runs that others made and gave. Nothing of one is run here; it is read as data and held against the
-board's own runs. {NO_PROOF}</p>
-<details><summary>What was checked of each that has rows</summary><dl>{checks}</dl></details>
+    checks = {escape(name): escape(description) for name, description in CHECKS.items()}
+    body = f"""<p>Runs that others made and gave. Nothing of one is run here; it is read as data and
+held against the board's own runs. {NO_PROOF}</p>
+<details><summary>What was checked of each that has rows</summary><dl>{definitions(checks)}</dl>
+</details>
 {"".join(_section(submission) for submission in site.submitted)}"""
     yield page(PATH, "Runs of others", site, sections, body)
 
@@ -42,34 +40,22 @@ def anchor(submission: Submission) -> str:
 
 
 def _section(submission: Submission) -> str:
-    who, link, version = submission.manifest
-    signed = (
-        f'<a href="{escape(link)}" rel="nofollow noopener">{escape(who)}</a>'
-        if link
-        else escape(who)
-    )
+    who, link = escape(submission.manifest.who), escape(submission.manifest.link)
     facts = {
-        "by": signed,
-        "kvbench": escape(version),
+        "by": f'<a href="{link}" rel="nofollow noopener">{who}</a>' if link else who,
+        "kvbench": escape(submission.manifest.version),
         "on": escape(" and ".join(submission.machines)),
     }
-    listed = "".join(f"<dt>{name}</dt><dd>{words}</dd>" for name, words in facts.items() if words)
+    listed = definitions({name: words for name, words in facts.items() if words})
     rows = [
         f"<li>{linked(run.arm['method'], '')} {escape(run.label('budget'))},"
         f" {escape(run.label('task'))}, {run.arm['n']} samples: all checks passed; {escape(code)}"
         f" <small>{escape(run.folder_names[0])}</small></li>"
         for run, code in zip(submission.rows, submission.code, strict=True)
     ]
-    trusted = (
-        [f"<li>Taken on trust: {escape(submission.taken_on_trust)}</li>"]
-        if submission.unread
-        else []
-    )
-    repeats = [
-        f"<li>Repeats, and has no row of its own: {escape(words)}</li>"
-        for words in submission.repeats
-    ]
-    reasons = [f"<li>{escape(reason)}</li>" for reason in submission.reasons]
+    remarks = [f"Taken on trust: {submission.taken_on_trust}"] * bool(submission.unread)
+    remarks += [f"Repeats, and has no row of its own: {words}" for words in submission.repeats]
     failed = '<p class="warning">It fails, and gives no rows.</p>' if submission.reasons else ""
-    return f"""<section id="{slug(submission.name)}"><h2>{escape(submission.name)}</h2><dl>{listed}</dl>{failed}
-<ul>{"".join([*rows, *trusted, *repeats, *reasons])}</ul></section>"""
+    return f"""<section id="{slug(submission.name)}"><h2>{escape(submission.name)}</h2>
+<dl>{listed}</dl>{failed}
+<ul>{"".join(rows)}{items([*remarks, *submission.reasons])}</ul></section>"""
