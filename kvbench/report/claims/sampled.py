@@ -225,7 +225,7 @@ def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:
     return {role: [arms] if isinstance(arms, str) else arms for role, arms in named.items()}
 
 
-def runs_of(runs: Runs | None, bed: str, words: str, times: bool = False) -> list[Run] | Missing:
+def runs_of(runs: Runs | None, bed: str, words: str, times: bool) -> list[Run] | Missing:
     """The runs of an arm, which differ in their seed alone.
 
     Parameters

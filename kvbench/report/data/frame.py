@@ -204,14 +204,15 @@ def _read(path: Path, unfinished: bool) -> _Read:
         arm = _arm(path, written, settings, summary)
     except DAMAGED as error:
         raise ResultsError(f"not as kvbench writes it ({what_of(error)})") from error
-    arm |= {"metric": metric, "finished": finished, "updated": _updated(path)}
+    status = json_in(path / "status.json")
+    arm |= {"metric": metric, "finished": finished, "updated": str(status.get("updated", ""))}
     return _Read(arm, settings, scores)
 
 
 def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in which arms may differ, as on the command line.
 
-    Paths are left out: of a file its name counts.
+    What only states a fact (`FACTS`) is left out; of a path to data its last part counts.
     """
     arm_config = identity["config"]
     method = arm_config["method"]
@@ -374,7 +375,3 @@ def _arm(
         **columns_of(summary, settings["budget"]),
         "spread": {},
     }
-
-
-def _updated(path: Path) -> str:
-    return str(json_in(path / "status.json").get("updated", ""))

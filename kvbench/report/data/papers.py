@@ -81,35 +81,27 @@ def table(id: str) -> PaperTable:
     entries = _read("tables")
     if id not in entries:
         raise ConfigError(f"paper={id}: no such published table; {nearest(id, entries)}")
-    entry = entries[id]
+    entry, names = entries[id], _read("names")
     cells = _cells(id.partition("_")[0])
     cells = cells[cells["table"] == id]
     frame = cells[["row", "column"]].reset_index(drop=True)
     frame["value"] = [float(value) if value else float("nan") for value in cells["value"]]
     frame["note"] = cells["note"].to_list()
-    models, methods = (_read("names")[kind] for kind in ("models", "methods"))
-    methods = {name: methods[name] for name in entry.get("methods", methods)}
-    frame["model"] = _ours(cells["model"], models, choices("model"))
+    methods = {name: names["methods"][name] for name in entry.get("methods", names["methods"])}
+    frame["model"] = _ours(cells["model"], names["models"], choices("model"))
     frame["method"] = _ours(cells["method"], methods, choices("method"))
     frame["budget"] = _objects(map(_budget, cells["budget"]))
     runs = [_run_of(column, entry.get("runs", [entry])) for column in cells["column"]]
-    mapped = [
-        _mapped(run, *cell)
-        for run, cell in zip(runs, cells[["column", "length"]].to_numpy(), strict=True)
-    ]
+    mapped = list(map(_mapped, runs, cells["column"], cells["length"]))
     frame["task"] = [run.get("task", "") for run in runs]
-    frame["group"], frame["metric"] = (
-        [group for group, _ in mapped],
-        [metric for _, metric in mapped],
-    )
-    method_settings = _read("names")["settings"]
+    frame["group"] = [group for group, _ in mapped]
+    frame["metric"] = [metric for _, metric in mapped]
     frame["settings"] = _objects(
-        _settings((*run.get("settings", ()), *method_settings.get(name, ())))
+        _settings((*run.get("settings", ()), *names["settings"].get(name, ())))
         for run, name in zip(runs, cells["method"], strict=True)
     )
-    return PaperTable(
-        id, entry["title"], entry["source"], frame, "seconds" in entry, entry.get("stand_in")
-    )
+    timed, stand_in = "seconds" in entry, entry.get("stand_in")
+    return PaperTable(id, entry["title"], entry["source"], frame, timed, stand_in)
 
 
 @functools.cache

@@ -106,7 +106,7 @@ class Scores:
         """[n] the KL divergences or the scores."""
         return self.kl if kl else self.values
 
-    def strata(self, groups: tuple[str, ...] = ()) -> list[np.ndarray]:
+    def strata(self, groups: tuple[str, ...]) -> list[np.ndarray]:
         """Masks [n] of the samples of each group; of all groups for ().
 
         Failed samples that say no group are in none.
@@ -344,7 +344,7 @@ class Run:
         values = self.scores.valid_values(self.scores.kl, rows)
         return estimate([values]) if len(values) else None
 
-    def seeds(self, groups: tuple[str, ...] = ()) -> dict[str, float]:
+    def seeds(self, groups: tuple[str, ...]) -> dict[str, float]:
         """The score of these groups under each of the seeds that it stands for."""
         scores, strata = self.scores, self.scores.strata(groups)
         of = {
@@ -360,7 +360,7 @@ class Run:
             for seed, there in of.items()
         }
 
-    def failed(self, groups: tuple[str, ...] = ()) -> int:
+    def failed(self, groups: tuple[str, ...]) -> int:
         """Failed samples of these groups; of all for ()."""
         if not groups:
             return int(self.scores.failed.sum())

@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvbench.report.data.run import Run, Runs, Scores, framed, missing
 from kvbench.report.data.select import order_of
-from kvbench.runs.quantities import QUANTITIES, Quantity, is_number, named
+from kvbench.runs.quantities import QUANTITIES, is_number, named
 from kvbench.runs.summary import combine
 
 SUMMED = ("n", "failed", "unbounded_samples", "left_out", "tokens")
@@ -80,7 +80,8 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     joined["device_name"] = timed[0]["device_name"]
     for name in (name for name in lines[0] if name in QUANTITIES or "." in name):
         quantity = named(name)
-        measured = timed if _is_of_machine(quantity) else lines
+        of_machine = quantity.part in OF_MACHINE or quantity.is_time
+        measured = timed if of_machine else lines
         there = [line for line in measured if not missing(line[name])]
         values = [line[name] for line in there]
         if name in SUMMED:
@@ -97,10 +98,6 @@ def _arm(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     elsewhere = (line["n"] for line in lines if _is_timed(line) and line not in timed)
     joined["left_out"] += sum(elsewhere)
     return joined
-
-
-def _is_of_machine(quantity: Quantity) -> bool:
-    return quantity.part in OF_MACHINE or quantity.is_time
 
 
 def _is_timed(line: Mapping[str, Any]) -> bool:

@@ -120,7 +120,7 @@ def proportion(strata: Sequence[np.ndarray]) -> Estimate:
 def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = None) -> Estimate:
     """The mean of the strata's means, with a percentile interval of `RESAMPLES` resamples.
 
-    (Efron 1979.) It is wider by what strata without spread may hide.
+    After Efron (1979); wider by what strata without spread may hide.
 
     Parameters
     ----------

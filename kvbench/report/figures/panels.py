@@ -519,7 +519,7 @@ def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Pict
     return figure, figure.subplots(down, across, squeeze=False).reshape(rows, columns)
 
 
-def tiled(count: int, title: str, height: float = 2.2, across: int = 2) -> tuple[Picture, Any]:
+def tiled(count: int, title: str, height: float, across: int = 2) -> tuple[Picture, Any]:
     """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank.
 
     Parameters

@@ -28,6 +28,17 @@ from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 QUESTION_SHARE = 5  # of them in the question
+BEST = (  # what its table is of
+    "<p>For each limit the method with the lowest KL divergence from full attention or, where a"
+    " task has none, with the highest score, on prompts of one length. The limit is on keys and"
+    " values on the device, as a share of full attention's on the same samples; layers that are"
+    " left dense are not counted{dense}. The second line of a task counts the index by which a"
+    " method chooses, too, wherever it lies. A limit opens all that fit in the"
+    ' <a href="{board}">leaderboard</a>; a dash: no run is this small.'
+    f" Over {FEWEST} samples or more the named is tested against each other that fits, paired by"
+    f" sample: {{tests}} tests, each at {COVERAGE} %. Of fewer samples another may be as good, and"
+    f" more would say. Where the best scores under {LEAST} none is named.</p>"
+)
 
 
 def front(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
@@ -88,15 +99,7 @@ def _best(site: Site, board: str) -> str:
         head = small("with the index") if indexed else _panel_head(site, shares[0][0])
         lines.append(f'<tr><th scope="row">{head}</th>{cells}</tr>')
     return (
-        "<p>For each limit the method with the lowest KL divergence from full attention or, where a"
-        " task has none, with the highest score, on prompts of one length. The limit is on keys and"
-        " values on the device, as a share of full attention's on the same samples; layers that are"
-        f" left dense are not counted{_dense(site)}. The second line of a task counts the index by"
-        " which a method chooses, too, wherever it lies. A limit opens all that fit in the"
-        f' <a href="{board}">leaderboard</a>; a dash: no run is this small. Over {FEWEST} samples'
-        " or more the named is tested against each other that fits, paired by sample:"
-        f" {tests} tests, each at {COVERAGE} %. Of fewer samples another may be as good, and more"
-        f" would say. Where the best scores under {LEAST} none is named.</p>"
+        BEST.format(dense=_dense(site), board=board, tests=tests)
         + protocols(site)
         + table_of(f"<th class=label>task</th>{heads}", lines, "best")
     )
@@ -150,7 +153,7 @@ def _shares(rows: Sequence[Row], indexed: bool) -> list[tuple[Row, float]]:
 def _dense(site: Site) -> str:
     """What dense layers hold, where all arms leave as many dense."""
     dense = {dense_of(row.run) for row in site.rows if row.is_choice}
-    if len(dense) > 1 or max(dense) == 0:
+    if len(dense) != 1 or max(dense) == 0:
         return ""
     return f" and hold {100 * max(dense):.1f} % of the whole besides"
 

@@ -253,8 +253,7 @@ def _too_little(run: Run, full: Run) -> Iterator[str]:
     """What a sample holds or attends less than the model's shape demands.
 
     Dense layers attend the whole prompt, the others what the audit says. What an entry takes is
-    full attention's bytes over its entries, of the same sample and all layers. What an entry takes
-    is full attention's bytes over its entries, of the same sample and all layers.
+    full attention's bytes over its entries, of the same sample and all layers.
     """
     least = 1.0 if run.settings["kv"] == full.settings["kv"] else FEWEST_BITS
     theirs = {record["id"]: record.get("audit") or {} for record in full.samples()}

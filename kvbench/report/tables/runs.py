@@ -316,10 +316,7 @@ def _table(
         (row_labels.index(row), column_labels.index(column)): _cell(some, groups, values, marks)
         for (row, column, groups), some in cells_of.items()
     }
-    lines: dict[str, Quantity] = {}
-    for name in values:
-        of_score = {**score_lines, **seeds_of(cells.values())}
-        lines |= of_score if name == "score" else {name: _line(name)}
+    lines = _lines(values, {**score_lines, **seeds_of(cells.values())})
     times = [name for name, line in lines.items() if line.is_time]
     cells, machines = mark_machines(cells, times)
     notes = [*notes_of(cells.values(), lines), *machines]
@@ -327,11 +324,26 @@ def _table(
         notes.append(NO_TIMES)
     parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
     notes += captions(cells.values(), parts, axes)
-    heads = tuple(column_labels) if len(columns) > 1 else ()
-    names = list(map(", ".join, column_labels))
     return ReportTable(
-        id, title, tuple(rows), row_labels, names, cells, lines, notes, heads, shared
+        id=id,
+        title=title,
+        axes=tuple(rows),
+        rows=row_labels,
+        columns=list(map(", ".join, column_labels)),
+        cells=cells,
+        lines=lines,
+        notes=notes,
+        heads=tuple(column_labels) if len(columns) > 1 else (),
+        shared=shared,
     )
+
+
+def _lines(values: Sequence[str], of_score: Mapping[str, Quantity]) -> dict[str, Quantity]:
+    """The quantities of these values; of a score those that it is shown by."""
+    lines: dict[str, Quantity] = {}
+    for name in values:
+        lines |= of_score if name == "score" else {name: _line(name)}
+    return lines
 
 
 def _order(
