@@ -87,11 +87,8 @@ def described(kind: types.Type) -> Any:
     if kind == types.none:
         return None
     if isinstance(kind, types.Array) and kind.layout == "C" and kind.mutable:
-        of = (
-            np.dtype(kind.dtype.name)
-            if not isinstance(kind.dtype, types.Record)
-            else kind.dtype.dtype
-        )
+        is_record = isinstance(kind.dtype, types.Record)
+        of = kind.dtype.dtype if is_record else np.dtype(kind.dtype.name)
         return [of.descr if of.names else of.name, kind.ndim]
     if (of := getattr(kind, "instance_class", None)) is not None:
         return {f"{of.__module__}:{of.__qualname__}": [*map(described, kind.types)]}
@@ -112,20 +109,17 @@ def _typed(description: Any) -> types.Type:
         return getattr(types, {"bool": "boolean"}.get(description, description))
     if isinstance(description, dict):
         [(name, parts)] = description.items()
-        module, _, class_name = name.partition(":")
-        of: Any = getattr(importlib.import_module(module), class_name) if name else None
         kinds = [_typed(part) for part in parts]
-        return (
-            of.numba_type(kinds)
-            if hasattr(of, "numba_type")
-            else types.BaseTuple.from_types(kinds, of)
-        )
+        of: Any = None
+        if name:
+            module, class_name = name.split(":")
+            of = getattr(importlib.import_module(module), class_name)
+        if hasattr(of, "numba_type"):
+            return of.numba_type(kinds)
+        return types.BaseTuple.from_types(kinds, of)
     of, dimensions = description
-    kind = (
-        np.dtype([tuple(field) for field in of], align=True)
-        if isinstance(of, list)
-        else np.dtype(of)
-    )
+    fields = [tuple(field) for field in of] if isinstance(of, list) else of
+    kind = np.dtype(fields, align=isinstance(of, list))
     return types.Array(from_dtype(kind), dimensions, "C")
 
 
@@ -139,12 +133,9 @@ def build(jobs: Sequence[Job], numbers: Sequence[int], say: Callable[[int, float
         called with how many are ready and the seconds that are left, before the first, as each is,
         and every `TELL_SECONDS`.
     """
-    seconds = sum(jobs[number].seconds for number in numbers)
-    many = (
-        min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(numbers))
-        if seconds > WORTH_A_PROCESS
-        else 1
-    )
+    many = 1
+    if sum(jobs[number].seconds for number in numbers) > WORTH_A_PROCESS:
+        many = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(numbers))
     queue = _Queue(jobs, numbers, many, say)
     queue.tell()
     command = [sys.executable, "-m", "kvbench.kernels.build"]
@@ -205,8 +196,10 @@ class _Queue:
         many: int,
         say: Callable[[int, float], None],
     ) -> None:
-        self.jobs, self._many, self._say, self._ready = jobs, many, say, threading.Condition()
-        self._waiting, self._open, self._began = set(numbers), set(numbers), time.monotonic()
+        self.jobs, self._many = jobs, many
+        self._say = say
+        self._ready, self._began = threading.Condition(), time.monotonic()
+        self._waiting, self._open = set(numbers), set(numbers)
         self._weight = {number: jobs[number].seconds for number in numbers}
         for number in sorted(numbers, reverse=True):  # who calls stands after what is called
             for called in self.jobs[number].calls:
@@ -222,11 +215,8 @@ class _Queue:
         """
         with self._ready:
             while self._waiting:
-                free = [
-                    number
-                    for number in self._waiting
-                    if self._open.isdisjoint(self.jobs[number].calls)
-                ]
+                jobs = self.jobs
+                free = [at for at in self._waiting if self._open.isdisjoint(jobs[at].calls)]
                 if free:
                     number = max(free, key=self._weight.__getitem__)
                     self._waiting.remove(number)
@@ -244,16 +234,15 @@ class _Queue:
     def tell(self) -> None:
         """Say how many are ready, and the seconds that are left."""
         with self._ready:
-            self._say(
-                len(self._weight) - len(self._open), self._left(time.monotonic() - self._began)
-            )
+            seconds = self._left(time.monotonic() - self._began)
+            self._say(len(self._weight) - len(self._open), seconds)
 
     def _left(self, elapsed: float) -> float:
         """By what has passed: of the jobs that are compiled now half counts as done, until one has
         ended no job as quicker than it once was.
         """
-        done = self._whole - sum(self.jobs[one].seconds for one in self._open)
-        halves = sum(self.jobs[one].seconds for one in self._open - self._waiting) / 2
+        done = self._whole - sum(self.jobs[number].seconds for number in self._open)
+        halves = sum(self.jobs[number].seconds for number in self._open - self._waiting) / 2
         slowness = elapsed / max(done + halves, 1e-3)
         if not done:
             slowness = max(slowness, 1 / self._many)
@@ -263,9 +252,8 @@ class _Queue:
 def main() -> None:
     """Compile what the lines of the standard input name."""
     for line in sys.stdin:
-        kernel, kinds, seconds, calls = json.loads(line)
         try:
-            Job(kernel, kinds, seconds, tuple(calls)).compile()
+            Job(*json.loads(line)).compile()
         except Exception as error:
             print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
         else:

@@ -80,23 +80,16 @@ class Coded:
     def kernel_argument(self) -> Held:
         """What kernels are given."""
         kind = self.numbers if isinstance(self.numbers, str) else "table"
-        facts = (
-            self.bits,
-            kind,
-            "unit" if self.unit else "plain",
-            self.parameters,
-            self.granularity,
-            self.parameter,
-        )
+        unit = "unit" if self.unit else "plain"
+        facts = self.bits, kind, unit, self.parameters, self.granularity, self.parameter
         subclass: type[Held] = __getattr__("_".join(map(str, ("Held", *facts))))
         return subclass(0 if self.bits == 8 else _table(self.bits, self.numbers).ctypes.data)
 
 
 @cache
 def _table(bits: int, numbers: Any) -> NDArray[np.float32]:
-    return np.resize(
-        np.array(range(2**bits) if numbers == "unsigned" else numbers, np.float32), LANES
-    )
+    values = range(2**bits) if numbers == "unsigned" else numbers
+    return np.resize(np.array(values, np.float32), LANES)
 
 
 class Held(NamedTuple):
@@ -120,12 +113,9 @@ def __getattr__(name: str) -> Any:
     """
     if not name.startswith("Held_"):
         raise AttributeError(name)
-    bits, numbers, unit, *parameters = name.split("_")[1:]
-    return type(
-        name,
-        (Held,),
-        {"__module__": __name__, "facts": Facts(int(bits), numbers, unit == "unit", *parameters)},
-    )
+    words = name.split("_")[1:]
+    facts = Facts(int(words[0]), words[1], words[2] == "unit", *words[3:])
+    return type(name, (Held,), {"__module__": __name__, "facts": facts})
 
 
 class Facts(NamedTuple):
@@ -145,9 +135,8 @@ class Facts(NamedTuple):
         """Those of rows of a Numba type."""
         if (kind := getattr(stored, "instance_class", None)) is not None:
             return kind.facts
-        return cls(
-            stored.bitwidth, "native", parameter={of: name for name, of in TYPES.items()}[stored]
-        )
+        names = {of: name for name, of in TYPES.items()}
+        return cls(stored.bitwidth, "native", parameter=names[stored])
 
     @property
     def grouped(self) -> bool:
@@ -167,11 +156,9 @@ class Facts(NamedTuple):
     @property
     def spread(self) -> bool:
         """Neighbours are read into two vectors."""
-        return (
-            self.parameter == "bfloat16"
-            if self.numbers == "native"
-            else self.bits == 4 and not self.grouped
-        )
+        if self.numbers == "native":
+            return self.parameter == "bfloat16"
+        return self.bits == 4 and not self.grouped
 
     @property
     def factor(self) -> float:
@@ -213,7 +200,8 @@ class Reader:
     """
 
     def __init__(self, context: Any, builder: Any, stored: Any, value: Any, whole: Any) -> None:
-        self._builder, self._whole, self.facts = builder, whole, Facts.of(stored)
+        self._builder, self._whole = builder, whole
+        self.facts = Facts.of(stored)
         self._features = context.codegen().magic_tuple()[2].split(",")
         if self.facts.bits < 8:
             self._table = numbers_at(builder, builder.extract_value(value, 0), types.float32)
@@ -226,9 +214,8 @@ class Reader:
             return numbers_at(builder, at, TYPES[facts.parameter])
         if facts.bits == 8:
             codes = builder.load(pointer(builder, at, ir.VectorType(ir.IntType(8), LANES)), align=1)
-            return self._with_parameters(
-                decoded(builder, codes, FLOATS, facts), parameters_at, block
-            )
+            numbers = decoded(builder, codes, FLOATS, facts)
+            return self._with_parameters(numbers, parameters_at, block)
         # Words that hold the first eight codes and the last eight; no byte is read but those of
         # these codes.
         half, step = LANES // 2, 2 * facts.bits - 4
@@ -241,13 +228,13 @@ class Reader:
             *(splatted(builder, word) for word in words), ir.Constant(WORDS, order)
         )
         places = [lane * facts.bits - lane // half * 8 * step for lane in range(LANES)]
-        return self._with_parameters(
-            self._numbers(builder.lshr(codes, ir.Constant(WORDS, places))), parameters_at, block
-        )
+        numbers = self._numbers(builder.lshr(codes, ir.Constant(WORDS, places)))
+        return self._with_parameters(numbers, parameters_at, block)
 
     def two(self, row: Any, parameters_at: Any, pair: Any) -> list[Any]:
         """The `pair`-th two vectors, as `kvbench.kernels.rows.lay_out` has it; see `vector`."""
-        builder, word, facts = self._builder, row.type, self.facts
+        builder, facts = self._builder, self.facts
+        word = row.type
         first = builder.mul(pair, word(2))
         if not facts.spread:
             return [
@@ -307,7 +294,8 @@ class Reader:
 
     def _with_parameters(self, numbers: Any, parameters_at: Any, block: Any) -> Any:
         """The `block`-th vector with the parameters of its channels, or of their group."""
-        builder, word, facts = self._builder, parameters_at.type, self.facts
+        builder, facts = self._builder, self.facts
+        word = parameters_at.type
         if facts.parameters == "none" or facts.granularity == "row":
             return numbers
         of = TYPES[facts.parameter]

@@ -47,16 +47,8 @@ def products(threads, x, weight, bias, out, rows, inputs, outputs, stored):  # t
     bias
         [outputs], or 0.
     """
-    _linear(
-        threads,
-        _laid_out(x, rows, inputs, stored),
-        (weight,),
-        bias,
-        (out,),
-        (outputs,),
-        stored,
-        stored,
-    )
+    laid = _laid_out(x, rows, inputs, stored)
+    _linear(threads, laid, (weight,), bias, (out,), (outputs,), stored, stored)
 
 
 @kernel
@@ -66,26 +58,21 @@ def gated(threads, x, gate, up, down, out, rows, inputs, hidden, stored):  # typ
     Parameters
     ----------
     x, out
-        [rows, inputs]; gate, up: [hidden, inputs]; down: [inputs, hidden].
+        [rows, inputs].
+    gate, up
+        [hidden, inputs].
+    down
+        [inputs, hidden].
     """
     # rows for what whole vectors read and write after the last
     count, padding = rows * hidden, -(-LANES // hidden)
-    gates, ups = (
-        np.empty((rows + padding, hidden), np.float32),
-        np.empty((rows + padding, hidden), np.float32),
-    )
+    gates = np.empty((rows + padding, hidden), np.float32)
+    ups = np.empty((rows + padding, hidden), np.float32)
     between = np.intp(gates.ctypes.data), np.intp(ups.ctypes.data)
-    _linear(
-        threads,
-        _laid_out(x, rows, inputs, stored),
-        (gate, up),
-        0,
-        between,
-        (hidden, hidden),
-        stored,
-        NOTHING,
-    )
-    nothing, ones, minus = splat(NOTHING), splat(ONE), splat(-ONE)
+    laid, sizes = _laid_out(x, rows, inputs, stored), (hidden, hidden)
+    _linear(threads, laid, (gate, up), 0, between, sizes, stored, NOTHING)
+    ones, minus = splat(ONE), splat(-ONE)
+    nothing = splat(NOTHING)
     for i in range(0, count, LANES):
         # arrays that are read by address alone would be freed before
         number = load(gates.ctypes.data + 4 * i)
@@ -114,14 +101,13 @@ def rotated(threads, x, weights, angles, outs, rows, inputs, heads, stored):  # 
     heads
         of queries; of keys, as of values; D.
     """
-    query_heads, kv_heads, head_dim = heads
-    sizes = query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    head_dim = heads[2]
+    sizes = heads[0] * head_dim, heads[1] * head_dim, heads[1] * head_dim
     queries, keys = np.empty((rows, sizes[0]), np.float32), np.empty((rows, sizes[1]), np.float32)
     values = np.empty((rows, sizes[2]), np.float32)
     between = np.intp(queries.ctypes.data), np.intp(keys.ctypes.data), np.intp(values.ctypes.data)
-    _linear(
-        threads, _laid_out(x, rows, inputs, stored), weights, 0, between, sizes, stored, NOTHING
-    )
+    laid = _laid_out(x, rows, inputs, stored)
+    _linear(threads, laid, weights, 0, between, sizes, stored, NOTHING)
     _turn(queries, angles, outs[0], head_dim, stored)
     _turn(keys, angles, outs[1], head_dim, stored)
     for r in range(rows):
@@ -189,17 +175,11 @@ def _linear(threads, x, weights, bias, outs, outputs, stored, written):  # type:
     layers = np.empty((len(weights), 4), np.int64)
     pieces = 0
     for i in range(len(weights)):
-        layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3] = (
-            weights[i],
-            outs[i],
-            outputs[i],
-            pieces,
-        )
+        layers[i, 0], layers[i, 1] = weights[i], outs[i]
+        layers[i, 2], layers[i, 3] = outputs[i], pieces
         pieces += -(-outputs[i] // OUTPUTS_PIECE)
-    threads = min(threads, pieces)
-    in_threads(
-        threads, _products, (np.zeros(threads, np.int64), pieces, x, layers, bias, stored, written)
-    )
+    claims = np.zeros(min(threads, pieces), np.int64)
+    in_threads(len(claims), _products, (claims, pieces, x, layers, bias, stored, written))
 
 
 @inner
@@ -219,10 +199,11 @@ def _products(number, claims, pieces, x, layers, bias, stored, written):  # type
             layer = len(layers) - 1
             while layers[layer, 3] > piece:
                 layer -= 1
-            weight, out, outputs, before_it = layers[layer]
-            end_of_it = min(outputs, (piece - before_it + 1) * OUTPUTS_PIECE)
-            for first in range((piece - before_it) * OUTPUTS_PIECE, end_of_it, BLOCK):
-                count = min(BLOCK, end_of_it - first)
+            weight, out = layers[layer, 0], layers[layer, 1]
+            outputs, start = layers[layer, 2], (piece - layers[layer, 3]) * OUTPUTS_PIECE
+            stop = min(outputs, start + OUTPUTS_PIECE)
+            for first in range(start, stop, BLOCK):
+                count = min(BLOCK, stop - first)
                 _some_products(x, weight, first, count, block, stored)
                 for r in range(len(x)):
                     _put_products(block[r], bias, first, count, out, r * outputs, stored, written)

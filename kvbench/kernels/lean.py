@@ -15,14 +15,13 @@ import llvmlite.binding as llvm
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import cpu_target
 
-_WRAPPER, _OF_NUMBA, _ENVIRONMENT = "_ZN7cpython", "_ZN7cpython5numba", "_ZN08NumbaEnv"
+_WRAPPER, _OF_NUMBA = "_ZN7cpython", "_ZN7cpython5numba"
+_ENVIRONMENT = "_ZN08NumbaEnv"
 
 
 class _Lean(JITCodeLibrary):  # type: ignore[misc]
     def _is_called(self) -> bool:
-        """Whether Python calls a function of it, other than Numba's own; or it is read
-        from disk.
-        """
+        """Whether Python calls a function of it other than Numba's own, or it is read from disk."""
         return self._shared_module is not None or any(
             function.name.startswith(_WRAPPER) and not function.name.startswith(_OF_NUMBA)
             for function in self._final_module.functions

@@ -103,10 +103,12 @@ def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ign
         missing tokens, ids of the longest list, whether all are there, how many are held, and how
         many there are.
     """
-    words, lists, heads = _words(index), len(ids), len(ids) // len(index)
+    words = _words(index)
+    lists, heads = len(ids), len(ids) // len(index)
     lists_per_head = max(1, index.shape[1] // heads)
     first = staged.size + lists * (newest[0] >= 0)
-    moving, longest, complete, hits, total = 0, 0, True, 0, 0
+    moving = longest = hits = total = 0
+    complete = True
     for at in range(lists):
         row, head = at // heads, min(at % heads * lists_per_head, index.shape[1] - 1)
         for tokens in index[row, head : head + lists_per_head]:

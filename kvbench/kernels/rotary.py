@@ -21,11 +21,10 @@ def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped
     turned
         [B, H, n, D] float32; written.
     """
-    batch, heads, count, _ = vectors.shape
-    half = cosines.shape[1] // 2
-    for row in range(batch):
+    heads, half = vectors.shape[1], cosines.shape[1] // 2
+    for row in range(len(vectors)):
         for head in range(heads):
-            for at in range(count):
+            for at in range(vectors.shape[2]):
                 place = positions[row, head * positions.shape[1] // heads, at]
                 cosine, sine = cosines[place], sines[place]
                 vector, out = vectors[row, head, at], turned[row, head, at]

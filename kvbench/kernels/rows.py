@@ -48,6 +48,7 @@ from kvbench.kernels.vectors import (
 )
 
 BLOCK = 64  # rows whose logits are made before their values are read
+TINY = float(np.float32(1e-16))  # is added to the sum of a row's squares, whose root divides it
 
 
 def _whether(fact: str) -> Any:
@@ -61,7 +62,8 @@ def _whether(fact: str) -> Any:
     return answer
 
 
-grouped, scaled, ranged, spread = map(_whether, ("grouped", "scaled", "ranged", "spread"))
+grouped, spread = _whether("grouped"), _whether("spread")
+scaled, ranged = _whether("scaled"), _whether("ranged")
 
 
 @intrinsic
@@ -71,7 +73,7 @@ def load_scalar(_context, row, channel, stored):  # type: ignore[no-untyped-def]
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        row, channel, _ = arguments
+        row, channel = arguments[:2]
         facts = Facts.of(signature.args[2])
         if facts.numbers == "native":
             return number_at(builder, row, channel, signature.args[2])
@@ -99,17 +101,15 @@ def load_parameters(_context, rows, count, offset, stored):  # type: ignore[no-u
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        rows, count, offset, _ = arguments
+        rows, count = arguments[:2]
         facts, word = Facts.of(signature.args[3]), rows.type
         of, many = TYPES[facts.parameter], {"none": 0, "scale": 1, "range": 2}[facts.parameters]
-        per_lane, last = (
-            [ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0)],
-            builder.sub(count, word(1)),
-        )
+        per_lane = [ir.Constant(FLOATS, [value] * LANES) for value in (1.0, 0.0)]
+        last = builder.sub(count, word(1))
         for lane in range(LANES if many else 0):
             index = builder.select(builder.icmp_unsigned("<", word(lane), count), word(lane), last)
             at = builder.add(rows, builder.mul(index, word(word.width // 8)))
-            parameters = builder.add(builder.load(pointer(builder, at, word)), offset)
+            parameters = builder.add(builder.load(pointer(builder, at, word)), arguments[2])
             for n in range(many):
                 number = number_at(builder, parameters, word(n), of)
                 per_lane[n] = builder.insert_element(per_lane[n], number, ir.IntType(32)(lane))
@@ -118,6 +118,53 @@ def load_parameters(_context, rows, count, offset, stored):  # type: ignore[no-u
         return context.make_tuple(builder, signature.return_type, (scale, least))
 
     return types.UniTuple(vector, 2)(types.intp, types.intp, types.intp, stored), generate
+
+
+class _Sums:
+    """Products of four rows with queries, summed up in registers by the code that it writes.
+
+    Parameters
+    ----------
+    queries
+        address of each.
+    unit
+        rows are divided by sqrt(sum of their squares + 1e-16).
+    """
+
+    def __init__(self, builder: Any, queries: list[Any], unit: bool) -> None:
+        nothing = ir.Constant(FLOATS, [0.0] * LANES)
+
+        def zeros() -> list[Any]:
+            return [cgutils.alloca_once_value(builder, nothing) for _ in range(4)]
+
+        self._builder, self._queries = builder, queries
+        self._sums = [zeros() for _ in queries]
+        self._squares = zeros() if unit else []
+
+    def add(self, read: list[Any], first: Any) -> None:
+        """Add the products of a vector of each row with those of the queries, `first` bytes on, and
+        with itself.
+        """
+        builder = self._builder
+        for sum, y in zip(self._squares, read, strict=bool(self._squares)):
+            builder.store(fma(builder, y, y, builder.load(sum)), sum)
+        for query, query_sums in zip(self._queries, self._sums, strict=True):
+            x = numbers_at(builder, builder.add(query, first), types.float32)
+            for sum, y in zip(query_sums, read, strict=True):
+                builder.store(fma(builder, x, y, builder.load(sum)), sum)
+
+    def products(self) -> list[Any]:
+        """Of each query, a vector of 4."""
+        products = [self._joined(sums) for sums in self._sums]
+        if not self._squares:
+            return products
+        squares = self._joined(self._squares)
+        squares = self._builder.fadd(squares, ir.Constant(squares.type, [TINY] * 4))
+        lengths = called(self._builder, "llvm.sqrt.v4f32", squares.type, squares)
+        return [self._builder.fdiv(four, lengths) for four in products]
+
+    def _joined(self, sums: list[Any]) -> Any:
+        return four_sums(self._builder, *(self._builder.load(sum) for sum in sums))
 
 
 @intrinsic(prefer_literal=True)
@@ -142,57 +189,26 @@ def score_four(_context, queries, stride, rows, parameters, whole, stored, logit
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         queries, stride, rows, parameters, whole, stored_value, logits, _ = arguments
         word = queries.type
-        rows, parameters = (
-            [builder.extract_value(four, n) for n in range(4)] for four in (rows, parameters)
-        )
-        four, nothing = list(zip(rows, parameters, strict=True)), ir.Constant(FLOATS, [0.0] * LANES)
+        four_rows = [
+            (builder.extract_value(rows, n), builder.extract_value(parameters, n)) for n in range(4)
+        ]
         reader = Reader(context, builder, signature.args[5], stored_value, whole)
-        unit = reader.facts.unit
-        query_addresses = [
-            builder.add(queries, builder.mul(stride, word(q)))
-            for q in range(signature.args[7].literal_value)
-        ]
-        sums = [
-            [cgutils.alloca_once_value(builder, nothing) for _ in range(4)] for _ in query_addresses
-        ]
-        squares = [cgutils.alloca_once_value(builder, nothing) for _ in four] if unit else []
-
-        def meet(read: list[Any], first: Any) -> None:
-            """Add the products of a vector of each row with those of the queries, `first` bytes on,
-            and with itself.
-            """
-            for sum, y in zip(squares, read, strict=unit):
-                builder.store(fma(builder, y, y, builder.load(sum)), sum)
-            for query, query_sums in zip(query_addresses, sums, strict=True):
-                x = numbers_at(builder, builder.add(query, first), types.float32)
-                for sum, y in zip(query_sums, read, strict=True):
-                    builder.store(fma(builder, x, y, builder.load(sum)), sum)
-
+        numbers = range(signature.args[7].literal_value)
+        addresses = [builder.add(queries, builder.mul(stride, word(q))) for q in numbers]
+        sums = _Sums(builder, addresses, reader.facts.unit)
         pairs = builder.udiv(whole, word(PAIR))
         with cgutils.for_range(builder, pairs) as loop:
-            read = [reader.two(*row, loop.index) for row in four]
+            read = [reader.two(*row, loop.index) for row in four_rows]
             first = builder.mul(loop.index, word(4 * PAIR))
             for n, at in enumerate((first, builder.add(first, word(4 * LANES)))):
-                meet([two[n] for two in read], at)
+                sums.add([two[n] for two in read], at)
         with builder.if_then(builder.icmp_unsigned("<", builder.mul(pairs, word(PAIR)), whole)):
             block = builder.mul(pairs, word(2))
-            read = [reader.vector(*row, block) for row in four]
-            meet(read, builder.mul(pairs, word(4 * PAIR)))
-        if unit:
-            lengths = four_sums(builder, *(builder.load(sum) for sum in squares))
-            lengths = builder.fadd(
-                lengths, ir.Constant(lengths.type, [float(np.float32(1e-16))] * 4)
-            )
-            lengths = called(builder, "llvm.sqrt.v4f32", lengths.type, lengths)
-        for q, query_sums in enumerate(sums):
-            products = four_sums(builder, *(builder.load(sum) for sum in query_sums))
-            if unit:
-                products = builder.fdiv(products, lengths)
-            builder.store(
-                products,
-                pointer(builder, builder.add(logits, word(4 * BLOCK * q)), products.type),
-                align=4,
-            )
+            read = [reader.vector(*row, block) for row in four_rows]
+            sums.add(read, builder.mul(pairs, word(4 * PAIR)))
+        for q, products in enumerate(sums.products()):
+            to = pointer(builder, builder.add(logits, word(4 * BLOCK * q)), products.type)
+            builder.store(products, to, align=4)
         return context.get_dummy_value()
 
     four = types.UniTuple(types.intp, 4)
@@ -230,43 +246,30 @@ def add_rows(  # type: ignore[no-untyped-def]
         word = weights.type
         reader = Reader(context, builder, signature.args[6], stored_value, whole)
         first = builder.add(sums, builder.mul(block, word(4 * LANES * vectors)))
-        places = [
-            [
-                pointer(
-                    builder,
-                    builder.add(
-                        first, builder.add(builder.mul(stride, word(q)), word(4 * LANES * n))
-                    ),
-                    FLOATS,
-                )
-                for n in range(vectors)
-            ]
-            for q in range(count)
-        ]
-        accumulators = [
-            [
-                cgutils.alloca_once_value(builder, builder.load(place, align=4))
-                for place in per_query
-            ]
-            for per_query in places
-        ]
+
+        def place(q: int, n: int) -> Any:
+            """Where the `n`-th vector of the `q`-th sum lies."""
+            offset = builder.add(builder.mul(stride, word(q)), word(4 * LANES * n))
+            return pointer(builder, builder.add(first, offset), FLOATS)
+
+        def register(q: int, n: int) -> Any:
+            return cgutils.alloca_once_value(builder, builder.load(place(q, n), align=4))
+
+        accumulators = [[register(q, n) for n in range(vectors)] for q in range(count)]
         with cgutils.for_range(builder, many) as loop:
             at = builder.add(rows, builder.mul(loop.index, word(word.width // 8)))
             row = builder.load(pointer(builder, at, word))
             by = builder.add(row, offset)
             read = reader.two(row, by, block) if vectors == 2 else [reader.vector(row, by, block)]
             for q, per_query in enumerate(accumulators):
-                at = builder.add(
-                    weights, builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4)))
-                )
-                weight = splatted(
-                    builder, builder.load(pointer(builder, at, ir.FloatType()), align=4)
-                )
+                at = builder.add(word(4 * BLOCK * q), builder.mul(loop.index, word(4)))
+                at = pointer(builder, builder.add(weights, at), ir.FloatType())
+                weight = splatted(builder, builder.load(at, align=4))
                 for sum, y in zip(per_query, read, strict=True):
                     builder.store(fma(builder, weight, y, builder.load(sum)), sum)
-        for per_query, to in zip(accumulators, places, strict=True):
-            for sum, place in zip(per_query, to, strict=True):
-                builder.store(builder.load(sum), place, align=4)
+        for q, per_query in enumerate(accumulators):
+            for n, sum in enumerate(per_query):
+                builder.store(builder.load(sum), place(q, n), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 6, stored, types.intp, types.intp, count, vectors), generate
@@ -310,57 +313,60 @@ def score(query, keys, groups, layout, count, ahead, logits, stored):  # type: i
     """
     many, head_dim = query.shape
     offset, size = layout
-    whole, last = head_dim // LANES * LANES, count - 1
+    whole = head_dim // LANES * LANES
     for i in range(0, count, 4):
         _fetch_rows(ahead, i, 4, size)
-        a, b, c, d = keys[i], keys[min(i + 1, last)], keys[min(i + 2, last)], keys[min(i + 3, last)]
-        rows, by = (a, b, c, d), (a + offset, b + offset, c + offset, d + offset)
-        if grouped(stored):
-            by = (
-                groups[i],
-                groups[min(i + 1, last)],
-                groups[min(i + 2, last)],
-                groups[min(i + 3, last)],
-            )
-        meet(
-            query.ctypes.data,
-            4 * head_dim,
-            many,
-            rows,
-            by,
-            whole,
-            stored,
-            logits.ctypes.data + 4 * i,
-        )
+        rows = _four(keys, i, count, 0)
+        by = _four(groups, i, count, 0) if grouped(stored) else _four(keys, i, count, offset)
+        to = logits.ctypes.data + 4 * i
+        meet(query.ctypes.data, 4 * head_dim, many, rows, by, whole, stored, to)
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
                 logits[r, i] += query[r, j] * load_scalar(keys[i], j, stored)
     if scaled(stored):
-        for i in range(0, count, LANES):
-            few = min(count - i, LANES)
-            scale, least = load_parameters(
-                keys.ctypes.data + i * keys.itemsize, few, offset, stored
-            )
-            for r in range(many):
-                at = logits.ctypes.data + 4 * (r * BLOCK + i)
-                products = times(load(at), scale)
-                if ranged(stored):
-                    products = plus(products, times(least, splat(total_of(query[r]))))
-                store(at, products)
+        _scale(query, keys, offset, count, logits, stored)
     for r in range(many):
         for i in range(count, vectors(count)):
             logits[r, i] = -np.inf
 
 
 @inner
+def _four(addresses, first, count, offset):  # type: ignore[no-untyped-def]
+    """Four of `count` addresses, so many bytes on; after the last one the last again."""
+    last = count - 1
+    return (
+        addresses[first] + offset,
+        addresses[min(first + 1, last)] + offset,
+        addresses[min(first + 2, last)] + offset,
+        addresses[min(first + 3, last)] + offset,
+    )
+
+
+@inner
+def _scale(query, keys, offset, count, logits, stored):  # type: ignore[no-untyped-def]
+    """Multiply logits [R, BLOCK] by the scale of each key, and add its minimum's product with a
+    query.
+    """
+    for i in range(0, count, LANES):
+        few = min(count - i, LANES)
+        scale, least = load_parameters(keys.ctypes.data + i * keys.itemsize, few, offset, stored)
+        for r in range(len(query)):
+            at = logits.ctypes.data + 4 * (r * BLOCK + i)
+            products = times(load(at), scale)
+            if ranged(stored):
+                products = plus(products, times(least, splat(total_of(query[r]))))
+            store(at, products)
+
+
+@inner
 def total_of(numbers):  # type: ignore[no-untyped-def]
     """Their sum."""
-    count, sum, rest = len(numbers), splat(NOTHING), NOTHING
-    whole = count // LANES * LANES
+    sum, rest = splat(NOTHING), NOTHING
+    whole = len(numbers) // LANES * LANES
     for i in range(0, whole, LANES):
         sum = plus(sum, load(numbers.ctypes.data + 4 * i))
-    for i in range(whole, count):
+    for i in range(whole, len(numbers)):
         rest += numbers[i]
     return sum_of(sum) + rest
 
@@ -371,7 +377,8 @@ def meet(query, stride, many, rows, parameters, whole, stored, logits):  # type:
     addresses.
     """
     for r in range(0, many, 4):
-        first, to, remaining = query + r * stride, logits + 4 * r * BLOCK, many - r
+        first, to = query + r * stride, logits + 4 * r * BLOCK
+        remaining = many - r
         if remaining >= 4:
             score_four(first, stride, rows, parameters, whole, stored, to, 4)
         elif remaining == 3:
@@ -429,58 +436,57 @@ def add_values(weights, values, layout, count, ahead, sums, stored):  # type: ig
     many, head_dim = sums.shape
     offset, size = layout
     whole, stride = head_dim // LANES * LANES, 4 * head_dim
-    pairs = whole // PAIR
     if scaled(stored):
-        for i in range(0, count, LANES):
-            few = min(count - i, LANES)
-            scale, least = load_parameters(
-                values.ctypes.data + i * values.itemsize, few, offset, stored
-            )
-            for r in range(many):
-                at = weights.ctypes.data + 4 * (r * BLOCK + i)
-                if ranged(stored):
-                    added = sum_of(times(load(at), least))
-                    for j in range(head_dim):
-                        sums[r, j] += added
-                store(at, times(load(at), scale))
+        _scale_weights(weights, values, offset, count, sums, stored)
     for i in range(0, count, LANES):
         _fetch_rows(ahead, i, LANES, size)
         rows, few = values.ctypes.data + i * values.itemsize, min(count - i, LANES)
         for r in range(0, many, 4):
-            by, to, remaining = (
-                weights.ctypes.data + 4 * (r * BLOCK + i),
-                sums.ctypes.data + r * stride,
-                many - r,
-            )
-            for pair in range(pairs):
-                if remaining >= 4:
-                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 4, 2)
-                elif remaining == 3:
-                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 3, 2)
-                elif remaining == 2:
-                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 2, 2)
-                else:
-                    add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 1, 2)
-            if pairs * PAIR < whole:
-                for q in range(min(remaining, 4)):
-                    query_weights, query_sums = by + 4 * q * BLOCK, to + q * stride
-                    add_rows(
-                        query_weights,
-                        rows,
-                        offset,
-                        few,
-                        2 * pairs,
-                        whole,
-                        stored,
-                        query_sums,
-                        stride,
-                        1,
-                        1,
-                    )
+            by, to = weights.ctypes.data + 4 * (r * BLOCK + i), sums.ctypes.data + r * stride
+            _add_some(by, rows, offset, few, whole, stored, to, stride, min(many - r, 4))
     for r in range(many):
         for i in range(count):
             for j in range(whole, head_dim):
                 sums[r, j] += weights[r, i] * load_scalar(values[i], j, stored)
+
+
+@inner
+def _scale_weights(weights, values, offset, count, sums, stored):  # type: ignore[no-untyped-def]
+    """Multiply weights [R, BLOCK] by the scale of each value, and add to sums its minimum."""
+    for i in range(0, count, LANES):
+        few = min(count - i, LANES)
+        scale, least = load_parameters(
+            values.ctypes.data + i * values.itemsize, few, offset, stored
+        )
+        for r in range(len(sums)):
+            at = weights.ctypes.data + 4 * (r * BLOCK + i)
+            if ranged(stored):
+                added = sum_of(times(load(at), least))
+                for j in range(sums.shape[1]):
+                    sums[r, j] += added
+            store(at, times(load(at), scale))
+
+
+@inner
+def _add_some(by, rows, offset, few, whole, stored, to, stride, count):  # type: ignore[no-untyped-def]
+    """Add `few` rows to each of `count` sums, 1 to 4; see `add_rows`, of which these are the
+    arguments.
+    """
+    pairs = whole // PAIR
+    for pair in range(pairs):
+        if count == 4:
+            add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 4, 2)
+        elif count == 3:
+            add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 3, 2)
+        elif count == 2:
+            add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 2, 2)
+        else:
+            add_rows(by, rows, offset, few, pair, whole, stored, to, stride, 1, 2)
+    if pairs * PAIR < whole:
+        last = 2 * pairs
+        for q in range(count):
+            weight, sums = by + 4 * q * BLOCK, to + q * stride
+            add_rows(weight, rows, offset, few, last, whole, stored, sums, stride, 1, 1)
 
 
 @inner

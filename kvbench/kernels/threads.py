@@ -1,6 +1,6 @@
 """Compiled work in the threads that torch computes in.
 
-Between two steps of a model these wait with their eyes open, so that a parallel region of some
+Torch's OpenMP threads spin between two steps of a model, so that a parallel region of some
 microseconds is worth while; a thread of our own would sleep, and its waking takes longer than most
 layers' attention. Regions are opened by torch's own OpenMP where that is GNU's, as in its Linux
 wheels. Elsewhere one thread does all the work.
@@ -71,7 +71,7 @@ def in_threads(typing, threads, work, arguments):  # type: ignore[no-untyped-def
     compiled = work.dispatcher.overloads[of]
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        threads, _, packed = values
+        threads, packed = values[0], values[2]
         context.active_code_library.add_linking_library(compiled.library)
         module, byte = builder.module, ir.IntType(8).as_pointer()
         body = ir.Function(

@@ -18,11 +18,9 @@ def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
     """Copy so many bytes from one address to another."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        to, source, size = arguments
         byte = cgutils.int8_t
-        cgutils.raw_memcpy(
-            builder, pointer(builder, to, byte), pointer(builder, source, byte), size, 1
-        )
+        to, source = (pointer(builder, address, byte) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, source, arguments[2], 1)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.intp), generate
@@ -63,7 +61,9 @@ def put(key, value, room, used, tokens):  # type: ignore[no-untyped-def]
     tokens
         [B], ids of the new ones.
     """
-    keys, values, key_size, value_size, first, ids = room
+    keys, values = room[0], room[1]
+    key_size, value_size = room[2], room[3]
+    first, ids = room[4], room[5]
     batch, heads = used.shape
     for row in range(batch):
         for head in range(heads):
@@ -89,11 +89,10 @@ def put_in_place(rows, pool, size, slot_of, present, tokens):  # type: ignore[no
     tokens
         [B], the ids.
     """
-    batch, heads, slots = slot_of.shape
-    for row in range(batch):
+    heads, slots = slot_of.shape[1:]
+    for row in range(len(slot_of)):
         for head in range(heads):
             at = row * heads + head
-            _copy(
-                pool + (at * slots + slot_of[row, head, tokens[row]]) * size, rows + at * size, size
-            )
+            slot = at * slots + slot_of[row, head, tokens[row]]
+            _copy(pool + slot * size, rows + at * size, size)
             present[row, head, tokens[row]] = True

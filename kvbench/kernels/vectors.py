@@ -107,8 +107,9 @@ def put(_context, address, place, number, stored):  # type: ignore[no-untyped-de
     many = isinstance(number, Vector)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        address, place, number, _ = arguments
-        stored, word, half = signature.args[3], ir.IntType(32), ir.IntType(16)
+        address, place = arguments[:2]
+        number, stored = arguments[2], signature.args[3]
+        word, half = ir.IntType(32), ir.IntType(16)
         if many:
             word, half = ir.VectorType(word, LANES), ir.VectorType(half, LANES)
 
@@ -288,7 +289,8 @@ def _as_float32(builder: Any, address: Any, stored: Any, many: Any) -> Any:
 
 # exp(x) = 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2: Cephes' expf, whose relative
 # error is below 2e-7
-_LOG2E, _ROUND, _LOW = 1.44269504088896341, 12582912.0, -87.0
+_LOG2E = 1.44269504088896341
+_ROUND, _LOW = 12582912.0, -87.0
 _LN2 = (0.693359375, -2.12194440e-4)  # the first is exact in a few bits, so that n times it is, too
 _POLYNOMIAL = (
     1.9875691500e-4,

@@ -52,14 +52,14 @@ def attention(query, tables, codes, row, first, scaling, received):  # type: ign
     received
         [Hkv, n] float32; written.
     """
-    heads, group, parts, width = query.shape
+    group, width = query.shape[1], query.shape[3]
     count = received.shape[1]
     products, weights = np.empty(tables.shape[2], np.float32), np.empty(count + LANES, np.float32)
-    for head in range(heads):
+    for head in range(len(query)):
         received[head] = 0
         for g in range(group):
             weights[:count], weights[count:] = 0, -np.inf
-            for part in range(parts):
+            for part in range(query.shape[2]):
                 for centroid in range(len(products)):
                     product = np.float32(0)
                     for j in range(width):

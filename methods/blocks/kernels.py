@@ -37,11 +37,9 @@ def stored(tensor: torch.Tensor) -> Any:
     the tensor is.
     """
     tensor = tensor.contiguous()
-    return (
-        tensor.view(torch.int16).numpy().view(np.uint16)
-        if tensor.dtype == torch.bfloat16
-        else tensor.numpy()
-    )
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
 
 
 @intrinsic
@@ -78,9 +76,9 @@ def prefetch(_context, array, row, column):  # type: ignore[no-untyped-def]
         )
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         of = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        read, keep, data = flag(0), flag(3), flag(1)
         fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], of)
-        builder.call(fetch, [builder.bitcast(address, byte), read, keep, data])
+        # for reading, to stay in the cache, of data
+        builder.call(fetch, [builder.bitcast(address, byte), flag(0), flag(3), flag(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), generate
@@ -166,7 +164,8 @@ def sort(values, items, count):  # type: ignore[no-untyped-def]
     """
     if count <= SHORT:
         for index in range(1, count):
-            value, item, at = values[index], items[index], index
+            value, item = values[index], items[index]
+            at = index
             while at > 0 and values[at - 1] > value:
                 values[at], items[at] = values[at - 1], items[at - 1]
                 at -= 1

@@ -63,23 +63,18 @@ def _look_up_quickly(_context, tables, ids, first, sums):  # type: ignore[no-unt
         rows = context.make_array(in_ids)(context, builder, ids)
         total = cgutils.alloca_once_value(builder, NOTHING)
         with cgutils.for_range(builder, cgutils.unpack_tuple(builder, rows.shape, 2)[0]) as row:
-            id_vector = builder.load(
-                _address(context, builder, in_ids, ids, [row.index, first]), align=1
-            )
-            quarters = [
-                builder.load(
-                    _address(context, builder, in_tables, tables, [row.index, WORD(at)]), align=1
-                )
-                for at in range(0, 256, QUARTER)
-            ]
+            at = _address(context, builder, in_ids, ids, [row.index, first])
+            id_vector, quarters = builder.load(at, align=1), []
+            for entry in range(0, 256, QUARTER):
+                at = _address(context, builder, in_tables, tables, [row.index, WORD(entry)])
+                quarters.append(builder.load(at, align=1))
             lower, upper = (
                 builder.call(permute, [quarters[at], id_vector, quarters[at + 1]]) for at in (0, 2)
             )
             values = builder.select(builder.icmp_signed("<", id_vector, NOTHING), upper, lower)
             builder.store(builder.add(builder.load(total), values), total)
-        builder.store(
-            builder.load(total), _address(context, builder, in_sums, sums, [first]), align=1
-        )
+        at = _address(context, builder, in_sums, sums, [first])
+        builder.store(builder.load(total), at, align=1)
         return context.get_dummy_value()
 
     return types.void(tables, ids, first, sums), generate
@@ -107,12 +102,11 @@ def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        numbers, first, least = arguments
-        vector = builder.load(
-            _address(context, builder, signature.args[0], numbers, [first]), align=1
-        )
+        numbers, first = arguments[:2]
+        at = _address(context, builder, signature.args[0], numbers, [first])
+        vector, least = builder.load(at, align=1), builder.trunc(arguments[2], BYTE)
         first_lane = builder.insert_element(
-            ir.Constant(BYTES, ir.Undefined), builder.trunc(least, BYTE), ir.IntType(32)(0)
+            ir.Constant(BYTES, ir.Undefined), least, ir.IntType(32)(0)
         )
         every = builder.shuffle_vector(
             first_lane, first_lane, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
@@ -125,9 +119,11 @@ def at_least(_context, numbers, first, least):  # type: ignore[no-untyped-def]
 @intrinsic
 def ones(_context, word):  # type: ignore[no-untyped-def]
     """How many bits of a uint64 are set, int64."""
-    return types.int64(
-        types.uint64
-    ), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
+
+    def generate(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
 
 
 @intrinsic

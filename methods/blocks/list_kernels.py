@@ -32,13 +32,14 @@ def best_lists(threads, scores, counts, ids):  # type: ignore[no-untyped-def]
 
 @jit
 def _best_lists(_, claims, scores, counts, ids):  # type: ignore[no-untyped-def]
-    lists, count, longest = scores.shape[1], scores.shape[2], ids.shape[2]
+    lists, longest = scores.shape[1], ids.shape[2]
     values, picked = np.empty(longest, np.float32), np.empty(longest, np.int32)
     at = claim(claims)
     while at < len(scores) * lists:
         row, head = at // lists, at % lists
         most = min(longest, counts[row, head * counts.shape[1] // lists])
-        write_best(scores[row, head], count, ids[row, head, :most], values[:most], picked)
+        chosen = ids[row, head, :most]
+        write_best(scores[row, head], scores.shape[2], chosen, values[:most], picked)
         ids[row, head, most:] = -1
         at = claim(claims)
 
@@ -63,31 +64,22 @@ def products(threads, query, keys, stored, scores):  # type: ignore[no-untyped-d
 
 @jit
 def _products(_, claims, query, keys, stored, scores):  # type: ignore[no-untyped-def]
-    batch, kv_heads, group, count = scores.shape
-    address, of_row, of_head, size = keys
+    kv_heads, group, count = scores.shape[1:]
     queries, block = np.empty(query.shape[2:], np.float32), np.empty((group, BLOCK), np.float32)
     rows, pieces = np.empty(BLOCK, np.intp), -(-count // PIECE)
+    size = keys[3]
     at = claim(claims)
-    while at < batch * kv_heads * pieces:
-        row, head, piece = at // pieces // kv_heads, at // pieces % kv_heads, at % pieces
+    while at < len(scores) * kv_heads * pieces:
+        list_number, piece = at // pieces, at % pieces
+        row, head = list_number // kv_heads, list_number % kv_heads
         lay_out(query[row, head], queries, stored)
         for first in range(piece * PIECE, min((piece + 1) * PIECE, count), BLOCK):
-            many, key = (
-                min(BLOCK, count - first),
-                address + row * of_row + head * of_head + first * size,
-            )
+            many = min(BLOCK, count - first)
+            key = keys[0] + row * keys[1] + head * keys[2] + first * size
             for i in range(many):
                 rows[i] = key + i * size
-            score(
-                queries,
-                rows,
-                rows[:0],
-                (0, size),
-                many,
-                (rows[:0], key + BLOCK * size),
-                block,
-                stored,
-            )
+            ahead = rows[:0], key + BLOCK * size
+            score(queries, rows, rows[:0], (0, size), many, ahead, block, stored)
             for g in range(group):
                 for i in range(many):
                     scores[row, head, g, first + i] = block[g, i]
@@ -148,14 +140,13 @@ def largest_of_pages(ids, firsts, size, numbers, largest):  # type: ignore[no-un
     """
     for row in range(ids.shape[0]):
         for head in range(ids.shape[1]):
-            token_ids, start, stop = ids[row, head], 0, 0
+            token_ids = ids[row, head]
+            start = stop = 0
             while start < len(token_ids):
                 most, page = numbers[row, head, start], (token_ids[start] - firsts[row]) // size
-                while (
-                    stop < len(token_ids)
-                    and token_ids[stop] >= 0
-                    and (token_ids[stop] - firsts[row]) // size == page
-                ):
+                while stop < len(token_ids) and token_ids[stop] >= 0:
+                    if (token_ids[stop] - firsts[row]) // size != page:
+                        break
                     most = max(most, numbers[row, head, stop])
                     stop += 1
                 stop = max(stop, start + 1)

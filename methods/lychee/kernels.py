@@ -6,10 +6,50 @@ cost more than the products. Lists stop here as soon as they hold the tokens wan
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, sort, widen, write_best
+
+
+class Units(NamedTuple):
+    """Coarse units of one KV head, or of all, whose dimension then comes first.
+
+    Attributes
+    ----------
+    centroids, radii
+        [P, D] as stored, and [P].
+    tokens
+        [P], in all chunks of each.
+    starts
+        [P + 1], unit u has the clusters starts[u] .. starts[u + 1] - 1.
+    """
+
+    centroids: Any
+    radii: Any
+    tokens: Any
+    starts: Any
+
+
+class FineClusters(NamedTuple):
+    """Clusters of one KV head, or of all, whose dimension then comes first.
+
+    Attributes
+    ----------
+    centroids, radii
+        [L, D] as stored, and [L].
+    starts
+        [L + 1], cluster c has the chunks members[starts[c] : starts[c + 1]].
+    members
+        [M].
+    """
+
+    centroids: Any
+    radii: Any
+    starts: Any
+    members: Any
 
 
 @jit
@@ -29,12 +69,12 @@ def _clusters(units, query, slack, searched, room, chosen):  # type: ignore[no-u
 
     Units are added until they hold 2 `room` tokens.
     """
-    centroids, radii, tokens, starts = units
+    tokens, starts = units.tokens, units.starts
     falling, order = np.empty(len(tokens), np.float32), np.empty(len(tokens), np.int32)
     for unit in range(len(tokens)):
         falling[unit], order[unit] = np.inf, unit
         if tokens[unit]:
-            falling[unit] = -_bound(centroids[unit], query, slack, radii[unit])
+            falling[unit] = -_bound(units.centroids[unit], query, slack, units.radii[unit])
     sort(falling, order, len(order))
     count = total = 0
     for rank in range(len(order)):
@@ -53,10 +93,10 @@ def _members(clusters, cluster, codes, query, chunks, falling):  # type: ignore[
     """Put the chunks of a cluster in `chunks`, those nearest to the query first if representatives
     are kept.
     """
-    _, _, starts, members = clusters
-    size = starts[cluster + 1] - starts[cluster]
+    first = clusters.starts[cluster]
+    size = clusters.starts[cluster + 1] - first
     for i in range(size):
-        chunks[i], falling[i] = members[starts[cluster] + i], 0
+        chunks[i], falling[i] = clusters.members[first + i], 0
         if len(codes):
             for k in range(len(query)):
                 falling[i] -= np.float32(codes[chunks[i], k]) * query[k]
@@ -93,10 +133,8 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
         [H, G, D] float32.
     mean
         the group asks as one, see `ClusterIndex.best_tokens`.
-    units
-        centroids [H, P, D], radii [H, P], tokens [H, P] and starts [H, P + 1].
-    clusters
-        centroids [H, L, D], radii [H, L], starts [H, L + 1] and members [H, M].
+    units, clusters
+        `Units` and `FineClusters` of all KV heads, as tuples.
     codes
         [H, M or more, D] int8, or [H, 0, D]: none are kept.
     bounds
@@ -126,55 +164,63 @@ def best_tokens(threads, queries, mean, units, clusters, codes, bounds, search, 
 def _best_tokens(  # type: ignore[no-untyped-def]
     _, claims, queries, mean, units, clusters, codes, bounds, search, room, fixed, lists, lengths
 ):
-    searched, weight, most_ranked = search
-    many, queries_per_head = clusters[1].shape[1], 1 if mean else queries.shape[1]
-    chosen, picked, scores = (
-        np.empty(many, np.int32),
-        np.empty(many, np.int32),
-        np.empty(many, np.float32),
-    )
-    most = clusters[3].shape[1]
-    chunks, falling, query = (
-        np.empty(most, np.int32),
-        np.empty(most, np.float32),
-        np.empty(queries.shape[2], np.float32),
-    )
+    lists_per_head = 1 if mean else queries.shape[1]
+    query = np.empty(queries.shape[2], np.float32)
     head = claim(claims)
     while head < len(queries):
-        head_clusters = clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
-        above = units[0][head], units[1][head], units[2][head], units[3][head]
-        for asks in range(queries_per_head):
-            slack = np.float32(weight) * _load_query(queries[head], asks, mean, query)
-            count = _clusters(above, query, slack, searched, room, chosen)
-            for i in range(count):
-                scores[i] = -np.inf
-                if head_clusters[2][chosen[i] + 1] > head_clusters[2][chosen[i]]:
-                    scores[i] = _bound(
-                        head_clusters[0][chosen[i]], query, slack, head_clusters[1][chosen[i]]
-                    )
-            ranked_count = min(most_ranked, count)
-            ranked, ranked_scores = (
-                np.empty(ranked_count, np.int32),
-                np.empty(ranked_count, np.float32),
-            )
-            write_best(scores, count, ranked, ranked_scores, picked)
-            out, end = lists[head * queries_per_head + asks], len(fixed)
-            for i in range(end):
+        above = Units(units[0][head], units[1][head], units[2][head], units[3][head])
+        below = FineClusters(
+            clusters[0][head], clusters[1][head], clusters[2][head], clusters[3][head]
+        )
+        for asks in range(lists_per_head):
+            norm = _load_query(queries[head], asks, mean, query)
+            slack = np.float32(search[1]) * norm
+            ranked = _ranked(above, below, query, slack, search, room)
+            out = lists[head * lists_per_head + asks]
+            for i in range(len(fixed)):
                 out[i] = fixed[i]
-            full = end + room
-            for i in ranked:
-                if i < 0 or end > full:
-                    break
-                for j in range(
-                    _members(head_clusters, chosen[i], codes[head], query, chunks, falling)
-                ):
-                    first, stop = bounds[chunks[j]], bounds[chunks[j] + 1]
-                    if end + stop - first > full:
-                        full = -1  # the lists end at the first chunk that is too long
-                        break
-                    for token in range(first, stop):
-                        out[end] = token
-                        end += 1
+            end = _write_tokens(ranked, below, codes[head], query, bounds, room, len(fixed), out)
             out[end:] = -1
             lengths[head] = max(lengths[head], end)
         head = claim(claims)
+
+
+@jit
+def _ranked(units, clusters, query, slack, search, room):  # type: ignore[no-untyped-def]
+    """The best clusters of the best units by their bounds, best first; see `best_tokens`."""
+    many = len(clusters.radii)
+    chosen, picked = np.empty(many, np.int32), np.empty(many, np.int32)
+    scores = np.empty(many, np.float32)
+    count = _clusters(units, query, slack, search[0], room, chosen)
+    for i in range(count):
+        cluster = chosen[i]
+        scores[i] = -np.inf
+        if clusters.starts[cluster + 1] > clusters.starts[cluster]:
+            scores[i] = _bound(clusters.centroids[cluster], query, slack, clusters.radii[cluster])
+    ranked = np.empty(min(search[2], count), np.int32)
+    write_best(scores, count, ranked, np.empty(len(ranked), np.float32), picked)
+    for i in range(len(ranked)):
+        if ranked[i] >= 0:
+            ranked[i] = chosen[ranked[i]]
+    return ranked
+
+
+@jit
+def _write_tokens(ranked, clusters, codes, query, bounds, room, end, out):  # type: ignore[no-untyped-def]
+    """Write the tokens of the clusters' chunks from out[end] on, as many whole chunks as fit into
+    `room` tokens; where they end.
+    """
+    full = end + room
+    chunks = np.empty(len(clusters.members), np.int32)
+    falling = np.empty(len(clusters.members), np.float32)
+    for cluster in ranked:
+        if cluster < 0:
+            break
+        for j in range(_members(clusters, cluster, codes, query, chunks, falling)):
+            first, stop = bounds[chunks[j]], bounds[chunks[j] + 1]
+            if end + stop - first > full:
+                return end  # at the first chunk that is too long
+            for token in range(first, stop):
+                out[end] = token
+                end += 1
+    return end

@@ -79,27 +79,14 @@ def sample(threads, products, query, keys, tables, always, limit, room, ids, wei
     value
         tokens of the longest list.
     """
-    arguments = (
-        np.zeros(1, np.int64),
-        products,
-        query,
-        keys,
-        tables,
-        always,
-        limit,
-        room,
-        ids,
-        weights,
-        counts,
-    )
-    in_threads(threads, _sample, arguments)
+    wanted = products, query, keys, tables, always, limit, room
+    in_threads(threads, _sample, (np.zeros(1, np.int64), *wanted, ids, weights, counts))
     first = always[0] + always[2] - always[1]
     longest = first + counts.max()
     for head in range(len(counts)):
-        ids[head, first + counts[head] : longest], weights[head, first + counts[head] : longest] = (
-            -1,
-            0,
-        )
+        end = first + counts[head]
+        ids[head, end:longest] = -1
+        weights[head, end:longest] = 0
     return longest
 
 
@@ -107,10 +94,8 @@ def sample(threads, products, query, keys, tables, always, limit, room, ids, wei
 def _sample(_, claims, products, query, keys, tables, always, limit, room, ids, weights, counts):  # type: ignore[no-untyped-def]
     members, (sinks, start, length) = tables[1], always
     group, free = len(query) // len(members), sinks + length - start
-    codes, times = (
-        np.empty((group, members.shape[1]), np.int32),
-        np.empty((group, members.shape[2]), np.uint8),
-    )
+    codes = np.empty((group, members.shape[1]), np.int32)
+    times = np.empty((group, members.shape[2]), np.uint8)
     kv_head = claim(claims)
     while kv_head < len(members):
         heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -121,27 +106,11 @@ def _sample(_, claims, products, query, keys, tables, always, limit, room, ids, 
                 ids[head, sinks + token - start] = token
             weights[head, :free] = 0
         _code(products[heads], tables[4], codes)
-        used = _look_up(
-            codes,
-            kv_head,
-            keys[kv_head],
-            tables,
-            limit,
-            room,
-            times,
-            ids[heads, free:],
-            counts[heads],
-        )
-        _weigh(
-            query[heads],
-            kv_head,
-            keys[kv_head],
-            tables,
-            used,
-            counts[heads],
-            ids[heads, free:],
-            weights[heads, free:],
-        )
+        stored, many = keys[kv_head], counts[heads]
+        sampled = ids[heads, free:]
+        used = _look_up(codes, kv_head, stored, tables, limit, room, times, sampled, many)
+        likely = weights[heads, free:]
+        _weigh(query[heads], kv_head, stored, tables, used, many, sampled, likely)
         kv_head = claim(claims)
 
 
@@ -163,7 +132,8 @@ def _look_up(codes, kv_head, keys, tables, limit, room, times, ids, counts):  # 
     """
     starts, members = tables[0][kv_head], tables[1][kv_head]
     group, line = len(codes), 64 // keys.itemsize
-    shared, before, union = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64), 0
+    shared, before = np.zeros(members.shape[1], np.uint8), np.zeros(group, np.int64)
+    union = 0
     times[:] = 0
     for table in range(len(members)):
         for head in range(group):
@@ -199,20 +169,23 @@ def _weigh(query, kv_head, keys, tables, used, counts, ids, weights):  # type: i
     A key at an angle of theta shares a code of K bits with p = (1 - theta / pi)^K, and two of L or
     more with 1 - (1 - p)^L - L p (1 - p)^(L - 1).
     """
-    _, _, mean, norms, bits, first = tables
-    agree, met, missed = np.empty((3, counts.max()))
+    mean, norms = tables[2][kv_head], tables[3][kv_head]
+    bits, first = tables[4], tables[5]
+    met, missed = np.empty(counts.max()), np.empty(counts.max())
+    agree = np.empty(counts.max())
     for head in range(len(query)):
-        head_query, count, squares, shift = query[head], counts[head], np.float32(0), np.float32(0)
+        head_query, count = query[head], counts[head]
+        squares, shift = np.float32(0), np.float32(0)
         for d in range(len(head_query)):
             squares += head_query[d] * head_query[d]
-            shift += head_query[d] * mean[kv_head, d]
+            shift += head_query[d] * mean[d]
         norm = math.sqrt(squares)
         for at in range(count):
             key = ids[head, at]
             key_row, product = keys[first + key], np.float32(0)
             for d in range(len(head_query)):
                 product += head_query[d] * widen(key_row[d])
-            both = norm * norms[kv_head, key]
+            both = norm * norms[key]
             cosine = (product - shift) / both if both > 0 else 0.0
             agree[at] = 1 - math.acos(min(1.0, max(-1.0, cosine))) / math.pi
             ids[head, at] = first + key

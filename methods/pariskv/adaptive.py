@@ -48,9 +48,8 @@ def enough(
     # where not even the peak is a number, none is better
     benefit = ((logits - peak).exp() * norms).nan_to_num()
     order = top_earliest(benefit[None], most)[0]
-    short = certain + benefit.gather(1, order).cumsum(dim=1) < theta * (
-        certain + benefit.sum(dim=1, keepdim=True)
-    )
+    sums = certain + benefit.gather(1, order).cumsum(dim=1)
+    short = sums < theta * (certain + benefit.sum(dim=1, keepdim=True))
     return order, short.sum(dim=1, keepdim=True) + 1
 
 
@@ -82,13 +81,11 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
     value
         how many all heads attend together.
     """
-    count, most, total = tokens.shape[1], ids.shape[1], 0
+    count, most = tokens.shape[1], ids.shape[1]
+    total = 0
     logits, benefit = np.empty(len(always), np.float32), np.empty(count, np.float32)
-    order, picked, scores = (
-        np.empty(most, np.int32),
-        np.empty(most, np.int32),
-        np.empty(most, np.float32),
-    )
+    order, picked = np.empty(most, np.int32), np.empty(most, np.int32)
+    scores = np.empty(most, np.float32)
     mean = np.empty(keys.shape[2], np.float32)
     for head in range(len(keys)):
         for d in range(len(mean)):
@@ -109,9 +106,8 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
         for at in range(len(always)):
             certain += np.exp(logits[at] - peak) * norms[head, always[at]]
         for at in range(count):
-            benefit[at] = (
-                np.exp(scaling * estimates[head, at] - peak) * norms[head, max(tokens[head, at], 0)]
-            )
+            norm = norms[head, max(tokens[head, at], 0)]
+            benefit[at] = np.exp(scaling * estimates[head, at] - peak) * norm
             whole += benefit[at]
         write_best(benefit, count, order, scores, picked)
         used, sum = 0, certain

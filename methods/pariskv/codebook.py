@@ -4,9 +4,12 @@
 A key is rotated at random and cut into subspaces of 8 coordinates, y_b. What is kept of a subspace
 is
 
-    id_b      the signs of y_b, one bit each, lowest first: also the number of the nearest of 256 sign centroids
-    codes     for each coordinate sign << 3 | t, where |y_b| / ||y_b|| lies between the thresholds t - 1 and t
-    weight_b  ||y_b|| / <v_b, u_b>, where u_b = y_b / ||y_b|| and v_b is u_b with its magnitudes replaced by levels[t]
+    id_b      the signs of y_b, one bit each, lowest first: also the number of the nearest of 256
+              sign centroids
+    codes     for each coordinate sign << 3 | t, where |y_b| / ||y_b|| lies between the thresholds
+              t - 1 and t
+    weight_b  ||y_b|| / <v_b, u_b>, where u_b = y_b / ||y_b|| and v_b is u_b with its magnitudes
+              replaced by levels[t]
 
 so that weight_b <v_b, z_b> estimates <y_b, z_b> for the subspace z_b of a rotated query. The
 rotation is sqrt(1/D) H diag(s): random signs s and one Walsh-Hadamard transform, the same for all
@@ -106,10 +109,7 @@ def quotas(
     tiers
         6, or 1: one vote for each subspace in reach.
     """
-    of_length = next(
-        ((candidate_share, near) for below, candidate_share, near in SHARES if count < below),
-        SHARES_BEYOND,
-    )
+    of_length = next((pair for below, *pair in SHARES if count < below), SHARES_BEYOND)
     beta = of_length[0] if beta is None else beta
     rho = of_length[1] if rho is None else rho
     spans = tuple(_share(count, rho * share) for share in TIERS[-tiers:])

@@ -8,18 +8,21 @@ the same bits.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvbench.kernels.vectors import inner
+from kvbench.kernels.vectors import called, inner
 from methods.blocks.kernels import widen
 from methods.blocks.lanes import features
 from methods.pariskv import codebook
 
-SUBSPACE, LEVELS, DECODED = codebook.SUBSPACE, codebook.LEVELS.numpy(), codebook.DECODED.numpy()
+SUBSPACE = codebook.SUBSPACE
+LEVELS, DECODED = codebook.LEVELS.numpy(), codebook.DECODED.numpy()
 EIGHT = 8  # subspaces whose codes are decoded at once
 NIBBLE = np.uint32(15)
 
@@ -41,48 +44,36 @@ def _quickly(_context, codes, halves, token, first, rotated, terms):  # type: ig
         word, number = ir.IntType(32), ir.FloatType()
         words, numbers = ir.VectorType(word, EIGHT), ir.VectorType(number, EIGHT)
 
-        def pointer(kind, array, indexes, of):  # type: ignore[no-untyped-def]
-            array_struct = context.make_array(kind)(context, builder, array)
-            return builder.bitcast(
-                cgutils.get_item_pointer(context, builder, kind, array_struct, indexes),
-                of.as_pointer(),
-            )
+        def at(kind, array, indexes, of):  # type: ignore[no-untyped-def]
+            """Where array[indexes] lies, as a pointer to a type."""
+            view = context.make_array(kind)(context, builder, array)
+            address = cgutils.get_item_pointer(context, builder, kind, view, indexes)
+            return builder.bitcast(address, of.as_pointer())
 
         def every(value):  # type: ignore[no-untyped-def]
             return ir.Constant(words, [value] * EIGHT)
 
-        look_up = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(numbers, [numbers, words]), "llvm.x86.avx2.permps"
-        )
         levels = ir.Constant(numbers, [float(level) for level in LEVELS])
-        code_words, summands = (
-            builder.load(pointer(in_codes, codes, [token, first], words), align=1),
-            [],
-        )
+        code_words = builder.load(at(in_codes, codes, [token, first], words), align=1)
+        summands = []
         for coordinate in range(SUBSPACE):
             code = builder.lshr(code_words, every(4 * coordinate)) if coordinate else code_words
-            level = builder.bitcast(builder.call(look_up, [levels, code]), words)
+            level = called(builder, "llvm.x86.avx2.permps", numbers, levels, code)
             negative = builder.and_(builder.not_(builder.shl(code, every(28))), every(1 << 31))
-            decoded = builder.bitcast(builder.xor(level, negative), numbers)
-            of_query = builder.load(
-                pointer(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers), align=1
-            )
-            summands.append(builder.fmul(decoded, of_query))
-        product, *others = (
-            builder.fadd(summands[at], summands[at + 1]) for at in range(0, SUBSPACE, 2)
-        )
-        for other in others:
-            product = builder.fadd(product, other)
-        narrow = ir.VectorType(ir.IntType(16), EIGHT)
+            signed = builder.xor(builder.bitcast(level, words), negative)
+            place = at(in_rotated, rotated, [ir.IntType(64)(coordinate), first], numbers)
+            of_query = builder.load(place, align=1)
+            summands.append(builder.fmul(builder.bitcast(signed, numbers), of_query))
+        pairs = [builder.fadd(*summands[i : i + 2]) for i in range(0, SUBSPACE, 2)]
+        product = functools.reduce(builder.fadd, pairs)
         subspaces = context.make_array(in_rotated)(context, builder, rotated).shape
         after = builder.mul(cgutils.unpack_tuple(builder, subspaces, 2)[1], ir.IntType(64)(2))
-        weights = builder.load(
-            pointer(in_halves, halves, [token, builder.add(after, first)], narrow), align=1
-        )
-        weights = builder.bitcast(builder.shl(builder.zext(weights, words), every(16)), numbers)
-        builder.store(
-            builder.fmul(product, weights), pointer(in_terms, terms, [first], numbers), align=1
-        )
+        narrow = ir.VectorType(ir.IntType(16), EIGHT)
+        place = at(in_halves, halves, [token, builder.add(after, first)], narrow)
+        halves_of = builder.zext(builder.load(place, align=1), words)
+        weights = builder.bitcast(builder.shl(halves_of, every(16)), numbers)
+        place = at(in_terms, terms, [first], numbers)
+        builder.store(builder.fmul(product, weights), place, align=1)
         return context.get_dummy_value()
 
     return types.void(codes, halves, types.intp, types.intp, rotated, terms), generate

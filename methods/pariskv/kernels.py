@@ -71,7 +71,8 @@ def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-u
                 return key
             for j in range(SUBSPACE):
                 size[j] = abs(y[j]) / max(radius, NO_RADIUS)
-            signed, word, alignment = np.uint32(0), np.uint32(0), np.float32(0)
+            signed, word = np.uint32(0), np.uint32(0)
+            alignment = np.float32(0)
             for j in range(SUBSPACE):
                 level = np.uint32(0)
                 for threshold in THRESHOLDS:
@@ -82,9 +83,8 @@ def encode(keys, signs, start, ids, codes, halves, counts):  # type: ignore[no-u
                 alignment += LEVELS[level] * size[j]
             ids[subspace, start + key], codes[start + key, subspace] = signed, word
             weight = np.float32(radius / max(alignment, NO_ALIGNMENT)).view(np.uint32)
-            halves[start + key, 2 * len(ids) + subspace] = (
-                weight + ROUND + (weight >> HALF & np.uint32(1))
-            ) >> HALF
+            rounded = weight + ROUND + (weight >> HALF & np.uint32(1))
+            halves[start + key, 2 * len(ids) + subspace] = rounded >> HALF
             counts[subspace, signed] += 1
     return -1
 
@@ -274,53 +274,31 @@ def search(threads, zone, queries, signs, rows, spans, retrieved, estimated):  #
     estimated
         [R * Hkv, k] float32, written: their estimates, then -inf.
     """
-    in_threads(
-        threads,
-        _search,
-        (np.zeros(1, np.int64), zone, queries, signs, rows, spans, retrieved, estimated),
-    )
+    arguments = zone, queries, signs, rows, spans, retrieved, estimated
+    in_threads(threads, _search, (np.zeros(1, np.int64), *arguments))
 
 
 @inner
 def _search(_, claims, zone, queries, signs, rows, spans, retrieved, estimated):  # type: ignore[no-untyped-def]
-    ids, codes, halves, counts = zone
-    subspaces, most_candidates = ids.shape[2], 0
-    for row in range(len(rows)):
-        most_candidates = max(most_candidates, rows[row, 3])
+    ids, counts = zone[0], zone[3]
+    heads, subspaces = ids.shape[1], ids.shape[2]
+    most = rows[:, 3].max()
     votes, votes_of = np.empty(ids.shape[3], np.uint8), np.empty((subspaces, CENTROIDS), np.uint8)
-    candidates, picked = np.empty(most_candidates, np.int32), np.empty(most_candidates, np.int32)
-    estimates = np.empty(most_candidates, np.float32)
+    candidates, picked = np.empty(most, np.int32), np.empty(most, np.int32)
+    estimates = np.empty(most, np.float32)
     rotated = np.empty((SUBSPACE, subspaces), np.float32)
     at = claim(claims)
     while at < len(retrieved):
-        row, length, begin, candidate_count, k = rows[at // ids.shape[1]]
-        head = at % ids.shape[1]
+        asks, head = at // heads, at % heads
+        row, length = rows[asks, 0], rows[asks, 1]
+        voted, k = candidates[: rows[asks, 3]], rows[asks, 4]
+        tables(queries[row, head], signs, counts[row, head], spans[asks], votes_of, rotated)
+        vote(ids[row, head], length, votes_of, spans.shape[1] * subspaces, votes, voted)
         tokens, scores = np.empty(k, np.int32), np.empty(k, np.float32)
-        tables(
-            queries[row, head],
-            signs,
-            counts[row, head],
-            spans[at // ids.shape[1]],
-            votes_of,
-            rotated,
-        )
-        most = spans.shape[1] * len(votes_of)
-        vote(ids[row, head], length, votes_of, most, votes, candidates[:candidate_count])
-        of_zone = codes[row, head, :length], halves[row, head, :length]
-        rerank(
-            of_zone[0],
-            of_zone[1],
-            rotated,
-            candidates[:candidate_count],
-            estimates,
-            picked,
-            tokens,
-            scores,
-        )
+        codes, halves = zone[1][row, head, :length], zone[2][row, head, :length]
+        rerank(codes, halves, rotated, voted, estimates, picked, tokens, scores)
         retrieved[at, k:], estimated[at, k:] = -1, -np.inf
         for i in range(k):
-            retrieved[at, i], estimated[at, i] = (
-                -1 if tokens[i] < 0 else begin + tokens[i],
-                scores[i],
-            )
+            retrieved[at, i] = rows[asks, 2] + tokens[i] if tokens[i] >= 0 else -1
+            estimated[at, i] = scores[i]
         at = claim(claims)

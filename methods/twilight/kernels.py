@@ -32,10 +32,8 @@ def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
             low, high = key.min(), key.max()
             step = max((high - low) / LEVELS, LEAST)
             for k in range(len(coded)):
-                first, second = (
-                    np.rint((key[2 * k] - low) / step),
-                    np.rint((key[2 * k + 1] - low) / step),
-                )
+                first = np.rint((key[2 * k] - low) / step)
+                second = np.rint((key[2 * k + 1] - low) / step)
                 coded[k] = np.uint8(min(first, LEVELS)) | np.uint8(min(second, LEVELS)) << 4
             steps[row, head, tokens[row], 0], steps[row, head, tokens[row], 1] = step, low
 
@@ -82,11 +80,10 @@ def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: igno
     at = claim(claims)
     while at < counts.shape[1]:
         row, head = at // query_heads, at % query_heads
-        kv_head, tokens = (
-            head * codes.shape[1] // query_heads,
-            index[row, head * index.shape[1] // query_heads],
-        )
-        head_codes, head_steps, whole = codes[row, kv_head], steps[row, kv_head], np.float32(0)
+        kv_head = head * codes.shape[1] // query_heads
+        tokens = index[row, head * index.shape[1] // query_heads]
+        head_codes, head_steps = codes[row, kv_head], steps[row, kv_head]
+        whole = np.float32(0)
         for k in range(len(low)):
             low[k], high[k] = query[row, head, 2 * k], query[row, head, 2 * k + 1]
             whole += low[k] + high[k]
@@ -104,7 +101,8 @@ def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: igno
             weights[i] = -np.exp(weights[i] - most)
             mass -= weights[i]
         sort(weights, order, valid)
-        enough, mass, used = p[row] * mass, 0.0, 0
+        enough, mass = p[row] * mass, 0.0
+        used = 0
         while used < valid and (p[row] == 1 or mass < enough):
             ids[row, head, used] = tokens[order[used]]
             mass -= weights[used]

@@ -94,7 +94,7 @@ def mean_bounds(threads, queries, low, high, scores):  # type: ignore[no-untyped
 
 @jit
 def _mean_bounds(_, claims, queries, low, high, scores):  # type: ignore[no-untyped-def]
-    kv_heads, _, head_dim = queries.shape[1:]
+    kv_heads, head_dim = queries.shape[1], queries.shape[3]
     at = claim(claims)
     while at < len(scores):
         row, head = at // kv_heads, at % kv_heads
@@ -110,7 +110,8 @@ def _joined(ranked, pages, joined):  # type: ignore[no-untyped-def]
     then -1.
     """
     taken = np.zeros(pages, np.bool_)
-    joined[0], taken[pages - 1], count = pages - 1, True, 1
+    joined[0], taken[pages - 1] = pages - 1, True
+    count = 1
     for rank in range(ranked.shape[1]):
         for asks in range(ranked.shape[0]):
             page = ranked[asks, rank]
@@ -165,25 +166,20 @@ def best_tokens(threads, queries, low, high, starts, rows, mean, join, ids, long
 
 @jit
 def _best_tokens(_, claims, queries, low, high, starts, rows, mean, join, ids, longest):  # type: ignore[no-untyped-def]
-    kv_heads, group, head_dim = queries.shape[1:]
-    lists = 1 if mean else group
+    kv_heads, head_dim = queries.shape[1], queries.shape[3]
+    lists = 1 if mean else queries.shape[2]
     at = claim(claims)
     while at < len(ids):
         row, head = at // kv_heads, at % kv_heads
-        pages, most, room = rows[row]
-        falling, rising = (
-            np.zeros((lists, head_dim), np.float32),
-            np.zeros((lists, head_dim), np.float32),
-        )
+        pages, room = rows[row, 0], rows[row, 2]
+        falling = np.zeros((lists, head_dim), np.float32)
+        rising = np.zeros((lists, head_dim), np.float32)
         _halves(queries[row, head], falling, rising)
         scores = np.empty((lists, pages), np.float32)
         _upper_bounds(low[row, head], high[row, head], falling, rising, scores)
-        most = min(most, pages)
-        ranked, values, picked = (
-            np.empty((lists, most), np.int32),
-            np.empty(most, np.float32),
-            np.empty(most, np.int32),
-        )
+        most = min(rows[row, 1], pages)
+        values, picked = np.empty(most, np.float32), np.empty(most, np.int32)
+        ranked = np.empty((lists, most), np.int32)
         for asks in range(lists):
             write_best(scores[asks], pages, ranked[asks], values, picked)
         if join:

@@ -51,9 +51,10 @@ class _Lined:
     def line(self) -> NDArray[np.int64]:
         """[SIZES * arrays] int64."""
         arrays: Any = self
-        return np.array(
-            [number for array in arrays for number in (array.ctypes.data, *array.shape, 1)[:SIZES]]
-        )
+        numbers: list[int] = []
+        for array in arrays:
+            numbers += (array.ctypes.data, *array.shape, 1)[:SIZES]
+        return np.array(numbers)
 
     @cached_property
     def address(self) -> int:
@@ -118,8 +119,10 @@ class Tree(_Lined, _Tree):
     token
         [rows] int32, the token whose key lies in each row.
     sketch
-        [rows, D, up to a whole number of vectors] int8; step: [rows, 1] float32. A key's numbers
-        are `step` times its sketch's, and off by half a step at most.
+        [rows, D up to a whole number of vectors] int8, a key's numbers in steps, off by half a step
+        at most.
+    step
+        [rows, 1] float32, the step of each sketch.
     """
 
 
@@ -144,21 +147,21 @@ class WorkArrays(_Lined, _Workspace):
 
     Attributes
     ----------
-    nodes
-        [nodes + 3] int32, nodes scored; node_score: [G, nodes + 3].
-    marked
-        [nodes] uint8, nodes whose children are wanted; opened: those whose children were scored on
-        the way.
-    rows
-        [points + 3] int32, points scored, page by page; step: of their sketches; score: [G, points
-        + 3].
+    nodes, node_score
+        [nodes + 3] int32, nodes that were scored, and [G, nodes + 3] float32, their scores.
+    marked, opened
+        [nodes] uint8, nodes whose children are wanted, and those whose children were scored on the
+        way.
+    rows, step, score
+        [points + 3] int32, points that were scored, page by page; [points + 3] float32, the steps
+        of their sketches; and [G, points + 3] float32, their scores.
     pages, starts
-        [points + 3] int32, the pages of work.rows, and where in it each begins; the end of the
+        [points + 3] int32, the pages of `rows`, and where in it each begins; then the end of the
         last.
     scratch, picked
         [longest list] float32 and int32.
-    members
-        [points + 3] int32, points whose keys are read; exact: [1, points + 3], their scores.
+    members, exact
+        [points + 3] int32, points whose keys are read, and [1, points + 3] float32, their scores.
     """
 
 
@@ -219,10 +222,8 @@ def _array(context, builder, kind, line, name):  # type: ignore[no-untyped-def]
     """
     number = kind.instance_class._fields.index(name)
     first, of = SIZES * number, kind.types[number]
-    array, itemsize = (
-        context.make_array(of)(context, builder),
-        context.get_abi_sizeof(context.get_data_type(of.dtype)),
-    )
+    array = context.make_array(of)(context, builder)
+    itemsize = context.get_abi_sizeof(context.get_data_type(of.dtype))
     address, *shape = (
         builder.load(builder.gep(line, [ir.IntType(64)(first + at)])) for at in range(1 + of.ndim)
     )
@@ -243,9 +244,9 @@ def at(_context, directory, number, example):  # type: ignore[no-untyped-def]
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        directory, number, _ = arguments
         of = signature.args[0]
-        lines = context.make_array(of)(context, builder, directory)
-        return cgutils.get_item_pointer(context, builder, of, lines, [number, ir.IntType(64)(0)])
+        lines = context.make_array(of)(context, builder, arguments[0])
+        start = [arguments[1], ir.IntType(64)(0)]
+        return cgutils.get_item_pointer(context, builder, of, lines, start)
 
     return example(directory, types.intp, example), generate

@@ -74,23 +74,20 @@ def best_pages(tree, runs, queries, pages, scores, work):  # type: ignore[no-unt
     The P pages of the largest bounds are scored by their keys; the worst of them is what any other
     has to reach.
     """
-    most, size, count = pages.shape[1], tree.slots.shape[1], work.starts[runs]
-    asks, unit, half = quantised_queries(queries, tree.sketch.shape[1])
-    sketched_products(tree, work.rows, count, asks, work.score, work.step)
-    exact, chosen, order = (
-        np.empty(runs, np.float32),
-        np.empty(runs, np.int32),
-        np.empty(runs, np.int32),
-    )
+    most, count = pages.shape[1], work.starts[runs]
+    sketched = quantised_queries(queries, tree.sketch.shape[1])
+    sketched_products(tree, work.rows, count, sketched.numbers, work.score, work.step)
+    chosen, order = np.empty(runs, np.int32), np.empty(runs, np.int32)
+    exact = np.empty(runs, np.float32)
     for g in range(len(queries)):
-        bounds, doubt = work.score[g], 2 * half[g]
+        bounds, doubt = work.score[g], 2 * sketched.half[g]
         for i in range(count):
-            bounds[i] = work.step[i] * (unit[g] * bounds[i] + half[g])
+            bounds[i] = work.step[i] * (sketched.unit[g] * bounds[i] + sketched.half[g])
         for run in range(runs):
-            work.scratch[run] = _best_member(
-                bounds, work.starts[run], work.starts[run + 1] - 1, size
-            )
-        start, chosen_count, least = 0, best(work.scratch, runs, most, chosen), np.float32(np.inf)
+            first, last = work.starts[run], work.starts[run + 1] - 1
+            work.scratch[run] = _best_member(bounds, first, last, tree.slots.shape[1])
+        start, least = 0, np.float32(np.inf)
+        chosen_count = best(work.scratch, runs, most, chosen)
         while start < chosen_count:
             _score_exactly(
                 tree, queries[g : g + 1], bounds, doubt, chosen, start, chosen_count, exact, work

@@ -105,19 +105,15 @@ def _attend(  # type: ignore[no-untyped-def]
         if refused[head]:
             continue
         wide = max(least, pages, int(np.ceil(share * tree.state[POINTS])))
-        page_lists, scores = (
-            np.empty((len(head_queries), pages), np.int32),
-            np.empty((len(head_queries), pages), np.float32),
-        )
+        page_lists = np.empty((len(head_queries), pages), np.int32)
+        scores = np.empty((len(head_queries), pages), np.float32)
         if p_dci is not None:
             read[head] = p_dci_pages(tree, head_queries, wide, p_dci, page_lists, scores, work)
         if ranked is not None:
-            exhaustive_below, by_centroid, exact = ranked
-            runs = (
-                scan(tree, work)
-                if exact
-                else search(tree, head_queries, wide, exhaustive_below, by_centroid, work)[1]
-            )
+            if ranked[2]:
+                runs = scan(tree, work)
+            else:
+                runs = search(tree, head_queries, wide, ranked[0], ranked[1], work)[1]
             read[head] = work.starts[runs]
             best_pages(tree, runs, head_queries, page_lists, scores, work)
         for page in interleave(page_lists, pages):
@@ -154,11 +150,8 @@ def insert_leaves(directory, like, first, stop, counts, layout, greedy, work, ta
         tree, count = at(directory, head, like), counts[head // heads]
         start, top = tree.state[POINTS], tree.state[TOP]
         taken[head] = 0
-        if (
-            top == 0
-            or start + count > len(tree.point)
-            or tree.state[PAGES] + count > len(tree.page)
-        ):
+        fits = start + count <= len(tree.point) and tree.state[PAGES] + count <= len(tree.page)
+        if top == 0 or not fits:
             continue
         levels = np.empty(count, np.int32)
         assign_levels(tree.level_size.copy(), top, np.empty(0), share, above, levels)

@@ -92,7 +92,8 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
             heights[g] = height_of(tree, row)
             for k in range(tree.keys.shape[1]):
                 queries[g, k] = widen(tree.keys[row, k])
-        first, stop, below = 0, 0, exhaustive_below
+        first = stop = 0
+        below = exhaustive_below
         while first == stop:
             first, stop = rank_nodes(
                 tree, queries[:size], heights[:size], level, False, fov, below, False, work
@@ -108,9 +109,8 @@ def nearest_nodes(tree, rows, level, fov, exhaustive_below, work, parents):  # t
                 index += 1
             parent = work.nodes[index]
             parents[start + g] = parent
-            tree.point[rows[start + g]].affinity = highest - heights[g] * height_of(
-                tree, tree.node[parent].point
-            )
+            height = height_of(tree, tree.node[parent].point)
+            tree.point[rows[start + g]].affinity = highest - heights[g] * height
 
 
 @kernel
@@ -132,10 +132,8 @@ def take_over_root(tree, node, work):  # type: ignore[no-untyped-def]
     """Give a node above the old top level all old top points as children, in the pages
     they are in.
     """
-    tree.node[node].first, tree.node[node].children = (
-        tree.node[ROOT].first,
-        tree.node[ROOT].children,
-    )
+    tree.node[node].first = tree.node[ROOT].first
+    tree.node[node].children = tree.node[ROOT].children
     tree.node[ROOT].first, tree.node[ROOT].children = NONE, 0
     for k in range(tree.node_sum.shape[1]):
         tree.node_sum[node, k], tree.node_sum[ROOT, k] = tree.node_sum[ROOT, k], 0
@@ -172,11 +170,8 @@ def _undecided(tree, ranked, work):  # type: ignore[no-untyped-def]
         )
     for node in range(tree.state[NODES]):
         if work.marked[node]:
-            height, stop = (
-                height_of(tree, tree.node[node].point),
-                children_of(tree, node, count, work),
-            )
-            for at in range(count, stop):
+            height = height_of(tree, tree.node[node].point)
+            for at in range(count, children_of(tree, node, count, work)):
                 row = work.rows[at]
                 work.rows[count] = row
                 count += tree.point[row].affinity + height_of(tree, row) * height < decided[node]

@@ -19,15 +19,22 @@ BATCH = 128  # entries of a sorted projection that are visited before any test w
 
 
 @jit
-def _next_batch(values, target, low, high):  # type: ignore[no-untyped-def]
-    """The next batch of a sorted list that was visited between `low` and `high`: from the nearer
-    side, then the other.
+def _next_batch(values, target, bounds, after):  # type: ignore[no-untyped-def]
+    """The next batch of a sorted list: from the side nearer to the target, then the other.
+
+    Parameters
+    ----------
+    bounds
+        [2], between which it was visited.
+    after
+        [2], written: between which it is visited then.
 
     Returns
     -------
     value
-        low, high, and how far from the target the last visited is: infinitely, if none was left.
+        how far from the target the last visited is: infinitely, if none was left.
     """
+    low, high = bounds[0], bounds[1]
     upwards = low < 0 or (high < len(values) and values[high] - target < target - values[low])
     room, gap = BATCH, np.float32(np.inf)
     for _ in range(2):
@@ -39,7 +46,8 @@ def _next_batch(values, target, low, high):  # type: ignore[no-untyped-def]
             low -= taken
             gap = abs(values[low + 1] - target)
         room, upwards = room - taken, not upwards
-    return low, high, gap
+    after[0], after[1] = low, high
+    return gap
 
 
 @jit
@@ -53,6 +61,17 @@ def _project(tree, query, directions):  # type: ignore[no-untyped-def]
             target[j] += query[0, k] * tree.direction[j, k]
         target[j] = target[j] / np.sqrt(squared) if squared else np.float32(0)
     return target
+
+
+@jit
+def _sort_children(tree, j, count, values, order, work):  # type: ignore[no-untyped-def]
+    """Projections on u_j of a node's children work.rows[:count], ascending, and whose they are."""
+    last = tree.direction.shape[1] - 1
+    for i in range(count):
+        row = work.rows[i]
+        values[i] = tree.projection[row, j] + height_of(tree, row) * tree.direction[j, last]
+        order[i] = i
+    sort(values, order, count)
 
 
 @jit
@@ -71,27 +90,17 @@ def _visit(tree, count, target, composites, least, share, work):  # type: ignore
     """
     if count <= BATCH:
         return count
-    indices = len(target)
-    simple, last = indices // composites, tree.direction.shape[1] - 1
+    indices, simple = len(target), len(target) // composites
     values, order = np.empty((indices, count), np.float32), np.empty((indices, count), np.int32)
-    bounds, after, gap = (
-        np.empty((indices, 2), np.int64),
-        np.empty((indices, 2), np.int64),
-        np.empty(indices, np.float32),
-    )
+    bounds, after = np.empty((indices, 2), np.int64), np.empty((indices, 2), np.int64)
+    gap = np.empty(indices, np.float32)
     for j in range(indices):
-        for i in range(count):
-            row = work.rows[i]
-            values[j, i], order[j, i] = (
-                tree.projection[row, j] + height_of(tree, row) * tree.direction[j, last],
-                i,
-            )
-        sort(values[j], order[j], count)
+        _sort_children(tree, j, count, values[j], order[j], work)
         high = 0
         while high < count and values[j, high] < target[j]:
             high += 1
         bounds[j, 0], bounds[j, 1] = high - 1, high
-        after[j, 0], after[j, 1], gap[j] = _next_batch(values[j], target[j], high - 1, high)
+        gap[j] = _next_batch(values[j], target[j], bounds[j], after[j])
     enough = np.ceil(np.float32(share) * np.float32(count))
     met, is_candidate = np.zeros((composites, count), np.int32), np.zeros(count, np.uint8)
     visits = candidates = 0
@@ -107,9 +116,7 @@ def _visit(tree, count, target, composites, least, share, work):  # type: ignore
                         is_candidate[i] = 1
                         candidates += 1
             bounds[j, 0], bounds[j, 1] = after[j, 0], after[j, 1]
-            after[j, 0], after[j, 1], gap[j] = _next_batch(
-                values[j], target[j], bounds[j, 0], bounds[j, 1]
-            )
+            gap[j] = _next_batch(values[j], target[j], bounds[j], after[j])
     filled = 0
     for i in range(count):
         work.rows[filled] = work.rows[i]
@@ -136,16 +143,16 @@ def _descend(tree, query, fov, width, p_dci, scores, work):  # type: ignore[no-u
     value
         offered, visited: how many points, the former in work.members.
     """
-    composites, simple, share = p_dci
-    target = _project(tree, query, composites * simple)
+    target = _project(tree, query, p_dci[0] * p_dci[1])
     work.nodes[0] = ROOT
-    beam, offered, visited = 1, 0, 0
+    offered = visited = 0
+    beam = 1
     for level in range(tree.state[TOP], 0, -1):
         most, first = width if level == 1 else fov, offered
         for at in range(beam):
             count = children_of(tree, work.nodes[at], 0, work)
             if count > most:
-                count = _visit(tree, count, target, composites, most, share, work)
+                count = _visit(tree, count, target, p_dci[0], most, p_dci[2], work)
             single_query_products(tree.keys, work.rows, count, query, work.exact)
             visited += count
             for i in range(best(work.exact[0], count, most, work.picked)):

@@ -23,7 +23,8 @@ def _new_page(tree, node):  # type: ignore[no-untyped-def]
         tree.state[PAGES] += 1
     else:
         tree.state[FREE] = tree.page[page].next
-    tree.page[page].node, tree.page[page].count, tree.page[page].next = node, 0, NONE
+    tree.page[page].node, tree.page[page].count = node, 0
+    tree.page[page].next = NONE
     tree.slots[page] = NONE
     return page
 
@@ -106,7 +107,8 @@ def _order_greedily(tree, rows, count, late, work):  # type: ignore[no-untyped-d
             rest[i] = rows[start + 1 + i]
         affinities(tree, rows[start], rest, count - start - 1, work)
         near = best(work.score[0], count - start - 1, size - 1, work.picked)
-        chosen, other, at = start + 1, start + 1 + near, 0
+        chosen, other = start + 1, start + 1 + near
+        at = 0
         for i in range(count - start - 1):
             if at < near and work.picked[at] == i:
                 rows[chosen] = rest[i]
@@ -193,10 +195,8 @@ def _page_for(tree, node, row, greedy, work):  # type: ignore[no-untyped-def]
     while tree.page[page].next != NONE:
         for slot in range(tree.page[page].count):
             member = tree.slots[page, slot]
-            if (
-                tree.projection[member, 0] + height_of(tree, member) * tree.direction[0, last]
-                >= projection
-            ):
+            of_height = height_of(tree, member) * tree.direction[0, last]
+            if tree.projection[member, 0] + of_height >= projection:
                 return page
         page = tree.page[page].next
     return page

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -41,7 +43,8 @@ class _Writer:
     """
 
     def __init__(self, context, builder, sketched):  # type: ignore[no-untyped-def]
-        self.context, self.builder, self.sketched = context, builder, sketched
+        self.context, self.builder = context, builder
+        self.sketched = sketched
         self.lanes = SKETCH_LANES if sketched else LANES
         self.index = context.get_value_type(types.intp)
         self.sum = ir.VectorType(ir.IntType(32) if sketched else ir.FloatType(), LANES)
@@ -79,23 +82,20 @@ class _Writer:
 
     def plus(self, first, second):  # type: ignore[no-untyped-def]
         """The sum of two vectors."""
-        return (
-            self.builder.add(first, second)
-            if self.sketched
-            else self.builder.fadd(first, second, flags=FLAGS)
-        )
+        if self.sketched:
+            return self.builder.add(first, second)
+        return self.builder.fadd(first, second, flags=FLAGS)
 
     def plus_lanes(self, first, second, first_lanes, second_lanes):  # type: ignore[no-untyped-def]
         """The sum of lanes `first_lanes` and `second_lanes` of two vectors, numbered
         through both.
         """
         kind = ir.VectorType(ir.IntType(32), len(first_lanes))
-        return self.plus(
-            *(
-                self.builder.shuffle_vector(first, second, ir.Constant(kind, at))
-                for at in (first_lanes, second_lanes)
-            )
+        a, b = (
+            self.builder.shuffle_vector(first, second, ir.Constant(kind, lanes))
+            for lanes in (first_lanes, second_lanes)
         )
+        return self.plus(a, b)
 
     def product(self, query, key, wide):  # type: ignore[no-untyped-def]
         """What a step adds to a sum: a vector of products, of sketches added up in pairs; one
@@ -103,9 +103,8 @@ class _Writer:
         """
         if self.sketched:
             product = self.builder.mul(query, key, flags=("nsw",))
-            return self.plus_lanes(
-                product, product, list(range(0, self.lanes, 2)), list(range(1, self.lanes, 2))
-            )
+            even, odd = [*range(0, self.lanes, 2)], [*range(1, self.lanes, 2)]
+            return self.plus_lanes(product, product, even, odd)
         product = self.builder.fmul(query, key, flags=FLAGS)
         if wide:
             return product
@@ -123,17 +122,14 @@ class _Writer:
             for query, of_query in zip(queries, sums, strict=True):
                 query_vector = self.load(query, k, wide)
                 for number, total in zip(numbers, of_query, strict=True):
-                    builder.store(
-                        self.plus(builder.load(total), self.product(query_vector, number, wide)),
-                        total,
-                    )
+                    product = self.product(query_vector, number, wide)
+                    builder.store(self.plus(builder.load(total), product), total)
 
     def store_sums(self, sums, pointer):  # type: ignore[no-untyped-def]
         """Add up the lanes of each of `TILE` sums, and store these as float32 side by side."""
-        a, b, c, d = map(self.builder.load, sums)
-        both = self.plus_lanes(
-            self.plus_lanes(a, b, EVEN, ODD), self.plus_lanes(c, d, EVEN, ODD), LOW, HIGH
-        )
+        loaded = [self.builder.load(sum) for sum in sums]
+        two, others = (self.plus_lanes(loaded[at], loaded[at + 1], EVEN, ODD) for at in (0, 2))
+        both = self.plus_lanes(two, others, LOW, HIGH)
         four = self.plus_lanes(both, both, [0, 1, 2, 3], [4, 5, 6, 7])
         if self.sketched:
             four = self.builder.sitofp(four, ir.VectorType(ir.FloatType(), TILE))
@@ -153,26 +149,20 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
         matrix_type, rows_type, _, queries_type, _, out_type = signature.args
         matrix, rows, i, query_array, g, out = arguments
         code = _Writer(context, builder, sketched)
-        zero, keys, queries, outs = code.number(0), [], [], []
+        keys, queries, outs = [], [], []  # type: ignore[var-annotated]
+        zero = code.number(0)
         for t in range(TILE):
             row = builder.load(code.pointer(rows_type, rows, builder.add(i, code.number(t))))
-            keys.append(
-                (
-                    matrix_type,
-                    code.pointer(matrix_type, matrix, builder.sext(row, code.index), zero),
-                )
-            )
+            row = builder.sext(row, code.index)
+            keys.append((matrix_type, code.pointer(matrix_type, matrix, row, zero)))
         for j in range(group):
             at = builder.add(g, code.number(j))
             queries.append((queries_type, code.pointer(queries_type, query_array, at, zero)))
             outs.append(code.pointer(out_type, out, at, i))
-        sums = [
-            [cgutils.alloca_once_value(builder, ir.Constant(code.sum, None)) for _ in keys]
-            for _ in queries
-        ]
-        width = builder.extract_value(
-            context.make_array(queries_type)(context, builder, value=query_array).shape, 1
-        )
+        nothing = ir.Constant(code.sum, None)
+        sums = [[cgutils.alloca_once_value(builder, nothing) for _ in keys] for _ in queries]
+        array = context.make_array(queries_type)(context, builder, value=query_array)
+        width = builder.extract_value(array.shape, 1)
         whole = builder.and_(width, code.number(-code.lanes))
         code.add_products(keys, queries, sums, zero, whole, wide=True)
         if not sketched:  # whose width is a whole number of vectors
@@ -189,10 +179,29 @@ def _tile(group, sketched=False):  # type: ignore[no-untyped-def]
     return tile
 
 
-_keys_of_1, _keys_of_2, _keys_of_3, _keys_of_4 = (_tile(group) for group in range(1, TILE + 1))
-_sketches_of_1, _sketches_of_2, _sketches_of_3, _sketches_of_4 = (
-    _tile(group, True) for group in range(1, TILE + 1)
-)
+_keys_of_1, _keys_of_2 = _tile(1), _tile(2)
+_keys_of_3, _keys_of_4 = _tile(3), _tile(4)
+_sketches_of_1, _sketches_of_2 = _tile(1, True), _tile(2, True)
+_sketches_of_3, _sketches_of_4 = _tile(3, True), _tile(4, True)
+
+
+class SketchedQueries(NamedTuple):
+    """Queries [G, D] as sketches [G, width] are asked.
+
+    Attributes
+    ----------
+    numbers
+        [G, width] int16, in units.
+    unit
+        [G].
+    half
+        [G], how many steps of a key's sketch its q.k can be off: half a step of each number, half a
+        unit of each of the query, and what is lost in rounding.
+    """
+
+    numbers: Any
+    unit: Any
+    half: Any
 
 
 @jit
@@ -266,21 +275,10 @@ def sketched_products(tree, rows, stop, asks, out, step):  # type: ignore[no-unt
 
 @jit
 def quantised_queries(queries, width):  # type: ignore[no-untyped-def]
-    """Queries [G, D] as sketches [G, width] are asked.
-
-    Returns
-    -------
-    value
-        asks: [G, width] int16, in units. unit: [G]. half: [G], how many steps of a key's sketch its
-        q.k can be off: half a step of each number, half a unit of each of the query, and what is
-        lost in rounding.
-    """
+    """`SketchedQueries` of queries [G, D]."""
     group, head_dim = queries.shape
-    asks, unit, half = (
-        np.zeros((group, width), np.int16),
-        np.zeros(group, np.float32),
-        np.zeros(group, np.float32),
-    )
+    asks = np.zeros((group, width), np.int16)
+    unit, half = np.zeros(group, np.float32), np.zeros(group, np.float32)
     for g in range(group):
         largest = np.float32(0)
         for k in range(head_dim):
@@ -293,7 +291,7 @@ def quantised_queries(queries, width):  # type: ignore[no-untyped-def]
             half[g] += HALF * head_dim * STEPS * unit[g]
             for k in range(head_dim):
                 asks[g, k] = np.int16(np.rint(queries[g, k] / unit[g]))
-    return asks, unit, half
+    return SketchedQueries(asks, unit, half)
 
 
 @kernel

@@ -18,14 +18,8 @@ def _score_nodes(tree, queries, heights, by_centroid, start, stop, work):  # typ
     no mean.
     """
     group = queries.shape[0]
-    products(
-        tree.node_sum if by_centroid else tree.node_key,
-        work.nodes,
-        start,
-        stop,
-        queries,
-        work.node_score,
-    )
+    keys = tree.node_sum if by_centroid else tree.node_key
+    products(keys, work.nodes, start, stop, queries, work.node_score)
     if by_centroid:
         for i in range(start, stop):
             children = tree.node[work.nodes[i]].children
@@ -97,7 +91,9 @@ def rank_nodes(tree, queries, heights, lowest, upper, fov, exhaustive_below, by_
     Parameters
     ----------
     queries
-        [G, D]; heights: [G], their last coordinates, for a parent search (by T_K), or [0].
+        [G, D].
+    heights
+        [G], their last coordinates, for a parent search (by T_K), or [0].
     upper
         levels above `lowest` are wanted for themselves, not only as a way down.
 
