@@ -6,32 +6,28 @@ The prompt is compressed as SnapKV does, by votes, but the heads of a layer comp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from methods.blocks.head_budgets import HeadBudgets, Safeguard
-from methods.blocks.topk import Granularity
-from methods.blocks.votes import Join, Pooling
 from methods.snapkv import SnapKV
 
 
+@dataclass(eq=False)
 class AdaSnapKV(SnapKV):
     """Keep C prompt tokens of each head on average, the W of the window inside.
+
+    The heads that compete are those that choose: see `granularity` of `SnapKV`, whose options it
+    has, too.
 
     Parameters
     ----------
     alpha, safeguard
         see `HeadBudgets`.
-    window, kernel, pooling, join, granularity
-        see `SnapKV`; the heads that compete are those that choose.
     """
 
-    def __init__(
-        self,
-        alpha: float = 0.2,
-        safeguard: Safeguard = "share",
-        window: int = 32,
-        kernel: int = 7,
-        pooling: Pooling = "max",
-        join: Join = "before",
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        super().__init__(window, kernel, pooling, join, granularity)
-        self.heads = HeadBudgets(alpha, safeguard)
+    alpha: float = 0.2
+    safeguard: Safeguard = "share"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.heads = HeadBudgets(self.alpha, self.safeguard)

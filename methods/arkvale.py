@@ -8,6 +8,7 @@ promise the largest logits are recalled, instead of the cached ones that promise
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import floor
 
 import numpy as np
@@ -50,6 +51,7 @@ def digests(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (middle - reach).to(keys.dtype), (middle + reach).to(keys.dtype)
 
 
+@dataclass(eq=False)
 class ArkVale(Method):
     """Attend C / page_size cached pages: sinks, the most recent pages, and those that the last
     queries recalled.
@@ -74,19 +76,10 @@ class ArkVale(Method):
 
     needs = Needs(query_window=1, queries=True, home="host")
 
-    def __init__(
-        self,
-        page_size: int = 32,
-        sink_pages: int = 1,
-        window_pages: int = 2,
-        topk_share: float = 0.25,
-    ) -> None:
-        self.page_size, self.sinks, self.window, self.topk_share = (
-            page_size,
-            sink_pages,
-            window_pages,
-            topk_share,
-        )
+    page_size: int = 32
+    sink_pages: int = 1
+    window_pages: int = 2
+    topk_share: float = 0.25
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the cache of each row out; no page is summed up yet."""
@@ -107,10 +100,9 @@ class ArkVale(Method):
         are recalled.
         """
         pages = capacity // self.page_size
-        room = pages - self.sinks - self.window
-        return room, min(
-            max(floor(round(self.topk_share * pages, 9)) - self.sinks - (self.window - 1), 1), room
-        )
+        room = pages - self.sink_pages - self.window_pages
+        best = floor(round(self.topk_share * pages, 9)) - self.sink_pages - (self.window_pages - 1)
+        return room, min(max(best, 1), room)
 
     def _pages(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -120,10 +112,10 @@ class ArkVale(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Sum up the full pages of the prompt; its last query chooses those that stay cached."""
-        batch, heads, count, width = prompt.keys.shape
-        room = self._pages(count + (self.context.new_tokens or 0))
-        low, high = (prompt.keys.new_zeros(batch, heads, room, width) for _ in range(2))
-        unfinished = prompt.keys.new_zeros(batch, heads, self.page_size, width)
+        heads, width = prompt.keys.shape[:2], prompt.keys.shape[3]
+        room = self._pages(prompt.keys.shape[2] + (self.context.new_tokens or 0))
+        low, high = (prompt.keys.new_zeros(*heads, room, width) for _ in range(2))
+        unfinished = prompt.keys.new_zeros(*heads, self.page_size, width)
         for row, length in enumerate(prompt.lengths):
             full = length // self.page_size
             paged, rest = prompt.keys[row, :, :length].split(
@@ -133,7 +125,8 @@ class ArkVale(Method):
                 paged.unflatten(1, (full, self.page_size))
             )
             unfinished[row, :, : rest.shape[1]] = rest
-        self.low[layer], self.high[layer], self.unfinished[layer] = low, high, unfinished
+        self.low[layer], self.high[layer] = low, high
+        self.unfinished[layer] = unfinished
         scores = self._scores(layer, prompt.queries[:, :, -1:])
         self.cached[layer] = [
             self._first(row, length, scores[row]) for row, length in enumerate(prompt.lengths)
@@ -180,14 +173,11 @@ class ArkVale(Method):
         if length <= self.capacities[row]:
             return torch.arange(length)[None]
         pages = self._pages(length)
-        between = scores[self.sinks : pages - self.window]
-        cached = (
-            recalled(between, self.cached[layer][row] - self.sinks, self.rooms[row][1]) + self.sinks
-        )
+        sinks, window = self.sink_pages, pages - self.window_pages
+        before = self.cached[layer][row] - sinks
+        cached = recalled(scores[sinks:window], before, self.rooms[row][1]) + sinks
         self.cached[layer][row] = cached
-        attended = np.concatenate(
-            [np.arange(self.sinks), cached, np.arange(pages - self.window, pages)]
-        )
+        attended = np.concatenate([np.arange(sinks), cached, np.arange(window, pages)])
         tokens = (attended[:, None] * self.page_size + np.arange(self.page_size)).ravel()
         return torch.from_numpy(tokens[: len(tokens) - (pages * self.page_size - length)])[None]
 
@@ -197,10 +187,12 @@ class ArkVale(Method):
         """
         room, _ = self.rooms[row]
         if length <= self.capacities[row]:
-            return np.arange(self.sinks, self.sinks + room)  # until there are more, all are
-        first = max(FIRST_PAGES, self.sinks)
-        always = np.arange(self.sinks, first)[:room]
-        best = np.argsort(-scores[first : self._pages(length) - self.window], kind="stable")
+            return np.arange(
+                self.sink_pages, self.sink_pages + room
+            )  # until there are more, all are
+        first = max(FIRST_PAGES, self.sink_pages)
+        always = np.arange(self.sink_pages, first)[:room]
+        best = np.argsort(-scores[first : self._pages(length) - self.window_pages], kind="stable")
         return np.concatenate([always, best[: room - len(always)] + first])
 
 

@@ -10,6 +10,7 @@ reference queries, once, after the prompt.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ LIMITS = -3.0, 3.0  # of a weight's logarithm
 STEPS, POWERS = 2, 3
 
 
+@dataclass(eq=False)
 class AttentionMatching(Scorer):
     """Attend C prompt keys of each head, with weights and values that are not theirs; generated
     tokens as they are.
@@ -45,13 +47,14 @@ class AttentionMatching(Scorer):
         reference queries of a KV head; of more, these are drawn.
     """
 
-    def __init__(
-        self, queries: Literal["context", "replay"] = "context", most: int = 50000
-    ) -> None:
-        self.queries, self.most = queries, most
-        self.needs = Needs(prefix=True, replay=Replay(None, ASK), writes=True)
-        if queries == "context":
+    queries: Literal["context", "replay"] = "context"
+    most: int = 50000
+
+    def __post_init__(self) -> None:
+        if self.queries == "context":
             self.needs = Needs(prefix=True, query_window=sys.maxsize, writes=True)
+        else:
+            self.needs = Needs(prefix=True, replay=Replay(None, ASK), writes=True)
 
     @property
     def at_rest(self) -> bool:
@@ -75,7 +78,8 @@ class AttentionMatching(Scorer):
             there is no context, or no room for any of it.
         """
         rows = [self._match_row(layer, row, prompt) for row in range(len(prompt.lengths))]
-        longest, most = (max(row[at].shape[1] for row in rows) for at in (0, 2))
+        longest = max(row.ids.shape[1] for row in rows)
+        most = max(row.values.shape[1] for row in rows)
         self.scored[layer] = [row.ids for row in rows]
         self.weights[layer] = torch.stack(
             [pad(row.weights, (0, longest - row.weights.shape[1])) for row in rows]
@@ -94,28 +98,30 @@ class AttentionMatching(Scorer):
         """Of a row, what it keeps but for the most recent tokens: first what stays as it is, then
         the chosen keys.
         """
-        length, before, capacity = prompt.lengths[row], prompt.prefixes[row], self.capacities[row]
+        length, before = prompt.lengths[row], prompt.prefixes[row]
+        capacity = self.capacities[row]
         check_context(length, before, capacity, self.fixed(capacity) - self.end(capacity))
         position = torch.arange(length, device=prompt.keys.device)
         stays = self.protected(prompt)[row, 0, :length] | (position < before) | (length <= capacity)
         first, last = self.recents[row]
-        fixed_ids, choice = (
-            position[stays & ((position < first) | (position >= last))],
-            position[~stays],
-        )
+        fixed_ids = position[stays & ((position < first) | (position >= last))]
         fixed_ids = fixed_ids.expand(self.shape.kv_heads, -1)
+        choice = position[~stays]
         nothing = torch.zeros(fixed_ids.shape, device=fixed_ids.device)
         if not len(choice):
             return Matched(fixed_ids, nothing, prompt.values[row, :, :0])
-        queries, count = self._reference_queries(layer, row, prompt), capacity - int(stays.sum())
+        queries = self._reference_queries(layer, row, prompt)
+        count = capacity - int(stays.sum())
         keys, values = prompt.keys[row, :, choice], prompt.values[row, :, choice]
         heads = [
             matched(*parts, count, self.shape.scaling)
             for parts in zip(queries, keys, values, strict=True)
         ]
-        ids, weights, fitted = (torch.stack(parts) for parts in zip(*heads, strict=True))
+        best = Matched(*(torch.stack(parts) for parts in zip(*heads, strict=True)))
         return Matched(
-            torch.cat([fixed_ids, choice[ids]], dim=1), torch.cat([nothing, weights], dim=1), fitted
+            torch.cat([fixed_ids, choice[best.ids]], dim=1),
+            torch.cat([nothing, best.weights], dim=1),
+            best.values,
         )
 
     def _reference_queries(self, layer: int, row: int, prompt: Prompt) -> torch.Tensor:
@@ -127,16 +133,13 @@ class AttentionMatching(Scorer):
                 [replay.queries for replay in prompt.replayed if replay.row == row], dim=1
             )
         else:
-            queries = prompt.queries[
-                row, :, prompt.queries.shape[2] - prompt.lengths[row] + prompt.prefixes[row] :
-            ]
+            context = prompt.lengths[row] - prompt.prefixes[row]
+            queries = prompt.queries[row, :, prompt.queries.shape[2] - context :]
         grouped = queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
         if grouped.shape[1] <= self.most:
             return grouped
-        drawn = torch.randperm(grouped.shape[1], generator=self.context.generator(layer, row=row))[
-            : self.most
-        ]
-        return grouped[:, drawn.to(grouped.device)]
+        drawn = torch.randperm(grouped.shape[1], generator=self.context.generator(layer, row=row))
+        return grouped[:, drawn[: self.most].to(grouped.device)]
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -149,17 +152,15 @@ class AttentionMatching(Scorer):
         newest = (index[:, 0] >= 0).sum(dim=1) - scored
         at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
         weights = pad(self.weights[layer], (0, 1))  # that of no token
-        log_weights = weights.gather(
-            2, at.clamp(0, weights.shape[2] - 1).expand_as(index)
-        ).masked_fill(at < 0, 0)
+        chosen = at.clamp(0, weights.shape[2] - 1).expand_as(index)
+        log_weights = weights.gather(2, chosen).masked_fill(at < 0, 0)
         return Selection(index, log_weight=log_weights.repeat_interleave(self.shape.group, dim=1))
 
     def turn_weights(self, layer: int) -> torch.Tensor:
         """Those of the chosen keys, in a later turn too."""
         resident, scored = self.view.resident(layer), stacked(self.scored[layer])
-        every = self.weights[layer].new_zeros(
-            *scored.shape[:2], max(self.view.lengths(layer)) + 1
-        )  # the last: no token
+        tokens = max(self.view.lengths(layer)) + 1  # the last is none
+        every = self.weights[layer].new_zeros(*scored.shape[:2], tokens)
         every.scatter_(2, scored.remainder(every.shape[2]), self.weights[layer])
         return every.gather(2, resident.remainder(every.shape[2]))
 
@@ -189,16 +190,20 @@ def matched(
         keys to choose, best first: those with the largest root mean square of the attention they
         get.
     """
-    asking, keys, values = queries.float() * scaling, keys.float(), values.float()
-    squares, parts = torch.zeros(len(keys), dtype=torch.float64, device=keys.device), []
-    for block in asking.split(BLOCK):
-        attention = block @ keys.T  # in place, as it is large
-        largest = attention.amax(dim=-1, keepdim=True)
-        total = attention.sub_(largest).exp_().sum(dim=-1, keepdim=True)
-        outputs = attention.div_(total) @ values
-        parts.append((largest.double(), total.double(), outputs.double()))
+    asking = queries.float() * scaling
+    keys, values = keys.float(), values.float()
+    squares = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
+    # of each query: its largest logit, the sum of its weights, and its output
+    largest, mass = squares.new_empty(2, len(asking), 1)
+    outputs = squares.new_empty(len(asking), values.shape[1])
+    for first in range(0, len(asking), BLOCK):
+        block = slice(first, first + BLOCK)
+        attention = asking[block] @ keys.T  # in place, as it is large
+        peak = attention.amax(dim=-1, keepdim=True)
+        total = attention.sub_(peak).exp_().sum(dim=-1, keepdim=True)
+        largest[block], mass[block] = peak, total
+        outputs[block] = attention.div_(total) @ values
         squares += attention.square_().sum(dim=0)
-    largest, mass, outputs = (torch.cat(part) for part in zip(*parts, strict=True))
     ids = squares.argsort(descending=True, stable=True)[:count]
     # a row's largest logit over all keys is 0, so that a query whose attention is spread over many
     # counts most
@@ -233,7 +238,7 @@ def solved(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """
     columns = matrix.shape[1]
     triangle = torch.linalg.qr(torch.cat([matrix, target], dim=1), mode="r").R[:columns]
-    u, sizes, v_t = torch.linalg.svd(triangle[:, :columns], full_matrices=False)
-    rank = int((sizes > CUT * sizes[0]).sum())
-    turned = u[:, :rank].mT @ triangle[:, columns:]
-    return v_t[:rank].mT @ (turned / sizes[:rank, None])
+    svd = torch.linalg.svd(triangle[:, :columns], full_matrices=False)
+    rank = int((CUT * svd.S[0] < svd.S).sum())
+    turned = svd.U[:, :rank].mT @ triangle[:, columns:]
+    return svd.Vh[:rank].mT @ (turned / svd.S[:rank, None])

@@ -10,6 +10,7 @@ prompt at a time. While decoding each layer keeps its size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import avg_pool1d
@@ -17,15 +18,14 @@ from torch.nn.functional import avg_pool1d
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
+from methods.blocks.evictor import DROP_EVERY
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import ROLLING_WINDOW, last_tokens
 from methods.blocks.topk import top_earliest
 from methods.blocks.votes import pooled_votes, window_probabilities
 
-# decode steps between two evictions from memory: up to so many tokens there are attended no longer
-DROP_EVERY = 32
 
-
+@dataclass(eq=False)
 class CAKE(KeepsEnds):
     """Keep b_l scored tokens and the W most recent in layer l; the mean of b_l + W is C.
 
@@ -50,17 +50,14 @@ class CAKE(KeepsEnds):
 
     evicts = "always"
 
-    def __init__(
-        self,
-        tau1: float = 1.0,
-        tau2: float = 1.0,
-        gamma: float = 200.0,
-        window: int = 32,
-        kernel: int = 5,
-    ) -> None:
-        self.tau1, self.tau2, self.gamma = tau1, tau2, gamma
-        self.window, self.kernel = window, kernel
-        self.needs = Needs(query_window=window, probabilities=True)
+    tau1: float = 1.0
+    tau2: float = 1.0
+    gamma: float = 200.0
+    window: int = 32
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(query_window=self.window, probabilities=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is held yet, and no layer has said what it prefers."""
@@ -131,20 +128,16 @@ class CAKE(KeepsEnds):
         return smoothed.masked_fill(none, -torch.inf), preference
 
     def cascade(self, row: int, length: int) -> list[int]:
-        """Share the row's whole budget out between the layers so far; which layers hold
-        less now.
-        """
+        """Share the row's whole budget out between the layers so far; which hold less now."""
         # in each layer, whatever its share of the rest
         window, ends = self.windows[row], 2 * self.ends[row]
-        total = self.mean_scored(length) * len(self.shape.sparse_layers) - ends * len(
-            self.preferences
-        )
-        shares = layer_budgets(
-            [preference[row] for preference in self.preferences], total, length - window - ends
-        )
+        total = self.mean_scored(length) * len(self.shape.sparse_layers)
+        total -= ends * len(self.preferences)
+        preferences = [preference[row] for preference in self.preferences]
+        shares = layer_budgets(preferences, total, length - window - ends)
         shrunk = []
-        for layer, budget in zip(self.cached_ids, [ends + share for share in shares], strict=True):
-            ids = self.cached_ids[layer][row]
+        for layer, share in zip(self.cached_ids, shares, strict=True):
+            ids, budget = self.cached_ids[layer][row], ends + share
             older = ids.shape[1] - window
             self.scored[layer][row] = budget
             if budget < older:

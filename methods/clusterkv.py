@@ -31,8 +31,8 @@ class Clusters:
     ----------
     means
         [Hkv, K, D] fp32, the mean key of each.
-    starts
-        [Hkv, K] and sizes [Hkv, K], where the members of each stand; an empty one has none.
+    starts, sizes
+        [Hkv, K], where the members of each begin, and how many there are.
     members
         [Hkv, n] token ids.
     """
@@ -78,6 +78,7 @@ def nearest_direction(keys: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return nearest(keys, normalize(means, dim=2))
 
 
+@dataclass(eq=False)
 class ClusterKV(Method):
     """Attend the first tokens, the tokens of the best clusters, and the generated tokens that are
     in no cluster yet.
@@ -104,18 +105,15 @@ class ClusterKV(Method):
         steps whose tokens stay on the device.
     """
 
-    def __init__(
-        self,
-        clusters: int = 400,
-        cluster_size: int | None = None,
-        iterations: int = 20,
-        sinks: int = 16,
-        buffer: int = 320,
-        cache_steps: int = 1,
-    ) -> None:
-        self.needs = Needs(home="host", cache=DeviceCache(steps=cache_steps))
-        self.clusters, self.cluster_size, self.iterations = clusters, cluster_size, iterations
-        self.sinks, self.buffer = sinks, buffer
+    clusters: int = 400
+    cluster_size: int | None = None
+    iterations: int = 20
+    sinks: int = 16
+    buffer: int = 320
+    cache_steps: int = 1
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(home="host", cache=DeviceCache(steps=self.cache_steps))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the budget of each row out; nothing is clustered yet."""
@@ -139,9 +137,9 @@ class ClusterKV(Method):
         self.fresh[layer] = [[] for _ in prompt.lengths]
         for row, length in enumerate(prompt.lengths):
             sinks = min(self.zones[row][0], length)
-            count = (
-                -(-(length - sinks) // self.cluster_size) if self.cluster_size else self.clusters
-            )
+            count = self.clusters
+            if self.cluster_size:
+                count = -(-(length - sinks) // self.cluster_size)
             keys = prompt.keys[row, :, sinks:length]
             generator = self.context.generator(layer, row=row)
             self.rows[layer].append(cosine_kmeans(keys, count, sinks, self.iterations, generator))
@@ -164,11 +162,8 @@ class ClusterKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, the tokens in no cluster, and those of the best clusters."""
-        return Selection(
-            stacked(
-                [self._attended(layer, row, query[row, :, 0]) for row in range(self.shape.batch)]
-            )
-        )
+        rows = [self._attended(layer, row, asks) for row, asks in enumerate(query[:, :, 0])]
+        return Selection(stacked(rows))
 
     def _attended(self, layer: int, row: int, query: torch.Tensor) -> torch.Tensor:
         """Token ids of a row for query [Hq, D]: [Hq, or Hkv where the group shares C, n]."""
@@ -208,8 +203,5 @@ class ClusterKV(Method):
         if self.budget.unified:
             return capacity
         sinks, buffer = self._zones(capacity)
-        return (
-            sinks
-            + self.shape.group * (capacity - sinks)
-            + (0 if self.budget.counts_generated else buffer)
-        )
+        waiting = 0 if self.budget.counts_generated else buffer
+        return sinks + self.shape.group * (capacity - sinks) + waiting

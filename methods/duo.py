@@ -8,10 +8,13 @@ models: what a head needs of the whole context. The heads with the largest numbe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvbench.method import HeadScores, Needs
-from methods.blocks.two_kinds import TwoKinds
+from methods.blocks.two_kinds import TwoKinds, by_head
 
 
+@dataclass(eq=False)
 class DuoAttention(TwoKinds):
     """The best heads keep everything, the others the first `sinks` tokens and the `recent` last
     ones, which move on.
@@ -39,45 +42,42 @@ class DuoAttention(TwoKinds):
 
     evicts = "always"
 
-    def __init__(
-        self, heads: str = "auto", share: float = 0.5, sinks: int = 64, recent: int = 256
-    ) -> None:
-        self.share, self.sinks, self.recent = share, sinks, recent
-        self.needs = Needs(head_scores=heads)
+    heads: str = "auto"
+    share: float = 0.5
+    sinks: int = 64
+    recent: int = 256
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(head_scores=self.heads)
 
     def rank(self, scores: HeadScores) -> list[tuple[int, int]]:
         """All heads; of equal ones the first is the better."""
-        best = {
-            (layer, head): max(pair)
-            for layer, rows in enumerate(zip(scores.echo, scores.induction, strict=True))
-            for head, pair in enumerate(zip(*rows, strict=True))
-        }
-        return sorted(best, key=lambda head: -best[head])
+        echo, induction = by_head(scores.echo), by_head(scores.induction)
+        return sorted(echo, key=lambda head: -max(echo[head], induction[head]))
 
     def first_tokens(self, length: int) -> int:
         """The sinks of a streaming head."""
-        return (
-            self.sinks
-            if self.budget.size is None
-            else min(self.sinks, self.budget.tokens(length) // 16)
-        )
+        return self._at_most(self.sinks, 16, length)
 
     def streamed(self, length: int) -> int:
         """Entries of a streaming head."""
-        recent = (
-            self.recent
-            if self.budget.size is None
-            else min(self.recent, self.budget.tokens(length) // 4)
-        )
-        return self.first_tokens(length) + recent
+        return self.first_tokens(length) + self._at_most(self.recent, 4, length)
+
+    def _at_most(self, tokens: int, part: int, length: int) -> int:
+        """So many tokens, or with a budget C / `part` where that is less."""
+        if self.budget.size is None:
+            return tokens
+        return min(tokens, self.budget.tokens(length) // part)
 
     def fitting(self, length: int) -> int:
         """Heads that keep everything of a prompt of `length` tokens."""
         if self.budget.size is None:
-            return self.heads - round(self.share * self.heads)
+            return self.head_count - round(self.share * self.head_count)
         streamed = self.streamed(length)
-        room = self.heads * (self.budget.tokens(length) - streamed)
-        return min(self.heads, room // (length - streamed)) if length > streamed else self.heads
+        if length <= streamed:
+            return self.head_count
+        room = self.head_count * (self.budget.tokens(length) - streamed)
+        return min(self.head_count, room // (length - streamed))
 
     def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a head that keeps everything, and of a streaming one, after so many generated
@@ -86,16 +86,16 @@ class DuoAttention(TwoKinds):
         streamed, whole = self.streamed(length), self.fitting(length)
         if self.budget.size is None or not self.budget.counts_generated or not whole:
             return length + generated, streamed
-        return (
-            self.heads * self.budget.tokens(length) - (self.heads - whole) * streamed
-        ) // whole, streamed
+        rest = self.head_count * self.budget.tokens(length) - (self.head_count - whole) * streamed
+        return rest // whole, streamed
 
     def mean_rule(self, length: int, generated: int) -> float:
         """C, the mean over heads; what is generated stays on top of it, on the heads that
         keep it.
         """
-        whole, streamed = self.fitting(length), self.streamed(length)
+        whole = self.fitting(length)
         if self.budget.size is None:
-            return (whole * (length + generated) + (self.heads - whole) * streamed) / self.heads
+            streaming = (self.head_count - whole) * self.streamed(length)
+            return (whole * (length + generated) + streaming) / self.head_count
         free = 0 if self.budget.counts_generated else whole * generated
-        return (self.heads * self.budget.tokens(length) + free) / self.heads
+        return (self.head_count * self.budget.tokens(length) + free) / self.head_count

@@ -8,6 +8,8 @@ form; times the norm of its value it says how much would change without it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvbench.budget import Budget
@@ -19,6 +21,7 @@ from methods.blocks.scorer import Scorer
 EVERY_QUERY = 1 << 30
 
 
+@dataclass(eq=False)
 class ExpectedAttention(Scorer):
     """Keep the sinks and the prompt tokens with the largest expected contribution, C in all; no
     window.
@@ -40,22 +43,13 @@ class ExpectedAttention(Scorer):
         added to the attention before.
     """
 
-    def __init__(
-        self,
-        future: int = 512,
-        sinks: int = 4,
-        covariance: bool = True,
-        vnorm: bool = True,
-        eps: float = 0.0,
-    ) -> None:
-        self.future, self.sinks, self.covariance, self.vnorm, self.eps = (
-            future,
-            sinks,
-            covariance,
-            vnorm,
-            eps,
-        )
-        self.needs = Needs(query_window=EVERY_QUERY, rotation=True)
+    needs = Needs(query_window=EVERY_QUERY, rotation=True)
+
+    future: int = 512
+    sinks: int = 4
+    covariance: bool = True
+    vnorm: bool = True
+    eps: float = 0.0
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No mean rotation is known yet."""
@@ -75,11 +69,10 @@ class ExpectedAttention(Scorer):
 
     def _contribution(self, prompt: Prompt, row: int, head: int) -> torch.Tensor:
         """That of the tokens of a KV head after the sinks, [n]."""
-        length, group, scaling = prompt.lengths[row], self.shape.group, self.shape.scaling
+        length, scaling = prompt.lengths[row], self.shape.scaling
         keys = prompt.keys[row, head, self.sinks : length].float()
-        mean, covariance = self._queries(
-            prompt.queries[row, head * group : (head + 1) * group], length
-        )
+        grouped = prompt.queries[row].unflatten(0, (self.shape.kv_heads, -1))
+        mean, covariance = self._queries(grouped[head], length)
         logits = mean @ keys.T * scaling
         if self.covariance:
             logits += (keys @ covariance * keys).sum(dim=2) * scaling**2 / 2
@@ -118,6 +111,7 @@ class ExpectedAttention(Scorer):
         return self.turns[key]
 
 
+@dataclass(eq=False)
 class AdaExpectedAttention(ExpectedAttention):
     """Expected Attention whose heads share a layer's budget out by their scores (AdaKV, as kvpress
     has it).
@@ -126,45 +120,16 @@ class AdaExpectedAttention(ExpectedAttention):
     ----------
     alpha
         share of C that is safe in each head.
-    future, sinks, covariance, vnorm, eps
-        see `ExpectedAttention`.
     """
 
-    def __init__(
-        self,
-        alpha: float = 0.2,
-        future: int = 512,
-        sinks: int = 4,
-        covariance: bool = True,
-        vnorm: bool = True,
-        eps: float = 0.0,
-    ) -> None:
-        super().__init__(future, sinks, covariance, vnorm, eps)
-        self.heads = HeadBudgets(alpha, "top")
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        self.heads = HeadBudgets(self.alpha, "top")
 
 
+@dataclass(eq=False)
 class ExpectedAttentionDecode(Interval, ExpectedAttention):
-    """Expected Attention over all that is held, every `interval` decode steps.
-
-    Parameters
-    ----------
-    interval
-        see `Interval`.
-    future, sinks, covariance, vnorm, eps
-        see `ExpectedAttention`.
-    """
+    """Expected Attention over all that is held, every `interval` decode steps."""
 
     reads_values = True
-
-    def __init__(
-        self,
-        interval: int = 128,
-        future: int = 512,
-        sinks: int = 4,
-        covariance: bool = True,
-        vnorm: bool = True,
-        eps: float = 0.0,
-    ) -> None:
-        super().__init__(
-            interval, future=future, sinks=sinks, covariance=covariance, vnorm=vnorm, eps=eps
-        )

@@ -8,6 +8,7 @@ the others, and its sum is lost.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
 
 
+@dataclass(eq=False)
 class HeavyHitters(Scorer):
     """Keep the C - W prompt tokens that received most attention from the prompt, and the last W
     (KVCache-Factory).
@@ -34,14 +36,11 @@ class HeavyHitters(Scorer):
         "kv_head", a set for the group; "query_head", each query head its own.
     """
 
-    def __init__(
-        self,
-        window: int = 8,
-        group: Literal["mean", "max"] = "mean",
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        self.window, self.group, self.granularity = window, group, granularity
-        self.needs = Needs(attention_sums=True)
+    needs = Needs(attention_sums=True)
+
+    window: int = 8
+    group: Literal["mean", "max"] = "mean"
+    granularity: Granularity = "kv_head"
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The attention that each token received, summed over the queries."""
@@ -52,18 +51,18 @@ class HeavyHitters(Scorer):
         return grouped.mean(dim=2) if self.group == "mean" else grouped.amax(dim=2)
 
 
+@dataclass(eq=False)
 class RecentAndHeavy(HeavyHitters):
     """Heavy hitters beside a share of the budget that is the most recent tokens'."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    share: float = 0.5
 
     def recent(self, capacity: int) -> int:
         """The share of the budget in tokens; at least one, and one less than all."""
         return min(max(1, int(self.share * capacity)), capacity - 1)
 
 
+@dataclass(eq=False)
 class H2O(Evictor):
     """Keep C tokens: the most recent ones, and of the others those that received most attention so
     far.
@@ -84,24 +83,29 @@ class H2O(Evictor):
         the share leaves nothing to heavy hitters, or nothing to recent tokens.
     """
 
-    def __init__(self, recent: float = 0.5, granularity: Granularity = "kv_head") -> None:
-        if not 0 < recent < 1:
-            raise ValueError(f"recent={recent}: expected a share of the budget above 0 and below 1")
-        super().__init__(RecentAndHeavy(recent), granularity)
+    recent: float = 0.5
+    granularity: Granularity = "kv_head"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recent < 1:
+            raise ValueError(
+                f"recent={self.recent}: expected a share of the budget above 0 and below 1"
+            )
+        super().__init__(RecentAndHeavy(share=self.recent), self.granularity)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note how much of what stays of each row is recent."""
         super().begin(shape, budget, view, context)
-        recent = [self.reserved(capacity) - budget.counts_generated for capacity in self.capacities]
-        self.recent = shape.for_layers(torch.tensor(recent)[:, None])
+        counts = [self.reserved(capacity) - budget.counts_generated for capacity in self.capacities]
+        self.recent_counts = shape.for_layers(torch.tensor(counts)[:, None, None])
 
     def reserved(self, capacity: int) -> int:
         """The recent ones."""
-        return self.compressor.recent(capacity)
+        return self.scorer.recent(capacity)
 
     def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """The sums begin with the prompt's, recent tokens' too."""
-        sums = self.compressor.score(layer, prompt).gather(2, tokens.ids.clamp(min=0))
+        sums = self.scorer.score(layer, prompt).gather(2, tokens.ids.clamp(min=0))
         tokens.numbers.copy_(sums.masked_fill(tokens.ids < 0, torch.inf))
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
@@ -110,5 +114,5 @@ class H2O(Evictor):
 
     def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The sums; recent tokens stay."""
-        recent = tokens.ids >= (self.view.seen(layer)[:, None] - self.recent[layer])[..., None]
+        recent = tokens.ids >= self.view.seen(layer)[:, None, None] - self.recent_counts[layer]
         return super().worth(layer, tokens).masked_fill(recent, torch.inf)

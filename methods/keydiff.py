@@ -8,6 +8,7 @@ attention. No query is needed to see this, so that a cache can be pruned while a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ class KeyDiffDecode(Interval, KeyDiff):
     """KeyDiff over all that is held, every `interval` decode steps."""
 
 
+@dataclass(eq=False)
 class KeyDiffBlocks(KeepsEnds):
     """Keep C tokens after each block of the text, from its first token on; the newest ones may go
     at once.
@@ -59,8 +61,7 @@ class KeyDiffBlocks(KeepsEnds):
 
     evicts = "always"
 
-    def __init__(self, block: int = 128) -> None:
-        self.block = block
+    block: int = 128
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle the blocks of each row."""
@@ -89,9 +90,8 @@ class KeyDiffBlocks(KeepsEnds):
                 come = torch.arange(start, end, device=keys.device).expand(len(keys), -1)
                 ids = torch.cat([ids, come], dim=1)
                 if blocks.full(end):
-                    ids = self._pruned(
-                        row, ids, keys.gather(1, ids[..., None].expand(-1, -1, keys.shape[2]))
-                    )
+                    slots = ids[..., None].expand(-1, -1, keys.shape[2])
+                    ids = self._pruned(row, ids, keys.gather(1, slots))
             rows.append(ids)
         self._keep(layer, rows)
 
@@ -105,25 +105,19 @@ class KeyDiffBlocks(KeepsEnds):
             keys = self.view.keys(layer, resident)
             for row, (length, blocks) in enumerate(pairs):
                 ids = resident[row, :, : blocks.resident_count(length)]
-                rows.append(
-                    self._pruned(row, ids, keys[row, :, : ids.shape[1]])
-                    if blocks.full(length)
-                    else ids
-                )
+                if blocks.full(length):
+                    ids = self._pruned(row, ids, keys[row, :, : ids.shape[1]])
+                rows.append(ids)
             self._keep(layer, rows)
 
     def _pruned(self, row: int, ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Of token ids [H, n] of a row those that stay after a block, by their keys [H, n, D];
         ascending.
         """
-        scores = difference(keys).masked_fill(
-            at_ends(ids, self.shape.lengths[row], self.ends[row]), torch.inf
-        )
-        return (
-            ids.gather(1, top_earliest(scores[None], self.blocks[row].keep_count)[0])
-            .sort(dim=1)
-            .values
-        )
+        stays = at_ends(ids, self.shape.lengths[row], self.ends[row])
+        scores = difference(keys).masked_fill(stays, torch.inf)
+        best = top_earliest(scores[None], self.blocks[row].keep_count)[0]
+        return ids.gather(1, best).sort(dim=1).values
 
     def _keep(self, layer: int, rows: list[torch.Tensor]) -> None:
         """Keep these ids of each row, with room for what comes until one is pruned next."""
@@ -137,11 +131,8 @@ class KeyDiffBlocks(KeepsEnds):
     def report(self) -> dict[str, float]:
         """Tokens of a KV head that a prefill in blocks holds at most, in one layer."""
         pairs = zip(self.shape.lengths, self.blocks, strict=True)
-        return {
-            "block_prefill_tokens_max": max(
-                blocks.max_resident_count(length) for length, blocks in pairs
-            )
-        }
+        most = max(blocks.max_resident_count(length) for length, blocks in pairs)
+        return {"block_prefill_tokens_max": most}
 
 
 class Blocks(NamedTuple):

@@ -12,6 +12,8 @@ states, over that of the states that asked.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvbench.budget import Budget
@@ -26,6 +28,7 @@ OVERLAP = 8  # last tokens of the chunk before that the question names
 BLOCK = 256  # queries whose attention is computed at once
 
 
+@dataclass(eq=False)
 class KVzip(Scorer):
     """Keep C prompt tokens of each KV head on average over the sparse layers; a head may keep all,
     or next to none.
@@ -43,9 +46,12 @@ class KVzip(Scorer):
         each layer keeps C on average, and only its heads compete.
     """
 
-    def __init__(self, chunk: int = 2000, plus: bool = False, layerwise: bool = False) -> None:
-        self.plus, self.layerwise = plus, layerwise
-        self.needs = Needs(prefix=True, replay=Replay(chunk, ASK, GO_ON, OVERLAP))
+    chunk: int = 2000
+    plus: bool = False
+    layerwise: bool = False
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(prefix=True, replay=Replay(self.chunk, ASK, GO_ON, OVERLAP))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No layer has scores yet."""
@@ -62,20 +68,18 @@ class KVzip(Scorer):
         for row, prefix in enumerate(prompt.prefixes):
             scores[row, :, :prefix] = torch.inf
         for replay in prompt.replayed:
-            scores[replay.row, :, replay.start : replay.stop] = self.most_attention(
-                layer, prompt, replay
-            )
+            chunk = slice(replay.start, replay.stop)
+            scores[replay.row, :, chunk] = self.most_attention(layer, prompt, replay)
         return scores
 
     def most_attention(self, layer: int, prompt: Prompt, replay: Replayed) -> torch.Tensor:
         """To each token of a chunk, [Hkv, stop - start], in a softmax over the tokens before the
         context, the chunk's, and those of the pass up to the query.
         """
-        count, before, most = replay.queries.shape[1], prompt.prefixes[replay.row], []
-        position, chunk = (
-            torch.arange(count, device=replay.keys.device),
-            slice(before, before + replay.stop - replay.start),
-        )
+        before = prompt.prefixes[replay.row]
+        chunk = slice(before, before + replay.stop - replay.start)
+        position = torch.arange(replay.queries.shape[1], device=replay.keys.device)
+        most = []
         for head, queries in enumerate(replay.queries.unflatten(0, (replay.keys.shape[0], -1))):
             stored = prompt.keys[replay.row, head]
             keys = torch.cat(
@@ -101,11 +105,8 @@ class KVzip(Scorer):
         """
         assert self.context.output is not None, "KVzip+ weighs values by the model's output weights"
         values = prompt.values[replay.row, head, replay.start : replay.stop].float()
-        weights = (
-            self.context.output(layer)
-            .to(values.device)
-            .unflatten(0, (self.shape.kv_heads, -1))[head]
-        )
+        output = self.context.output(layer).to(values.device)
+        weights = output.unflatten(0, (self.shape.kv_heads, -1))[head]
         return torch.stack([(values @ weight.float()).norm(dim=-1) for weight in weights])
 
     # -- one ranking -------------------------------------------------------------------------------
@@ -131,13 +132,10 @@ class KVzip(Scorer):
         retained = [
             self._retained_mask(row, length) for row, length in enumerate(self.shape.lengths)
         ]
-        whole, recents = (
-            all(bool(row.all()) for row in retained),
-            [torch.arange(*recent) for recent in self.recents],
-        )
+        whole = all(bool(row.all()) for row in retained)
         older = [
-            row.index_fill(2, ids.to(row.device), False)
-            for row, ids in zip(retained, recents, strict=True)
+            row.index_fill(2, torch.arange(*recent, device=row.device), False)
+            for row, recent in zip(retained, self.recents, strict=True)
         ]
         for at, layer in enumerate(self.scores):
             device = self.shape.device_of(layer)
@@ -152,12 +150,8 @@ class KVzip(Scorer):
         """[layers, Hkv, length] bool, which tokens of a row stay: of equal scores the first in that
         order.
         """
-        scores = torch.stack(
-            [
-                layer_scores[row, :, :length].to(self.shape.device)
-                for layer_scores in self.scores.values()
-            ]
-        )
+        layers = [scores[row, :, :length] for scores in self.scores.values()]
+        scores = torch.stack([of_layer.to(self.shape.device) for of_layer in layers])
         ranked = scores.view(len(scores) if self.layerwise else 1, -1)
         count = self.capacities[row] * ranked.shape[1] // max(length, 1)
         best = ranked.argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -21,8 +21,8 @@ class Newest(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The position, which is the step in which a token came."""
-        batch, heads, longest = prompt.keys.shape[:3]
-        return torch.arange(longest, device=prompt.keys.device).float().expand(batch, heads, -1)
+        position = torch.arange(prompt.keys.shape[2], device=prompt.keys.device)
+        return position.float().expand(prompt.keys.shape[:3])
 
 
 class LRU(Evictor):

@@ -9,6 +9,7 @@ filter, attend these and what was generated. Their prompt lives on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from methods.blocks.topk import top
 PUBLISHED_FILTERS, PUBLISHED_LAYERS = (2, 8, 18), 32
 
 
+@dataclass(eq=False)
 class OmniKV(Method):
     """Attend, in the layers that follow a filter, its C prompt tokens and all generated ones; in
     the others everything.
@@ -47,12 +49,14 @@ class OmniKV(Method):
 
     needs = Needs(home="by_layer")
 
-    def __init__(self, filters: Sequence[int] | None = None, wait: int = 1) -> None:
-        if filters is not None and not ascending(filters):
+    filters: Sequence[int] | None = None
+    wait: int = 1
+
+    def __post_init__(self) -> None:
+        if self.filters is not None and not ascending(self.filters):
             raise ValueError(
-                f"filters={filters}: expected ascending layers, such as [2,8,18], or null"
+                f"filters={self.filters}: expected ascending layers, such as [2,8,18], or null"
             )
-        self.filters, self.wait = filters, wait
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Find out which layers follow which filter."""
@@ -93,11 +97,8 @@ class OmniKV(Method):
                 always = min(always, capacity // 4)
                 capacity -= always
             best = top(largest[row, : length - always].view(1, 1, -1), capacity)[0]
-            lists.append(
-                torch.cat(
-                    [best, torch.arange(length - always, length, device=best.device)[None]], dim=1
-                )
-            )
+            newest = torch.arange(length - always, length, device=best.device)
+            lists.append(torch.cat([best, newest[None]], dim=1))
         return Selection(stacked(lists))
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
@@ -132,7 +133,7 @@ def next_layers(filters: Sequence[int], layers: Sequence[int]) -> list[int]:
     """The next of `layers` from each filter on, both ascending; two that meet are one, beyond the
     last is none.
     """
-    matches = (
-        next((layer for layer in layers if layer >= filter_layer), None) for filter_layer in filters
-    )
-    return list(dict.fromkeys(layer for layer in matches if layer is not None))
+    matches = []
+    for filter_layer in filters:
+        matches += [layer for layer in layers if layer >= filter_layer][:1]
+    return list(dict.fromkeys(matches))

@@ -7,9 +7,11 @@ tokens with the largest estimated attention are attended, beside the first and t
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
@@ -21,6 +23,15 @@ from methods.blocks.topk import top_earliest
 SPARE = 256  # codes to make room for when the last ones have taken what there was
 
 
+class CacheZones(NamedTuple):
+    """Tokens of each kind that one row attends."""
+
+    sinks: int
+    recent: int
+    retrieved: int
+
+
+@dataclass(eq=False)
 class PQCache(Method):
     """Attend sinks, the r most recent tokens before the current one, it, and the k that promise
     most attention.
@@ -48,27 +59,19 @@ class PQCache(Method):
         a code of more than 8 bits; subspaces that do not divide the head dim; a cache of no block.
     """
 
-    def __init__(
-        self,
-        subspaces: int = 2,
-        bits: int = 6,
-        iterations: int = 20,
-        sinks: int = 32,
-        cache: Literal["last", "lru", "lfu"] = "last",
-        cache_tokens: int = 4096,
-        cache_block: int = 128,
-    ) -> None:
-        if bits > 8:
-            raise ValueError(f"bits={bits}: a code is a byte; expected 8 at most")
-        self.needs = Needs(
-            home="host", cache=DeviceCache(cache, tokens=cache_tokens, block=cache_block)
-        )
-        self.subspaces, self.centroids, self.iterations, self.sinks = (
-            subspaces,
-            2**bits,
-            iterations,
-            sinks,
-        )
+    subspaces: int = 2
+    bits: int = 6
+    iterations: int = 20
+    sinks: int = 32
+    cache: Literal["last", "lru", "lfu"] = "last"
+    cache_tokens: int = 4096
+    cache_block: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits > 8:
+            raise ValueError(f"bits={self.bits}: a code is a byte; expected 8 at most")
+        cache = DeviceCache(self.cache, tokens=self.cache_tokens, block=self.cache_block)
+        self.needs = Needs(home="host", cache=cache)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the budget of each row out; nothing is coded yet."""
@@ -83,32 +86,32 @@ class PQCache(Method):
         # of each layer, [B, Hkv, m, capacity] uint8, by token id
         self.codes: dict[int, torch.Tensor] = {}
 
-    def _zones(self, capacity: int) -> tuple[int, int, int]:
-        """Sinks, recent and retrieved tokens of a budget of `capacity` tokens."""
+    def _zones(self, capacity: int) -> CacheZones:
+        """With a budget of `capacity` tokens."""
         sinks = self.sinks
         if self.budget.counts_generated:
             sinks = min(sinks, capacity // 8)
             capacity -= sinks + 1
-        return sinks, capacity // 2, capacity - capacity // 2
+        return CacheZones(sinks, capacity // 2, capacity - capacity // 2)
 
     # -- codes -------------------------------------------------------------------------------------
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Centroids of the keys after the sinks, and the codes of all."""
-        batch, heads, count, _ = prompt.keys.shape
-        room = count + (self.context.new_tokens or SPARE)
+        heads = prompt.keys.shape[:2]
+        room = prompt.keys.shape[2] + (self.context.new_tokens or SPARE)
         self.tables[layer] = []
         self.codes[layer] = torch.zeros(
-            batch, heads, self.subspaces, room, dtype=torch.uint8, device=prompt.keys.device
+            *heads, self.subspaces, room, dtype=torch.uint8, device=prompt.keys.device
         )
         for row, length in enumerate(prompt.lengths):
             vectors = self._cut(prompt.keys[row, :, :length])
-            first = min(self.zones[row][0], length - 1)
+            first = min(self.zones[row].sinks, length - 1)
             generator = self.context.generator(layer, row=row)
             table, _ = kmeans(
-                vectors[:, first:], self.centroids, self.iterations, generator, nearest_point
+                vectors[:, first:], 2**self.bits, self.iterations, generator, nearest_point
             )
-            self.tables[layer].append(table.unflatten(0, (heads, self.subspaces)))
+            self.tables[layer].append(table.unflatten(0, (-1, self.subspaces)))
             self.codes[layer][row, :, :, :length] = self._coded(layer, row, vectors)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -116,7 +119,7 @@ class PQCache(Method):
         tokens = [length - 1 for length in self.view.lengths(layer)]
         codes = self.codes[layer]
         if max(tokens) >= codes.shape[3]:
-            codes = self.codes[layer] = torch.nn.functional.pad(codes, (0, SPARE))
+            codes = self.codes[layer] = pad(codes, (0, SPARE))
         for row, token in enumerate(tokens):
             if key.device.type == "cpu":
                 parts, table = self._parts(key[row, :, 0]).numpy(), self.tables[layer][row].numpy()
@@ -135,32 +138,28 @@ class PQCache(Method):
     def _coded(self, layer: int, row: int, vectors: torch.Tensor) -> torch.Tensor:
         """Codes [Hkv, m, n] of `_cut` keys."""
         table = self.tables[layer][row]
-        return (
-            nearest_point(vectors, table.flatten(0, 1)).view(*table.shape[:2], -1).to(torch.uint8)
-        )
+        codes = nearest_point(vectors, table.flatten(0, 1)).view(*table.shape[:2], -1)
+        return codes.to(torch.uint8)
 
     # -- selection ---------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, recent tokens, the current one, and the best of those between."""
-        return Selection(
-            stacked(
-                [self._attended(layer, row, query[row, :, 0]) for row in range(self.shape.batch)]
-            )
-        )
+        rows = [self._attended(layer, row, asks) for row, asks in enumerate(query[:, :, 0])]
+        return Selection(stacked(rows))
 
     def _attended(self, layer: int, row: int, query: torch.Tensor) -> torch.Tensor:
         """Token ids [Hkv, n] of a row for query [Hq, D], trailing -1."""
-        sinks, recent, retrieved = self.zones[row]
-        length = self.view.lengths(layer)[row]
-        start = max(length - 1 - recent, 0)
-        sinks = min(sinks, start)
+        zones, length = self.zones[row], self.view.lengths(layer)[row]
+        start = max(length - 1 - zones.recent, 0)
+        sinks = min(zones.sinks, start)
         always = torch.cat([torch.arange(sinks), torch.arange(start, length)]).to(query.device)
         always = always.expand(self.shape.kv_heads, -1)
-        if start == sinks or not retrieved:
+        if start == sinks or not zones.retrieved:
             return always
         probabilities = self._estimated(layer, row, query, sinks, start)
-        return torch.cat([always, top_earliest(probabilities[None], retrieved)[0] + sinks], dim=1)
+        best = top_earliest(probabilities[None], zones.retrieved)[0]
+        return torch.cat([always, best + sinks], dim=1)
 
     def _estimated(
         self, layer: int, row: int, query: torch.Tensor, first: int, stop: int
@@ -168,25 +167,17 @@ class PQCache(Method):
         """Estimated attention among the tokens `first` to `stop` - 1, summed over the group: [Hkv,
         n].
         """
-        heads, group, table = self.shape.kv_heads, self.shape.group, self.tables[layer][row]
-        grouped = query.float().view(heads, group, self.subspaces, -1)
+        table, codes = self.tables[layer][row], self.codes[layer]
+        grouped = query.float().view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
         if query.device.type == "cpu":
-            attention = torch.empty(heads, stop - first)
-            arguments = (
-                grouped.numpy(),
-                table.numpy(),
-                self.codes[layer].numpy(),
-                row,
-                first,
-                self.shape.scaling,
-            )
-            code_kernels.attention(*arguments, attention.numpy())
+            attention = torch.empty(self.shape.kv_heads, stop - first)
+            arrays = grouped.numpy(), table.numpy(), codes.numpy()
+            code_kernels.attention(*arrays, row, first, self.shape.scaling, attention.numpy())
             return attention
         products = grouped.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
-        codes = (
-            self.codes[layer][row, :, :, first:stop].long()[:, :, None].expand(-1, -1, group, -1)
-        )
-        logits = products.gather(3, codes).sum(dim=1) * self.shape.scaling
+        centroids = codes[row, :, :, first:stop].long()[:, :, None]
+        logits = products.gather(3, centroids.expand(-1, -1, self.shape.group, -1)).sum(dim=1)
+        logits = logits * self.shape.scaling
         return logits.softmax(dim=2).sum(dim=1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:

@@ -7,11 +7,12 @@ and get less. The mean over the layers is the budget, exactly.
 
 from __future__ import annotations
 
-from methods.blocks.topk import Granularity
-from methods.blocks.votes import Join, Pooling
+from dataclasses import dataclass
+
 from methods.snapkv import SnapKV
 
 
+@dataclass(eq=False)
 class PyramidKV(SnapKV):
     """Keep c_l voted prompt tokens in layer l, and the window in each; the mean of c_l + W is C.
 
@@ -22,21 +23,10 @@ class PyramidKV(SnapKV):
     ----------
     beta
         the last layer keeps 1 / beta of the mean, the first what makes up for it.
-    window, kernel, pooling, join, granularity
-        see `SnapKV`.
     """
 
-    def __init__(
-        self,
-        beta: int = 20,
-        window: int = 8,
-        kernel: int = 7,
-        pooling: Pooling = "max",
-        join: Join = "before",
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        super().__init__(window, kernel, pooling, join, granularity)
-        self.beta = beta
+    beta: int = 20
+    window: int = 8
 
     def layer_budgets(self, length: int) -> list[int]:
         """The pyramid of a prompt of `length` tokens, from the first sparse layer to the last."""

@@ -8,6 +8,7 @@ the pages with the largest possible logit are attended; nothing is ever evicted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -20,7 +21,14 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import keys_of_row
 from methods.blocks.kernels import is_readable
-from methods.blocks.pages import best_tokens, bounds, compile_kernels, take_in, upper_bound
+from methods.blocks.pages import (
+    best_tokens,
+    bounds,
+    compile_kernels,
+    stacked_pages,
+    take_in,
+    upper_bound,
+)
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
 
@@ -36,6 +44,7 @@ def page_edges(lengths: tuple[int, ...], size: int) -> NDArray[np.int64]:
     return np.minimum(edges, np.array(lengths)[:, None])
 
 
+@dataclass(eq=False)
 class Quest(Method):
     """Attend the max(3, C / page_size) pages with the largest upper bound on q.k; the partial last
     page competes.
@@ -54,10 +63,8 @@ class Quest(Method):
 
     needs = Needs(crops=True)
 
-    def __init__(
-        self, page_size: int = 16, selection: Literal["query_head", "kv_head"] = "query_head"
-    ) -> None:
-        self.page_size, self.selection = page_size, selection
+    page_size: int = 16
+    selection: Literal["query_head", "kv_head"] = "query_head"
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No page is summed up yet."""
@@ -77,13 +84,9 @@ class Quest(Method):
             bounds(keys, row_starts, self.page_size)
             for keys, row_starts in zip(prompt.keys, starts, strict=True)
         ]
-        most = max(low.shape[1] for low, _ in rows)
-        self.low[layer], self.high[layer] = (
-            torch.stack(
-                [pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side]
-            )
-            for side, empty in zip(zip(*rows, strict=True), (torch.inf, -torch.inf), strict=True)
-        )
+        low, high = zip(*rows, strict=True)
+        self.low[layer] = stacked_pages(low, torch.inf)
+        self.high[layer] = stacked_pages(high, -torch.inf)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Widen the bounds of each row's last page by the new key, which may be the first of its
@@ -110,12 +113,9 @@ class Quest(Method):
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         """Where each page of each row begins and the last one ends, [P + 1]."""
-        return [
-            (
-                torch.arange(self._pages(length) + 1, device=prompt.keys.device) * self.page_size
-            ).clamp(max=length)
-            for length in prompt.lengths
-        ]
+        most = self._pages(max(prompt.lengths))
+        starts = torch.arange(most + 1, device=prompt.keys.device) * self.page_size
+        return [starts[: self._pages(length) + 1].clamp(max=length) for length in prompt.lengths]
 
     def _counts(self, layer: int) -> list[int]:
         """Pages of each row, the last one included."""
@@ -131,25 +131,20 @@ class Quest(Method):
         """The tokens of the pages with the largest bounds, page after page."""
         lengths, counts = self.view.lengths(layer), self._counts(layer)
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
-        low, high, mean = self.low[layer], self.high[layer], self.selection == "kv_head"
+        low, high = self.low[layer], self.high[layer]
+        mean = self.selection == "kv_head"
         if is_readable(query):
-            rows = np.array(
-                [(count, self._most(room), room) for count, room in zip(counts, rooms, strict=True)]
-            )
-            return Selection(
-                best_tokens(query, low, high, self._edges(lengths), rows, mean, self.budget.unified)
-            )
-        score = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
-        score = score.mean(dim=2) if mean else score.flatten(1, 2)
-        per_row = enumerate(zip(rooms, lengths, counts, score, strict=True))
-        return Selection(
-            stacked(
-                [
-                    self._tokens(row, room, length, row_scores[:, :count])
-                    for row, (room, length, count, row_scores) in per_row
-                ]
-            )
-        )
+            most = [self._most(room) for room in rooms]
+            rows = np.array([*zip(counts, most, rooms, strict=True)])
+            edges = self._edges(lengths)
+            return Selection(best_tokens(query, low, high, edges, rows, mean, self.budget.unified))
+        scores = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
+        scores = scores.mean(dim=2) if mean else scores.flatten(1, 2)
+        tokens = [
+            self._tokens(row, rooms[row], lengths[row], scores[row, :, :count])
+            for row, count in enumerate(counts)
+        ]
+        return Selection(stacked(tokens))
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
         """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1];

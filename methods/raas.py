@@ -8,6 +8,8 @@ oldest stamp is evicted. The prompt stays.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvbench.budget import Budget
@@ -32,6 +34,7 @@ class _Prompt(SnapKV):
         """RaaS checks its own; that of a pinned prompt is none of a user's."""
 
 
+@dataclass(eq=False)
 class RaaS(Evictor):
     """Attend the prompt and C generated tokens, those whose pages were looked at last.
 
@@ -53,15 +56,13 @@ class RaaS(Evictor):
         "kv_head", a list for the group; "query_head", one for each query head.
     """
 
-    def __init__(
-        self,
-        alpha: float = 1e-4,
-        page_size: int = 16,
-        pin_prompt: bool = True,
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        super().__init__(_Prompt(), granularity)
-        self.alpha, self.page_size, self.pin_prompt = alpha, page_size, pin_prompt
+    alpha: float = 1e-4
+    page_size: int = 16
+    pin_prompt: bool = True
+    granularity: Granularity = "kv_head"
+
+    def __post_init__(self) -> None:
+        super().__init__(_Prompt(), self.granularity)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whether the prompt is pinned."""
@@ -78,11 +79,8 @@ class RaaS(Evictor):
 
     def first_cut(self, length: int) -> int:
         """C tokens are generated before one goes, where the prompt is pinned."""
-        return (
-            self.budget.tokens(length) + 1
-            if self.pin_prompt and not self.budget.counts_generated
-            else 1
-        )
+        pinned = self.pin_prompt and not self.budget.counts_generated
+        return self.budget.tokens(length) + 1 if pinned else 1
 
     def prompt_budget(self) -> Budget:
         """A pinned prompt stays whole."""
@@ -92,11 +90,8 @@ class RaaS(Evictor):
         """Stamps before those of the steps, between -1 and 0: later ones for pages with
         more votes.
         """
-        tokens.numbers.copy_(
-            self._of_pages(layer, tokens, -1 / (1 + tokens.numbers)).masked_fill(
-                tokens.ids < 0, torch.inf
-            )
-        )
+        stamps = self._of_pages(layer, tokens, -1 / (1 + tokens.numbers))
+        tokens.numbers.copy_(stamps.masked_fill(tokens.ids < 0, torch.inf))
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """Stamp with the time of the step what was looked at, and the page that the current token
@@ -113,9 +108,8 @@ class RaaS(Evictor):
             # of a page at an end the rest stays
             goes = (pages == pages.gather(2, oldest)) & worth.isfinite()
             size = goes.sum(dim=2, keepdim=True)
-            tokens.drop(
-                oldest, size * (tokens.counts > self.limit[layer])[..., None], max(self.limits)
-            )
+            full = (tokens.counts > self.limit[layer])[..., None]
+            tokens.drop(oldest, size * full, max(self.limits))
 
     def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
         """The stamps; a pinned prompt stays."""
@@ -135,14 +129,10 @@ class RaaS(Evictor):
         if self.page_size == 1:
             return numbers
         if numbers.device.type == "cpu":
-            largest, firsts = torch.empty_like(numbers), self.lengths[layer].view(-1)
-            parts = (
-                tokens.ids.contiguous().numpy(),
-                firsts.numpy(),
-                self.page_size,
-                numbers.contiguous().numpy(),
-            )
-            list_kernels.largest_of_pages(*parts, largest.numpy())
+            largest = torch.empty_like(numbers)
+            ids, firsts = tokens.ids.contiguous().numpy(), self.lengths[layer].view(-1).numpy()
+            arrays = numbers.contiguous().numpy(), largest.numpy()
+            list_kernels.largest_of_pages(ids, firsts, self.page_size, *arrays)
             return largest
         pages = self._pages(layer, tokens)
         number = torch.zeros_like(pages)  # of the page in its list

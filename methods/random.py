@@ -47,19 +47,16 @@ class RandomEviction(Evictor):
     are held.
     """
 
-    compressor: RandomTokens
+    scorer: RandomTokens
 
     def __init__(self) -> None:
         super().__init__(RandomTokens())
 
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
         """The number of the current token; attention changes nothing."""
-        drawn = [
-            torch.rand(self.lists, 1, generator=rows) for rows in self.compressor.generators[layer]
-        ]
-        tokens.numbers.scatter_(
-            2, tokens.counts[..., None] - 1, torch.stack(drawn).to(attention.device)
-        )
+        generators = self.scorer.generators[layer]
+        drawn = torch.stack([torch.rand(self.lists, 1, generator=row) for row in generators])
+        tokens.numbers.scatter_(2, tokens.counts[..., None] - 1, drawn.to(attention.device))
 
 
 def random(evict: Literal["once", "always"] = "once") -> RandomTokens | RandomEviction:

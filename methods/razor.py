@@ -9,15 +9,16 @@ with their number as weight.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Extra, HeadScores, Needs, Prompt, Selection, Shape, View
-from methods.blocks.two_kinds import TwoKinds
+from methods.blocks.two_kinds import TwoKinds, by_head
 
 
+@dataclass(eq=False)
 class RazorAttention(TwoKinds):
     """Retrieval heads keep everything, the others the first `sinks` tokens, recent ones and one for
     the rest.
@@ -46,18 +47,15 @@ class RazorAttention(TwoKinds):
     evicts = "counted"
     extra_entries = 1
 
-    def __init__(
-        self,
-        heads: str = "auto",
-        echo: float = 0.01,
-        induction: float = 0.14,
-        sinks: int = 4,
-        window: int = 4000,
-        ratio: int = 5,
-    ) -> None:
-        self.echo, self.induction = echo, induction
-        self.sinks, self.window, self.ratio = sinks, window, ratio
-        self.needs = Needs(head_scores=heads)
+    heads: str = "auto"
+    echo: float = 0.01
+    induction: float = 0.14
+    sinks: int = 4
+    window: int = 4000
+    ratio: int = 5
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(head_scores=self.heads)
 
     def rank(self, scores: HeadScores) -> list[tuple[int, int]]:
         """The best by either score."""
@@ -68,29 +66,28 @@ class RazorAttention(TwoKinds):
     def total(self, length: int) -> int:
         """Entries of all heads together, of a prompt of `length` tokens."""
         if self.budget.size is None:
-            others = self.heads - len(self.ranked)
+            others = self.head_count - len(self.ranked)
             window = max(self.window, length // self.ratio)
             return len(self.ranked) * length + others * (self.sinks + window + 1)
-        return self.heads * self.budget.tokens(length)
+        return self.head_count * self.budget.tokens(length)
 
     def least(self, length: int) -> int:
         """Entries that a head which does not retrieve keeps at least: half of C."""
-        share = 0 if self.budget.size is None else self.total(length) // self.heads // 2
+        share = 0 if self.budget.size is None else self.total(length) // self.head_count // 2
         return max(self.sinks + 2, share)
 
     def fitting(self, length: int) -> int:
         """Retrieval heads that a prompt of `length` tokens leaves room for."""
-        room, least = self.total(length) - self.heads * self.least(length), self.least(length)
-        return (
-            len(self.ranked)
-            if length <= least
-            else min(len(self.ranked), max(0, room) // (length - least))
-        )
+        least = self.least(length)
+        if length <= least:
+            return len(self.ranked)
+        room = self.total(length) - self.head_count * least
+        return min(len(self.ranked), max(0, room) // (length - least))
 
     def entries(self, length: int, generated: int) -> tuple[int, int]:
         """Entries of a retrieval head, and of another, after so many generated tokens."""
         retrieving = self.fitting(length)
-        others, total = self.heads - retrieving, self.total(length)
+        others, total = self.head_count - retrieving, self.total(length)
         whole = length + (generated if self.budget.counts_generated else 0)
         other = max((total - retrieving * whole) // others, self.least(length)) if others else 0
         retrieval = (total - others * other) // retrieving if retrieving else other
@@ -103,7 +100,8 @@ class RazorAttention(TwoKinds):
 
     def mean_rule(self, length: int, generated: int) -> float:
         """C, the mean over heads; generated tokens on top of it, unless they count."""
-        return self.total(length) / self.heads + (0 if self.budget.counts_generated else generated)
+        free = 0 if self.budget.counts_generated else generated
+        return self.total(length) / self.head_count + free
 
     # -- one generation ----------------------------------------------------------------------------
 
@@ -123,9 +121,8 @@ class RazorAttention(TwoKinds):
             for retrieves, start in enumerate(starts):
                 matching = self.retrieves[layer][row] == retrieves
                 for which, block in enumerate((prompt.keys, prompt.values)):
-                    sums[which, row] += (
-                        block[row, :, self.sinks : start].float().sum(dim=1) * matching[:, None]
-                    )
+                    between = block[row, :, self.sinks : start].float()
+                    sums[which, row] += between.sum(dim=1) * matching[:, None]
         self.dropped[layer] = sums
         super().prefill(layer, prompt)
 
@@ -135,10 +132,10 @@ class RazorAttention(TwoKinds):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, the sinks, and the compensation token of those between."""
-        selection, first = super().select(layer, query), self._first(layer, self.starts)
-        return (
-            replace(selection, extra=self._compensation(layer, first)) if self.drops else selection
-        )
+        selection = super().select(layer, query)
+        if not self.drops:
+            return selection
+        return replace(selection, extra=self._compensation(layer, self._first(layer, self.starts)))
 
     def _take_in(self, layer: int, now: torch.Tensor) -> None:
         """Add to the sums the tokens that have just left the recent ones, which begin `now` [B,
@@ -153,18 +150,16 @@ class RazorAttention(TwoKinds):
         departed = ids < now[..., None]
         ids = torch.where(departed, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
-            self.dropped[layer][which] += (read(layer, ids).float() * departed[..., None]).sum(
-                dim=2
-            )
+            vectors = read(layer, ids).float() * departed[..., None]
+            self.dropped[layer][which] += vectors.sum(dim=2)
 
     def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where
         that is nothing.
         """
         count = (first - self.sinks).clamp(min=0).float()
-        key, value = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)[
-            ..., None, :
-        ]
+        means = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)
+        key, value = means[..., None, :]
         return Extra(key, value, count.log().repeat_interleave(self.shape.group, dim=1)[..., None])
 
 
@@ -173,17 +168,11 @@ def retrieval_heads(scores: HeadScores, echo: float, induction: float) -> list[t
 
     They are the round(echo * n) heads of all n with the largest echo scores, and so for induction.
     """
-    heads = [(layer, head) for layer, row in enumerate(scores.echo) for head in range(len(row))]
+    by_echo, by_induction = by_head(scores.echo), by_head(scores.induction)
 
-    def best(of: tuple[tuple[float, ...], ...], share: float) -> list[tuple[int, int]]:
-        ranked = sorted(heads, key=lambda head: -of[head[0]][head[1]])
-        return ranked[: round(share * len(heads))]
+    def best(of: dict[tuple[int, int], float], share: float) -> list[tuple[int, int]]:
+        ranked = sorted(of, key=lambda head: -of[head])
+        return ranked[: round(share * len(of))]
 
-    chosen = {*best(scores.echo, echo), *best(scores.induction, induction)}
-    return sorted(
-        chosen,
-        key=lambda head: (
-            -max(of[head[0]][head[1]] for of in (scores.echo, scores.induction)),
-            head,
-        ),
-    )
+    chosen = {*best(by_echo, echo), *best(by_induction, induction)}
+    return sorted(chosen, key=lambda head: (-max(by_echo[head], by_induction[head]), head))

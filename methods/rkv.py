@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ SIMILAR = 0.5  # cosine above which a key is a near-duplicate of another
 BLOCK = 256  # keys that are compared with all at once
 
 
+@dataclass(eq=False)
 class RKV(KeepsEnds):
     """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full.
 
@@ -47,36 +49,23 @@ class RKV(KeepsEnds):
 
     evicts = "always"
 
-    def __init__(
-        self,
-        window: int = 8,
-        kernel: int = 7,
-        mix_lambda: float = 0.07,
-        buffer: int = 128,
-        order: Literal["score", "time"] = "score",
-    ) -> None:
-        self.window, self.kernel, self.mix_lambda, self.buffer, self.order = (
-            window,
-            kernel,
-            mix_lambda,
-            buffer,
-            order,
-        )
-        self.needs = Needs(query_window=window, queries=True)
+    window: int = 8
+    kernel: int = 7
+    mix_lambda: float = 0.07
+    buffer: int = 128
+    order: Literal["score", "time"] = "score"
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(query_window=self.window, queries=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and how many tokens there may be before."""
         super().begin(shape, budget, view, context)
-        inside = budget.counts_generated
         self.windows, buffers = zip(*map(self.parts, self.capacities), strict=True)
-        self.keep_counts = [
-            capacity - inside * buffer
-            for capacity, buffer in zip(self.capacities, buffers, strict=True)
-        ]
-        self.limits = [
-            keep_count + buffer
-            for keep_count, buffer in zip(self.keep_counts, buffers, strict=True)
-        ]
+        pairs = [*zip(self.capacities, buffers, strict=True)]
+        inside = budget.counts_generated
+        self.keep_counts = [capacity - inside * buffer for capacity, buffer in pairs]
+        self.limits = [capacity + (not inside) * buffer for capacity, buffer in pairs]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
         self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
         # ids [Hkv, n] of each row, in the order of the cache
@@ -129,29 +118,23 @@ class RKV(KeepsEnds):
 
     def _append_newer(self, layer: int) -> None:
         """What came since the last compression follows the cache."""
+        cache, heads = self.cache[layer], self.shape.kv_heads
         for row, (first, last) in enumerate(zip(self.since, self.view.lengths(layer), strict=True)):
-            newer = torch.arange(first, last, device=self.shape.device_of(layer)).expand(
-                self.shape.kv_heads, -1
-            )
-            self.cache[layer][row] = torch.cat([self.cache[layer][row], newer], dim=1)
+            newer = torch.arange(first, last, device=self.shape.device_of(layer))
+            cache[row] = torch.cat([cache[row], newer.expand(heads, -1)], dim=1)
 
     def _compress(self, layer: int, rows: Collection[int]) -> None:
         """Keep the best tokens of these rows, and all of the others'."""
         cache = self.cache[layer]
         if rows:
             keys = self.view.keys(layer, stacked(cache))
-            queries = torch.stack([*self.queries[layer]], dim=2).unflatten(
-                1, (self.shape.kv_heads, -1)
-            )
+            queries = torch.stack([*self.queries[layer]], dim=2)
+            grouped = queries.unflatten(1, (self.shape.kv_heads, -1))
         for row in rows:
             row_keys = keys[row, :, : cache[row].shape[1]].float()
+            row_queries = grouped[row, :, :, -self.windows[row] :].float()
             stays = at_ends(cache[row], self.shape.lengths[row], self.ends[row])
-            slots = self._best(
-                queries[row, :, :, -self.windows[row] :].float(),
-                row_keys,
-                stays,
-                self.keep_counts[row],
-            )
+            slots = self._best(row_queries, row_keys, stays, self.keep_counts[row])
             cache[row] = cache[row].gather(1, slots)
         room = min(limit - ids.shape[1] for limit, ids in zip(self.limits, cache, strict=True))
         self.view.keep(layer, stacked(cache), room)
@@ -164,12 +147,12 @@ class RKV(KeepsEnds):
 
         Those that `stays` [Hkv, n] names come before all others.
         """
-        heads, total, window = len(keys), keys.shape[1], queries.shape[2]
+        window, older = queries.shape[2], keys.shape[1] - queries.shape[2]
         scores = importance(queries, keys, self.shape.scaling, self.kernel) * self.mix_lambda
-        scores = scores - redundancy(keys)[:, : total - window] * (1 - self.mix_lambda)
-        scores = scores.masked_fill(stays[:, : total - window], torch.inf)
+        scores = scores - redundancy(keys)[:, :older] * (1 - self.mix_lambda)
+        scores = scores.masked_fill(stays[:, :older], torch.inf)
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : count - window]
-        latest = torch.arange(total - window, total, device=keys.device).expand(heads, -1)
+        latest = torch.arange(older, older + window, device=keys.device).expand(len(keys), -1)
         slots = torch.cat([best, latest], dim=1)
         return slots if self.order == "score" else slots.sort(dim=1).values
 

@@ -10,14 +10,15 @@ the others.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
 import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.pages import bounds, compile_kernels, take_in
+from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from methods.blocks.pages import bounds, compile_kernels, stacked_pages, take_in
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import top_earliest
 from methods.snapkv import SnapKV
@@ -33,6 +34,7 @@ class _Votes(SnapKV):
         return [retained_tokens(length, self.budget.tokens(length))] * len(self.shape.sparse_layers)
 
 
+@dataclass(eq=False)
 class RocketKV(Method):
     """Attend C / 2 tokens of those that are left of the prompt and of all generated ones; none of
     them is protected.
@@ -48,9 +50,12 @@ class RocketKV(Method):
         width of the smoothing, odd.
     """
 
-    def __init__(self, window: int = 32, kernel: int = 63) -> None:
-        self.votes = _Votes(window, kernel)
-        self.needs = Needs(query_window=window)
+    window: int = 32
+    kernel: int = 63
+
+    def __post_init__(self) -> None:
+        self.votes = _Votes(self.window, self.kernel)
+        self.needs = self.votes.needs
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle for each row the tokens that are attended, those of a page, and the channels that
@@ -60,8 +65,7 @@ class RocketKV(Method):
         if shape.device.type == "cpu":
             compile_kernels(shape.dtype)
         self.votes.begin(shape, Budget(budget.size, minimum=budget.minimum), view, context)
-        pairs = list(zip(shape.lengths, self.capacities, strict=True))
-        self.retained = [retained_tokens(length, capacity) for length, capacity in pairs]
+        self.retained = [*map(retained_tokens, shape.lengths, self.capacities)]
         sizes = [
             page_and_channels(retained, capacity, shape.head_dim)
             for retained, capacity in zip(self.retained, self.capacities, strict=True)
@@ -79,19 +83,13 @@ class RocketKV(Method):
         lows, highs = [], []
         for row, (retained, page) in enumerate(zip(self.retained, self.page, strict=True)):
             index = ids[row, :, :retained, None].expand(-1, -1, prompt.keys.shape[3])
-            edges = (torch.arange(-(-retained // page) + 1, device=index.device) * page).clamp(
-                max=retained
-            )
-            low, high = bounds(prompt.keys[row].gather(1, index), edges, page)
+            edges = torch.arange(-(-retained // page) + 1, device=index.device) * page
+            keys = prompt.keys[row].gather(1, index)
+            low, high = bounds(keys, edges.clamp(max=retained), page)
             lows.append(low)
             highs.append(high)
-        most = max(low.shape[1] for low in lows)
-        self.low[layer], self.high[layer] = (
-            torch.stack(
-                [pad(bound, (0, 0, 0, most - bound.shape[1]), value=empty) for bound in side]
-            )
-            for side, empty in ((lows, torch.inf), (highs, -torch.inf))
-        )
+        self.low[layer] = stacked_pages(lows, torch.inf)
+        self.high[layer] = stacked_pages(highs, -torch.inf)
         self.prompt_ids[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
         if self.retained != [*prompt.lengths]:
             self.view.keep(layer, self.prompt_ids[layer])
@@ -119,11 +117,8 @@ class RocketKV(Method):
 
     def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """What a row that holds so many tokens attends, [Hkv, n]."""
-        retained, page, most = (
-            self.retained[row],
-            self.page[row],
-            self._most(self.capacities[row], tokens),
-        )
+        retained, page = self.retained[row], self.page[row]
+        most = self._most(self.capacities[row], tokens)
         starts = torch.arange(0, tokens, page, device=query.device)
         sizes = (tokens - starts).clamp(max=page)
         low, high = (part[layer][row, :, : len(sizes)].float() for part in (self.low, self.high))
@@ -132,20 +127,15 @@ class RocketKV(Method):
         # one page more than they take: the last one may be short
         best = top_earliest(scores[None], -(-most // page) + 1)[0]
         slots, _ = entries(starts[best], sizes[best], most)
+        of_prompt = self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1))
         generated = slots - retained + self.shape.lengths[row]
-        return torch.where(
-            slots < retained,
-            self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1)),
-            generated,
-        )
+        return torch.where(slots < retained, of_prompt, generated)
 
     def _most(self, capacity: int, tokens: int) -> int:
         """What is attended of so many tokens."""
-        return (
-            min(tokens, capacity)
-            if self.budget.unified or tokens <= capacity
-            else round(capacity / 2)
-        )
+        if self.budget.unified or tokens <= capacity:
+            return min(tokens, capacity)
+        return round(capacity / 2)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """Half of C, or as many tokens as there are, up to C; unified: C."""

@@ -8,6 +8,7 @@ most recent ones, and those that the current step attends most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,8 +24,14 @@ from methods.pyramidkv import PyramidKV
 from methods.snapkv import SnapKV
 
 Strategy = Literal["slide", "adaptive", "discontinuous"]
+SCORERS: dict[str, Callable[..., Scorer]] = {
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "h2o": HeavyHitters,
+}
 
 
+@dataclass(eq=False)
 class SCOPE(Evictor):
     """Keep C prompt tokens, and a window of generated ones.
 
@@ -58,56 +65,43 @@ class SCOPE(Evictor):
         the window holds recent tokens alone, or delta is no number of steps.
     """
 
-    def __init__(
-        self,
-        compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv",
-        prompt_window: int = 8,
-        granularity: Granularity = "kv_head",
-        strategy: Strategy = "slide",
-        window: int = 512,
-        recent: int = 256,
-        delta: int | None = None,
-    ) -> None:
-        if recent >= window:
+    compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv"
+    prompt_window: int = 8
+    granularity: Granularity = "kv_head"
+    strategy: Strategy = "slide"
+    window: int = 512
+    recent: int = 256
+    delta: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.recent >= self.window:
             raise ValueError(
-                f"recent={recent}: expected fewer tokens than the decoding window has,"
-                f" window={window}"
+                f"recent={self.recent}: expected fewer tokens than the decoding window has,"
+                f" window={self.window}"
             )
-        if delta is not None and (type(delta) is not int or delta < 1):
-            raise ValueError(f"delta={delta}: expected steps, 1 or more, or null")
-        scorers: dict[str, Callable[..., Scorer]] = {
-            "snapkv": SnapKV,
-            "pyramidkv": PyramidKV,
-            "h2o": HeavyHitters,
-        }
-        super().__init__(scorers[compressor](window=prompt_window), granularity)
-        self.strategy, self.window, self.recent, self.requested_delta = (
-            strategy,
-            window,
-            recent,
-            delta,
-        )
+        if self.delta is not None and (type(self.delta) is not int or self.delta < 1):
+            raise ValueError(f"delta={self.delta}: expected steps, 1 or more, or null")
+        super().__init__(SCORERS[self.compressor](window=self.prompt_window), self.granularity)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle delta, and where generated tokens count their part of each layer's budget."""
         super().begin(shape, budget, view, context)
-        self.delta = self._delta(context.new_tokens)
+        self.growth = self._growth(context.new_tokens)
         # generated tokens that stay; steps that did not evict
         self.size = self.waited = self.excess = 0
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
         # of each row, [B, 1], the next token's slot left out
         self.capacity: dict[int, torch.Tensor] = {}
-        for layer, rows in self.compressor.budgets.items():
+        for layer, rows in self.scorer.budgets.items():
             self.capacity[layer] = torch.tensor(rows, device=shape.device_of(layer))[:, None] - 1
-            for end, capacity in (
-                zip(self.ends, rows, strict=True) if budget.counts_generated else ()
-            ):
-                self.check_end(end, capacity)  # of a pyramid, where prompt tokens give way
+            if budget.counts_generated:
+                for end, capacity in zip(self.ends, rows, strict=True):
+                    self.check_end(end, capacity)  # of a pyramid, where prompt tokens give way
 
-    def _delta(self, new_tokens: int | None) -> int:
+    def _growth(self, new_tokens: int | None) -> int:
         """Steps in which the window grows by one."""
-        if self.strategy == "slide" or self.requested_delta is not None:
-            return self.requested_delta or 1
+        if self.strategy == "slide" or self.delta is not None:
+            return self.delta or 1
         if new_tokens is None:
             raise ValueError(
                 f"delta=null: strategy={self.strategy} takes it from the length of the answer,"
@@ -117,30 +111,29 @@ class SCOPE(Evictor):
 
     def reserved(self, capacity: int) -> int:
         """The prompt's window, and what generated tokens have at least where they count."""
-        return self.compressor.window + (capacity // 4 if self.budget.counts_generated else 0)
+        return self.scorer.window + (capacity // 4 if self.budget.counts_generated else 0)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """How many generated tokens stay after this step."""
         super().step(tokens, positions, active)
-        most = (
-            self.window
-            if self.strategy == "slide"
-            else self.recent + (self.steps - 1) // self.delta
-        )
+        most = self._window(self.steps)
         self.size += 1
-        waits = self.strategy == "discontinuous" and self.size >= most and self.waited < self.delta
+        waits = self.strategy == "discontinuous" and self.size >= most and self.waited < self.growth
         if self.size >= most:
             self.waited = self.waited + 1 if waits else 0
         self.excess = 0 if waits else max(0, self.size - most)
         self.size -= self.excess
 
+    def _window(self, step: int) -> int:
+        """Generated tokens that stay after a step."""
+        if self.strategy == "slide":
+            return self.window
+        return self.recent + (step - 1) // self.growth
+
     def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """A generated token is worth what it receives in this step; the prompt's keep
-        their scores.
-        """
-        tokens.numbers.copy_(
-            torch.where(tokens.ids < self.lengths[layer], tokens.numbers, attention)
-        )
+        """A generated token is worth what it receives in this step; a prompt token its score."""
+        of_prompt = tokens.ids < self.lengths[layer]
+        tokens.numbers.copy_(torch.where(of_prompt, tokens.numbers, attention))
 
     def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the generated tokens of which there are too many, and where they count a prompt
@@ -149,20 +142,17 @@ class SCOPE(Evictor):
         prompt = self.prompt.setdefault(layer, tokens.counts)
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
+        newest = self.view.seen(layer)[:, None, None] - recent
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (tokens.ids < self.lengths[layer]) | (
-                tokens.ids >= self.view.seen(layer)[:, None, None] - recent
-            )
-            least = tokens.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)
-            over = tokens.counts - prompt > limit
-            tokens.drop(least, over.long()[..., None], tokens.width - (not counted))
+            stay = (tokens.ids < self.lengths[layer]) | (tokens.ids >= newest)
+            over = (tokens.counts - prompt > limit).long()
+            tokens.drop(_least(tokens, stay), over[..., None], tokens.width - (not counted))
         if counted:
-            least = tokens.numbers.masked_fill(tokens.ids >= self.lengths[layer], torch.inf).argmin(
-                dim=2, keepdim=True
-            )
-            over = tokens.counts > self.capacity[layer]
-            tokens.drop(least, over.long()[..., None], max(self.compressor.budgets[layer]) - 1)
-            self.prompt[layer] = prompt - over.long()
+            generated = tokens.ids >= self.lengths[layer]
+            over = (tokens.counts > self.capacity[layer]).long()
+            most = max(self.scorer.budgets[layer]) - 1
+            tokens.drop(_least(tokens, generated), over[..., None], most)
+            self.prompt[layer] = prompt - over
 
     def _limits(
         self, layer: int, prompt: torch.Tensor
@@ -178,17 +168,18 @@ class SCOPE(Evictor):
 
     def most(self, layer: int, length: int, generated: int) -> int:
         """The layer's C, and what the window has come to, with the current token."""
-        capacity = self.compressor.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
+        capacity = self.scorer.layer_budgets(length)[self.shape.sparse_layers.index(layer)]
         if self.budget.counts_generated:
             return capacity
-        if self.strategy == "slide":
-            window = self.window
-        else:
-            window = self.recent + (generated - 1) // self.delta
-        waiting = self.delta - 1 if self.strategy == "discontinuous" else 0
-        return capacity + min(generated, window + waiting + 1)
+        waiting = self.growth - 1 if self.strategy == "discontinuous" else 0
+        return capacity + min(generated, self._window(generated) + waiting + 1)
 
     def mean_rule(self, length: int, generated: int) -> int | None:
         """Where generated tokens count, C of each list: a pyramid's layers share it out."""
         lists = max(1, self.lists // self.shape.kv_heads)
         return lists * self.budget.tokens(length) if self.budget.counts_generated else None
+
+
+def _least(tokens: TokenLists, stay: torch.Tensor) -> torch.Tensor:
+    """The slot of each list's token with the smallest number, of those that need not stay."""
+    return tokens.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)

@@ -10,6 +10,7 @@ brought up.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cosine_similarity, embedding, pad
@@ -46,6 +47,7 @@ def low_rank(keys: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]
     return flat @ basis, basis.T.unflatten(1, (keys.shape[0], -1)).transpose(0, 1)
 
 
+@dataclass(eq=False)
 class ShadowKV(Method):
     """Attend the best C / 8 chunks of each KV head, outlying chunks, the prompt's last tokens and
     generated ones.
@@ -70,20 +72,19 @@ class ShadowKV(Method):
 
     needs = Needs(rotation=True, on_drop="offload", rebuilds_keys=True)
 
-    def __init__(
-        self, chunk_size: int = 8, outliers: int = 48, local: int = 4, rank: float = 160 / 1024
-    ) -> None:
-        self.chunk_size, self.outliers, self.local, self.rank = chunk_size, outliers, local, rank
+    chunk_size: int = 8
+    outliers: int = 48
+    local: int = 4
+    rank: float = 160 / 1024
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the budget of each row out; nothing is summed up yet."""
         super().begin(shape, budget, view, context)
         zones = [self._zones(capacity) for capacity in self.capacities]
         self.last = [local for _, local in zones]  # of each row, chunks
-        prompts = [self._chunks(row, length) for row, length in enumerate(shape.lengths)]
-        # by row
         self.outlier_counts = [
-            min(zone[0], chunks) for zone, chunks in zip(zones, prompts, strict=True)
+            min(outliers, self._chunks(row, shape.lengths[row]))
+            for row, (outliers, _) in enumerate(zones)
         ]
         self.means: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv, P, D]
         # [B, Hkv, P] bool, outliers, and chunks that are not there
@@ -109,7 +110,8 @@ class ShadowKV(Method):
         """Chunks to choose when a row has `length` tokens: all but the outliers, where C covers
         them.
         """
-        size, capacity, chunks = self.chunk_size, self.capacities[row], self._chunks(row, length)
+        size, chunks = self.chunk_size, self._chunks(row, length)
+        capacity = self.capacities[row]
         if self.budget.counts_generated and capacity < length:
             capacity -= self.outlier_counts[row] * size + length - chunks * size
         return min(capacity // size, chunks - self.outlier_counts[row])
@@ -120,17 +122,13 @@ class ShadowKV(Method):
         """Means, outliers, and where C does not cover a prompt, factors; what is not exact then
         leaves the device.
         """
-        size, counts = (
-            self.chunk_size,
-            [self._chunks(row, length) for row, length in enumerate(prompt.lengths)],
-        )
+        size = self.chunk_size
+        counts = [self._chunks(row, length) for row, length in enumerate(prompt.lengths)]
         most = max(counts)
         chunks = prompt.keys[:, :, : most * size].unflatten(2, (most, size)).float()
         means = chunks.mean(dim=3)
-        absent = (
-            torch.arange(most, device=means.device)
-            >= torch.tensor(counts, device=means.device)[:, None, None]
-        )
+        ends = torch.tensor(counts, device=means.device)[:, None, None]
+        absent = torch.arange(most, device=means.device) >= ends
         closed = absent.expand(means.shape[:3]).clone()
         similarity = cosine_similarity(means[:, :, :, None], chunks, dim=4).amin(dim=3)
         outliers = top((-similarity).masked_fill(closed, -torch.inf), max(self.outlier_counts))
@@ -151,24 +149,19 @@ class ShadowKV(Method):
         """Keep outliers and last tokens on the device, and of all keys the factors; a prompt that
         is covered stays.
         """
-        batch, heads, longest, dim = prompt.keys.shape
-        rank, at = (
-            math.ceil(self.rank * heads * dim),
-            torch.arange(longest, device=prompt.keys.device),
-        )
-        tokens, basis = (
-            prompt.keys.new_zeros(batch, longest, rank),
-            prompt.keys.new_zeros(batch, heads, rank, dim),
-        )
+        heads, dim = prompt.keys.shape[1], prompt.keys.shape[3]
+        rank = math.ceil(self.rank * heads * dim)
+        tokens = prompt.keys.new_zeros(len(covered), prompt.keys.shape[2], rank)
+        basis = prompt.keys.new_zeros(len(covered), heads, rank, dim)
         rotation, ids = self.context.rotation, []
         assert rotation is not None
         for row, length in enumerate(prompt.lengths):
+            at = torch.arange(length, device=prompt.keys.device)
             if covered[row]:
-                ids.append(at[:length].expand(heads, -1))
+                ids.append(at.expand(heads, -1))
                 continue
-            keys = rotation.back(
-                prompt.keys[row : row + 1, :, :length].float(), at[None, None, :length]
-            )
+            keys = prompt.keys[row : row + 1, :, :length].float()
+            keys = rotation.back(keys, at[None, None])
             tokens[row, :length], basis[row] = low_rank(keys[0], rank)
             ids.append(self._attended(layer, row, length, self.outlying[layer][row][:, :0]))
         self.factors[layer] = tokens, basis
@@ -193,12 +186,10 @@ class ShadowKV(Method):
         `length`: [Hkv, m].
         """
         chunks = torch.cat([chosen, self.outlying[layer][row]], dim=1)
-        tokens = chunks[..., None] * self.chunk_size + torch.arange(
-            self.chunk_size, device=chunks.device
-        )
-        recent = torch.arange(
-            self._chunks(row, length) * self.chunk_size, length, device=chunks.device
-        )
+        offsets = torch.arange(self.chunk_size, device=chunks.device)
+        tokens = chunks[..., None] * self.chunk_size + offsets
+        first = self._chunks(row, length) * self.chunk_size
+        recent = torch.arange(first, length, device=chunks.device)
         return torch.cat([tokens.flatten(1), recent.expand(len(chunks), -1)], dim=1)
 
     # -- selection ---------------------------------------------------------------------------------
@@ -208,12 +199,11 @@ class ShadowKV(Method):
         lengths = self.view.lengths(layer)
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
         best = top(self._scores(layer, query), max(rooms))
-        index = stacked(
-            [
-                self._attended(layer, row, lengths[row], best[row, :, :room])
-                for row, room in enumerate(rooms)
-            ]
-        )
+        rows = [
+            self._attended(layer, row, lengths[row], best[row, :, :room])
+            for row, room in enumerate(rooms)
+        ]
+        index = stacked(rows)
         if layer not in self.factors:
             return Selection(index)
         rebuilt = self._rebuilt(layer, index[:, :, : max(rooms) * self.chunk_size])
@@ -233,9 +223,7 @@ class ShadowKV(Method):
         rotation = self.context.rotation
         assert rotation is not None
         index = index.clamp(0, tokens.shape[1] - 1)
-        factors = torch.stack(
-            [embedding(at, row_tokens) for at, row_tokens in zip(index, tokens, strict=True)]
-        )
+        factors = torch.stack([*map(embedding, index, tokens)])
         return rotation.turn(factors.float() @ basis.float(), index)
 
     def rule(self, layer: int, length: int, generated: int) -> int:

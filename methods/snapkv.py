@@ -7,6 +7,8 @@ best keys and the window itself stay. All else is gone for good.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from kvbench.method import Needs, Prompt
@@ -16,6 +18,7 @@ from methods.blocks.topk import Granularity
 from methods.blocks.votes import Join, Pooling, pooled_votes, window_votes
 
 
+@dataclass(eq=False)
 class SnapKV(Scorer):
     """Keep the C - W prompt tokens with most votes and the W of the window.
 
@@ -34,17 +37,14 @@ class SnapKV(Scorer):
         published).
     """
 
-    def __init__(
-        self,
-        window: int = 32,
-        kernel: int = 7,
-        pooling: Pooling = "max",
-        join: Join = "before",
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        self.window, self.kernel, self.pooling, self.join = window, kernel, pooling, join
-        self.granularity = granularity
-        self.needs = Needs(query_window=window)
+    window: int = 32
+    kernel: int = 7
+    pooling: Pooling = "max"
+    join: Join = "before"
+    granularity: Granularity = "kv_head"
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(query_window=self.window)
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The smoothed votes; the window does not vote for itself, nor smooth its votes over its
@@ -56,23 +56,8 @@ class SnapKV(Scorer):
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)
 
 
+@dataclass(eq=False)
 class SnapKVDecode(Interval, SnapKV):
-    """SnapKV over all that is held, every `interval` decode steps.
+    """SnapKV over all that is held, every `interval` decode steps; a group chooses as one."""
 
-    Parameters
-    ----------
-    interval
-        see `Interval`.
-    window, kernel, pooling, join
-        see `SnapKV`; a group chooses as one.
-    """
-
-    def __init__(
-        self,
-        interval: int = 128,
-        window: int = 32,
-        kernel: int = 7,
-        pooling: Pooling = "max",
-        join: Join = "before",
-    ) -> None:
-        super().__init__(interval, window=window, kernel=kernel, pooling=pooling, join=join)
+    granularity: Granularity = field(default="kv_head", init=False)

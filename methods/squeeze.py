@@ -12,6 +12,7 @@ that of Llama attends it on top.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import floor
 from typing import Literal
@@ -19,15 +20,14 @@ from typing import Literal
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Method, Needs, Selection, Shape, View
-from methods.blocks.recent import sinks_and_recent
+from kvbench.method import Context, Needs, Prompt, Selection, Shape, View
+from methods.streaming_llm import StreamingLLM
 
 CLASSES = 3
-# decode steps between two evictions: between them memory holds up to this many tokens more
-DROP_EVERY = 32
 
 
-class SqueezeAttention(Method):
+@dataclass(eq=False)
+class SqueezeAttention(StreamingLLM):
     """Attend in each layer sinks and recent tokens, as many as its share of the budget; the mean
     over layers is C.
 
@@ -48,43 +48,35 @@ class SqueezeAttention(Method):
         what the layer attends, as in the published code of Llama.
     """
 
-    evicts = "always"
+    p: float = 0.38
+    base: Literal["streaming_llm", "window"] = "streaming_llm"
+    positions: Literal["cache", "original"] = "original"
 
-    def __init__(
-        self,
-        p: float = 0.38,
-        base: Literal["streaming_llm", "window"] = "streaming_llm",
-        sinks: int = 4,
-        positions: Literal["original", "cache"] = "original",
-    ) -> None:
-        if base not in ("streaming_llm", "window"):
-            raise ValueError(f"base={base}: streaming_llm or window")
-        self.p = p
-        self.sinks = sinks if base == "streaming_llm" else 0
-        self.needs = Needs(layer_similarity=True, positions=positions)
+    def __post_init__(self) -> None:
+        if self.base not in ("streaming_llm", "window"):
+            raise ValueError(f"base={self.base}: streaming_llm or window")
+        if self.base == "window":
+            self.sinks = 0
+        self.needs = Needs(layer_similarity=True, positions=self.positions)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No layer has its share yet."""
         super().begin(shape, budget, view, context)
-        self.shares: dict[int, list[int]] = {}  # of each layer and row
         self.squeezed = 0.0
-        self.steps = 0
+
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Nothing is dropped before all layers have their shares."""
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
         """Share the budget of each row out between the layers."""
         rows = []
-        for mean, length, cosines in zip(
-            self.capacities, self.shape.lengths, similarity.T.tolist(), strict=True
-        ):
+        for row, cosines in enumerate(similarity.T.tolist()):
+            mean, length = self.capacities[row], self.shape.lengths[row]
             least_changed = highest_class(cosines) if length > mean else []
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
-        self.shares = dict(
-            zip(self.shape.sparse_layers, map(list, zip(*rows, strict=True)), strict=True)
-        )
-        self.counts = {
-            layer: torch.tensor(shares)[:, None] for layer, shares in self.shares.items()
-        }
+        for layer, *shares in zip(self.shape.sparse_layers, *rows, strict=True):
+            self.counts[layer] = torch.tensor(shares)[:, None]
 
     def end_prefill(self) -> None:
         """Drop what no layer's share holds."""
@@ -95,32 +87,10 @@ class SqueezeAttention(Method):
         """The recent tokens, newest first, and the sinks."""
         return Selection(self._attended(layer))
 
-    def end_step(self) -> None:
-        """Now and then drop what has left the recent tokens; between two drops it is not
-        attended.
-        """
-        self.steps += 1
-        if self.steps % DROP_EVERY == 0:
-            for layer in self.shape.sparse_layers:
-                self._drop(layer)
-
-    def _drop(self, layer: int) -> None:
-        if any(
-            length > share
-            for length, share in zip(self.view.lengths(layer), self.shares[layer], strict=True)
-        ):
-            self.view.keep(layer, self._attended(layer), DROP_EVERY)
-
-    def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, 1, M] on the CPU."""
-        lengths = self.view.lengths(layer)
-        most = max(map(min, zip(self.shares[layer], lengths, strict=True)))
-        return sinks_and_recent(torch.tensor(lengths), self.counts[layer], self.sinks, most)
-
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The layer's share, of rows with such a prompt the largest."""
-        rows = zip(self.shares[layer], self.shape.lengths, strict=True)
-        return max(share for share, row_length in rows if row_length == length)
+        rows = zip(self.counts[layer][:, 0].tolist(), self.shape.lengths, strict=True)
+        return max(count for count, row_length in rows if row_length == length)
 
     def mean_rule(self, length: int, generated: int) -> int:
         """C, the mean of the layers' shares."""
@@ -156,9 +126,8 @@ def highest_class(values: Sequence[float]) -> list[int]:
     """
     centre = sum(values) / len(values)
     ordered = sorted(value - centre for value in values)
-    sums, squares = (
-        [0.0, *accumulate(powers)] for powers in (ordered, [value**2 for value in ordered])
-    )
+    sums = [0.0, *accumulate(ordered)]
+    squares = [0.0, *accumulate(value**2 for value in ordered)]
 
     def spread(cuts: Sequence[int]) -> float:
         """Sum of squared distances from the means of the classes."""

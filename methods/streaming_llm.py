@@ -7,6 +7,7 @@ others are dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from methods.blocks.recent import sinks_and_recent
 DROP_EVERY = 32
 
 
+@dataclass(eq=False)
 class StreamingLLM(Method):
     """Attend `sinks` first and C - sinks most recent tokens, the current one included.
 
@@ -33,16 +35,20 @@ class StreamingLLM(Method):
 
     evicts = "always"
 
-    def __init__(self, sinks: int = 4, positions: Literal["cache", "original"] = "cache") -> None:
-        if positions not in ("cache", "original"):
-            raise ValueError(f"positions={positions}: cache or original")
-        self.sinks = sinks
-        self.needs = Needs(positions=positions)
+    sinks: int = 4
+    positions: Literal["cache", "original"] = "cache"
+
+    def __post_init__(self) -> None:
+        if self.positions not in ("cache", "original"):
+            raise ValueError(f"positions={self.positions}: cache or original")
+        self.needs = Needs(positions=self.positions)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
         super().begin(shape, budget, view, context)
-        self.counts = torch.tensor(self.capacities)[:, None]
+        # of each layer, the tokens that each row attends at most, [B, 1]
+        capacities = torch.tensor(self.capacities)[:, None]
+        self.counts = dict.fromkeys(shape.sparse_layers, capacities)
         self.steps = 0
         self.window: Selection | None = None  # of this step, the same in every layer
 
@@ -67,14 +73,12 @@ class StreamingLLM(Method):
                 self._drop(layer)
 
     def _drop(self, layer: int) -> None:
-        if any(
-            length > capacity
-            for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)
-        ):
+        pairs = zip(self.view.lengths(layer), self.counts[layer][:, 0].tolist(), strict=True)
+        if any(length > count for length, count in pairs):
             self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, 1, M] on the CPU: the newest first, the sinks last."""
-        lengths = self.view.lengths(layer)
-        most = max(map(min, zip(self.capacities, lengths, strict=True)))
-        return sinks_and_recent(torch.tensor(lengths), self.counts, self.sinks, most)
+        lengths, counts = self.view.lengths(layer), self.counts[layer]
+        most = max(map(min, lengths, counts[:, 0].tolist()))
+        return sinks_and_recent(torch.tensor(lengths), counts, self.sinks, most)

@@ -8,17 +8,18 @@ it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
-from methods.blocks.topk import Granularity
-from methods.blocks.votes import Join, Pooling
 from methods.snapkv import SnapKV
 
 QUERIES = 32  # last queries of the prompt that weigh the channels
 
 
+@dataclass(eq=False)
 class ThinK(SnapKV):
     """SnapKV, and the keys of what stays of the prompt, its last `whole` tokens aside, lose a share
     of their channels.
@@ -35,23 +36,13 @@ class ThinK(SnapKV):
         share of the channels that is dropped, lambda.
     whole
         last tokens of the prompt whose keys stay whole.
-    window, kernel, pooling, join, granularity
-        see SnapKV.
     """
 
-    def __init__(
-        self,
-        channels: float = 0.4,
-        whole: int = 32,
-        window: int = 32,
-        kernel: int = 7,
-        pooling: Pooling = "max",
-        join: Join = "before",
-        granularity: Granularity = "kv_head",
-    ) -> None:
-        super().__init__(window, kernel, pooling, join, granularity)
-        self.channels, self.whole = channels, whole
-        self.needs = Needs(query_window=max(window, QUERIES), writes=True)
+    channels: float = 0.4
+    whole: int = 32
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(query_window=max(self.window, QUERIES), writes=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle which rows are cut; their channels follow."""
@@ -77,9 +68,8 @@ class ThinK(SnapKV):
             pruned[row] = torch.where(ids[row] < length - self.whole, ids[row], -1)
             present = (ids[row] >= 0)[..., None]
             row_keys = keys[row].float().masked_fill(~present, 0)
-            weakest = weakest_channels(
-                last[row, :, -length:].unflatten(0, (len(row_keys), -1)), row_keys, self.dropped
-            )
+            queries = last[row, :, -length:].unflatten(0, (len(row_keys), -1))
+            weakest = weakest_channels(queries, row_keys, self.dropped)
             keys[row].scatter_(2, weakest[:, None].expand(-1, keys.shape[2], -1), 0)
         self.view.write(layer, pruned, keys=keys)
         gone = (pruned >= 0).sum() * self.dropped / self.shape.head_dim
@@ -87,11 +77,9 @@ class ThinK(SnapKV):
 
     def report(self) -> dict[str, float]:
         """The share of the channels of the prompt's keys that are not dropped."""
-        return (
-            {"key_channels": sum(self.channel_shares) / len(self.channel_shares)}
-            if self.channel_shares
-            else {}
-        )
+        if not self.channel_shares:
+            return {}
+        return {"key_channels": sum(self.channel_shares) / len(self.channel_shares)}
 
 
 def weakest_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ budget could buy if finding the tokens cost nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvbench.budget import Budget
@@ -15,6 +17,7 @@ from methods.blocks.products import products
 from methods.blocks.topk import Granularity, interleave, top
 
 
+@dataclass(eq=False)
 class TopK(Method):
     """Exact top-C of every past token, the current one included.
 
@@ -28,8 +31,7 @@ class TopK(Method):
 
     needs = Needs(crops=True)
 
-    def __init__(self, granularity: Granularity = "query_head") -> None:
-        self.granularity = granularity
+    granularity: Granularity = "query_head"
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
@@ -47,13 +49,8 @@ class TopK(Method):
         most = max(map(min, zip(self.capacities, lengths, strict=True)))
         if self.granularity == "kv_head":
             shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)
-            return Selection(
-                top(
-                    shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf),
-                    most,
-                    self.counts[layer],
-                )
-            )
+            shared = shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf)
+            return Selection(top(shared, most, self.counts[layer]))
         index = top(logits.flatten(1, 2), most, self.counts[layer])
         if self.budget.unified:
             index = interleave(index, kv_heads, most, self.counts[layer])

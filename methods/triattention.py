@@ -10,6 +10,7 @@ stay.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from methods.blocks.topk import top_earliest
 DISTANCES = 2 ** torch.arange(17)  # 1, 2, 4 .. 65536: how far ahead of now the queries to come are
 
 
+@dataclass(eq=False)
 class TriAttention(KeepsEnds):
     """Keep C tokens, of the prompt and of what is generated, whenever the buffer is full; not the
     newest as such.
@@ -45,15 +47,13 @@ class TriAttention(KeepsEnds):
 
     evicts = "always"
 
-    def __init__(
-        self,
-        heads: str = "auto",
-        buffer: int = 128,
-        pin_prompt: bool = False,
-        sets: Literal["model", "layer"] = "model",
-    ) -> None:
-        self.buffer, self.pin_prompt, self.sets = buffer, pin_prompt, sets
-        self.needs = Needs(head_scores=heads, rotation=True)
+    heads: str = "auto"
+    buffer: int = 128
+    pin_prompt: bool = False
+    sets: Literal["model", "layer"] = "model"
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(head_scores=self.heads, rotation=True)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and what each query head asks on average.
@@ -88,11 +88,7 @@ class TriAttention(KeepsEnds):
         """Of each layer, the mean query over the distances to come, and how far queries scatter in
         each pair.
         """
-        scores, rotation, width = (
-            self.context.head_scores,
-            self.context.rotation,
-            self.shape.head_dim,
-        )
+        scores, rotation = self.context.head_scores, self.context.rotation
         assert scores is not None and rotation is not None, (
             "the harness hands over what `needs` asks for"
         )
@@ -101,15 +97,15 @@ class TriAttention(KeepsEnds):
             raise ValueError(
                 "method.heads: scores without mean queries; expected a file of kvbench calibrate"
             )
-        self.speed = speeds(rotation, width, self.shape.device)
+        self.speed = speeds(rotation, self.shape.head_dim, self.shape.device)
         ahead = turns(self.speed, DISTANCES.to(self.speed.device)).mean(dim=0)
         self.means: dict[int, torch.Tensor] = {}  # [Hq, D / 2] complex
         self.scatter: dict[int, torch.Tensor] = {}  # [Hq, D / 2], E|q| - |E q|
         for layer in self.shape.sparse_layers:
-            means, sizes = (
-                torch.tensor(of[layer]).double() for of in (scores.query_means, scores.query_sizes)
-            )
-            device, pairs = self.shape.device_of(layer), torch.complex(*means.chunk(2, dim=-1))
+            means = torch.tensor(scores.query_means[layer]).double()
+            sizes = torch.tensor(scores.query_sizes[layer]).double()
+            pairs = torch.complex(*means.chunk(2, dim=-1))
+            device = self.shape.device_of(layer)
             self.means[layer] = pairs.to(device) * ahead.to(device)
             self.scatter[layer] = (sizes - pairs.abs()).to(device)
 
@@ -134,19 +130,16 @@ class TriAttention(KeepsEnds):
         cache = {layer: self.view.resident(layer) for layer in layers}
         scores = {layer: self._scores(layer, cache[layer], rows) for layer in layers}
         if self.sets == "model":
-            mean = torch.stack(
-                [layer_scores.to(self.shape.device) for layer_scores in scores.values()]
-            ).mean(dim=0)
-            scores = self.shape.for_layers(mean)
+            here = [of_layer.to(self.shape.device) for of_layer in scores.values()]
+            scores = self.shape.for_layers(torch.stack(here).mean(dim=0))
         for row in rows:
             self.sizes[row] = self.keep_counts[row]
         room = min(limit - size for limit, size in zip(self.limits, self.sizes, strict=True))
         for layer in layers:
             counts = torch.tensor(self.sizes, device=cache[layer].device)
             best = top_earliest(scores[layer], max(self.sizes), counts)
-            self.view.keep(
-                layer, cache[layer].gather(2, best.clamp(min=0)).masked_fill(best < 0, -1), room
-            )
+            ids = cache[layer].gather(2, best.clamp(min=0)).masked_fill(best < 0, -1)
+            self.view.keep(layer, ids, room)
 
     def _scores(self, layer: int, ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """What each token [B, Hkv, n] is worth; infinite in other rows, -inf where there is no
@@ -191,9 +184,8 @@ def speeds(rotation: Rotation, width: int, device: torch.device) -> torch.Tensor
         the model pairs other dims, or does not turn all of them.
     """
     unit = torch.cat([torch.ones(width // 2), torch.zeros(width // 2)]).double().to(device)
-    real, imaginary = rotation.turn(
-        unit[None, None, None], torch.ones(1, 1, 1).long().to(device)
-    ).chunk(2, dim=-1)
+    first = torch.ones(1, 1, 1, dtype=torch.int64, device=device)
+    real, imaginary = rotation.turn(unit[None, None, None], first).chunk(2, dim=-1)
     if not torch.allclose(torch.hypot(real, imaginary), torch.ones_like(real), rtol=0, atol=1e-5):
         raise ValueError(
             "triattention: this model's rotary positions do not turn the dims f and f + D / 2 as a"

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import inspect
 import json
 import math
 import os
 import tempfile
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -328,8 +330,10 @@ def test_valid_words_are_those_of_the_constructor_and_the_files_own_values_are_v
     """The file is read without torch, the annotations of options need it: here the two are held against each other."""
     node = config.shipped(group, name)
     valid, target = node.get("valid") or {}, config.locate(node["_target_"])
-    said = getattr(target, "options_type", None) or (target.__init__ if isinstance(target, type) else target)
-    annotations = get_type_hints(said, getattr(said, "__globals__", None))
+    said = getattr(target, "options_type", None) or target
+    said = said.__init__ if isinstance(said, type) and not is_dataclass(said) else said
+    hints = get_type_hints(said, getattr(said, "__globals__", None))
+    annotations = {key: hints[key] for key in inspect.signature(said).parameters if key in hints}
     words = {key: get_args(hint) for key, hint in annotations.items() if get_origin(hint) is Literal}
     assert {key: set(map(str, rule)) for key, rule in valid.items() if isinstance(rule, list)} == {
         key: set(map(str, choices)) for key, choices in words.items()

@@ -147,7 +147,7 @@ def test_a_copy_draws_the_same_numbers_by_itself() -> None:
     copies: list[Any] = []
     fixed, method = stream(20, layers=1), method_named("random", evict="always")
     driven = drive(fixed, method, 8, after_prefill=lambda engine: copies.append(copy.deepcopy(engine)))
-    twin, own = (engine.method.compressor.generators[0][0] for engine in (copies[0], driven.engine))
+    twin, own = (engine.method.scorer.generators[0][0] for engine in (copies[0], driven.engine))
     assert not torch.equal(twin.get_state(), own.get_state())
     for _ in range(fixed.steps):
         torch.rand(2, 1, generator=twin)

@@ -75,8 +75,7 @@ def test_a_method_s_file_has_the_options_of_its_class_and_their_defaults(name: s
     method = locate(target)
     parameters = inspect.signature(getattr(method, "options_type", None) or method).parameters
     inherited = {key: options.pop(key) for key in INHERITED & options.keys()}
-    named = {key for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
-    assert options.keys() == named if named == parameters.keys() else named <= options.keys()
+    assert options.keys() == parameters.keys()
     made = build(method_config(name))
     assert all(getattr(made, key) == getattr(type(made), key) == value for key, value in inherited.items())
     if "defaults" not in read_choice(conf_dir() / "method" / f"{name}.yaml"):

@@ -34,7 +34,7 @@ DELIMITERS = [
 ]
 # where tokens have no text
 INSTEAD = "use method.chunking=fixed (lychee) or method=quest (quest_structure)"
-PARAGRAPH, SENTENCE, CLAUSE, WORD = 4, 3, 2, 1
+PARAGRAPH = len(DELIMITERS)  # the strength of the first
 TO_LAST_WORD = re.compile(r".*[^\W_]", re.DOTALL)
 LINE_BREAK = re.compile(r"[ \t]*\n")
 
@@ -69,9 +69,8 @@ class Delimiters:
         """
         last = len(self.ends) - 1
         ids = torch.where((ids < 0) | (ids > last), last, ids)
-        strengths = torch.maximum(
-            self.ends[ids], pad(self.begins_word[ids[1:]], (0, 1)).to(torch.int8)
-        )
+        before_word = pad(self.begins_word[ids[1:]], (0, 1)).to(torch.int8)
+        strengths = torch.maximum(self.ends[ids], before_word)
         paragraph = self.breaks_line[ids] & pad(self.ends_line[ids[:-1]], (1, 0))
         return torch.where(paragraph, PARAGRAPH, strengths)
 
@@ -87,13 +86,17 @@ def delimiters(pieces: Sequence[str]) -> Delimiters:
     return _delimiters(tuple(pieces))
 
 
+def _strength(tail: str) -> int:
+    """Of the strongest delimiter in what follows the last letter or digit of a token."""
+    for at, pattern in enumerate(DELIMITERS):
+        if pattern.search(tail):
+            return PARAGRAPH - at
+    return 0
+
+
 @lru_cache(maxsize=4)
 def _delimiters(pieces: tuple[str, ...]) -> Delimiters:
-    tails = [TO_LAST_WORD.sub("", piece, count=1) for piece in pieces]
-    ends = [
-        next((4 - at for at, pattern in enumerate(DELIMITERS) if pattern.search(tail)), 0)
-        for tail in tails
-    ]
+    ends = [_strength(TO_LAST_WORD.sub("", piece, count=1)) for piece in pieces]
     if not any(ends):
         raise ValueError(
             f"chunks at delimiters: none of the tokenizer's {len(pieces)} pieces ends a word, a"
@@ -135,22 +138,17 @@ class Cutter:
             the first chunk that begins within so many tokens of the end is not cut, nor is any
             after it.
         """
-        strengths = (
-            torch.zeros_like(ids)
-            if self.delimiters is None
-            else self.delimiters.strengths(ids).long()
-        )
+        strengths = torch.zeros_like(ids)
+        if self.delimiters is not None:
+            strengths = self.delimiters.strengths(ids).long()
         count, choices = len(ids), self.longest - self.shortest + 1
-        rank = (
-            2 * pad(strengths, (0, self.longest))[self.shortest - 1 :].unfold(0, choices, 1)[:count]
-        )
+        # of the chunk that begins at each token, how good its end would be, [n, choices]
+        ends = pad(strengths, (0, self.longest))[self.shortest - 1 :]
+        rank = 2 * ends.unfold(0, choices, 1)[:count]
         rank[:, -1] = rank[:, -1].clamp(min=1)  # a forced cut is weaker than any boundary
         rank = rank * choices - torch.arange(choices)
-        leap = pad(
-            (torch.arange(count) + self.shortest + rank.argmax(dim=1)).clamp(max=count),
-            (0, 1),
-            value=count,
-        )
+        leap = torch.arange(count) + self.shortest + rank.argmax(dim=1)
+        leap = pad(leap.clamp(max=count), (0, 1), value=count)
         # 0, leap[0], leap[leap[0]], ...: each round finds as many more as it knows
         chain = leap.new_zeros(1)
         while int(chain[-1]) < count:
@@ -205,11 +203,9 @@ class Chunks:
 
     def on(self, device: torch.device) -> Chunks:
         """The same on a device, for a layer that is there."""
-        return (
-            self
-            if self.bounds.device == device
-            else Chunks(self.bounds.to(device, non_blocking=True))
-        )
+        if self.bounds.device == device:
+            return self
+        return Chunks(self.bounds.to(device, non_blocking=True))
 
     def extended(self, end: int) -> Chunks:
         """With one chunk more, up to `end`."""
@@ -276,7 +272,8 @@ class Text:
         whole_prompt: bool = False,
         packing: Packing = "chunk",
     ) -> None:
-        self._cutter, self._most, self._packing = cutter, rest, packing
+        self._cutter, self._packing = cutter, packing
+        self._most = rest
         bounds = first + cutter.bounds(ids[first:], 0 if whole_prompt else rest)
         self.chunks, self.end = Chunks(bounds.to(device)), int(bounds[-1])
         self.cut: list[int] = []

@@ -37,22 +37,22 @@ class Evictor(KeepsEnds):
 
     Parameters
     ----------
-    compressor
-        scores the prompt's tokens.
+    scorer
+        of the prompt's tokens.
     granularity
         whose lists they are.
 
     Attributes
     ----------
-    held
-        the lists of each layer; the numbers are the prompt's scores at first.
+    token_lists
+        of each layer; the numbers are the prompt's scores at first.
     """
 
     evicts = "always"
 
-    def __init__(self, compressor: Scorer, granularity: Lists = "kv_head") -> None:
-        self.compressor, self.granularity = compressor, granularity
-        self.needs = replace(compressor.needs, probabilities=True)
+    def __init__(self, scorer: Scorer, granularity: Lists = "kv_head") -> None:
+        self.scorer, self.granularity = scorer, granularity
+        self.needs = replace(scorer.needs, probabilities=True)
 
     def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """Change the numbers of the prompt's tokens: their scores, infinite for protected ones.
@@ -74,9 +74,8 @@ class Evictor(KeepsEnds):
         """The numbers by which the least goes, infinite for what stays: here the protected ends."""
         if not any(self.ends):
             return tokens.numbers
-        return tokens.numbers.masked_fill(
-            at_ends(tokens.ids, self.lengths[layer], self.end_of[layer]), torch.inf
-        )
+        stays = at_ends(tokens.ids, self.lengths[layer], self.end_of[layer])
+        return tokens.numbers.masked_fill(stays, torch.inf)
 
     def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the token worth least from each list that is full; after the prompt, and after
@@ -84,28 +83,22 @@ class Evictor(KeepsEnds):
         """
         if tokens.width > min(self.limits):
             least = self.worth(layer, tokens).argmin(dim=2, keepdim=True)
-            tokens.drop(
-                least, (tokens.counts > self.limit[layer]).long()[..., None], max(self.limits)
-            )
+            full = (tokens.counts > self.limit[layer]).long()
+            tokens.drop(least, full[..., None], max(self.limits))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
         super().begin(shape, budget, view, context)
         joined = self.granularity == "query_head" and budget.unified
-        granularity = self.compressor.granularity = "kv_head" if joined else self.granularity
-        self.lists = {"layer": 1, "kv_head": shape.kv_heads, "query_head": shape.query_heads}[
-            granularity
-        ]
-        self.compressor.protect = self.protect
-        self.compressor.begin(shape, self.prompt_budget(), view, context)
-        self.limits = [
-            self.stays(*pair) for pair in zip(self.capacities, shape.lengths, strict=True)
-        ]
+        granularity: Lists = "kv_head" if joined else self.granularity
+        counts = {"layer": 1, "kv_head": shape.kv_heads, "query_head": shape.query_heads}
+        self.lists = counts[granularity]
+        self.scorer.granularity, self.scorer.protect = granularity, self.protect
+        self.scorer.begin(shape, self.prompt_budget(), view, context)
+        self.limits = [*map(self.stays, self.capacities, shape.lengths)]
         self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
-        self.lengths, self.end_of = (
-            shape.for_layers(torch.tensor(rows)[:, None, None])
-            for rows in (shape.lengths, self.ends)
-        )
+        self.lengths = shape.for_layers(torch.tensor(shape.lengths)[:, None, None])
+        self.end_of = shape.for_layers(torch.tensor(self.ends)[:, None, None])
         self.token_lists: dict[int, TokenLists] = {}
         self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
         self.steps = 0
@@ -116,14 +109,13 @@ class Evictor(KeepsEnds):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep of the prompt what the scorer chooses."""
-        ids, scores = self.compressor.best(layer, prompt)
+        ids, scores = self.scorer.best(layer, prompt)
         tokens = self.token_lists[layer] = TokenLists(ids, scores.gather(2, ids.clamp(min=0)))
         self.note_prompt(layer, tokens, prompt)
         self.make_room(layer, tokens)
         self.view.keep(layer, tokens.ids, DROP_EVERY)
-        self.in_memory[layer] = (
-            self.lists == self.shape.kv_heads and int(tokens.counts.max()) == tokens.width
-        )
+        full = int(tokens.counts.max()) == tokens.width
+        self.in_memory[layer] = self.lists == self.shape.kv_heads and full
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """Count the steps."""
@@ -135,11 +127,8 @@ class Evictor(KeepsEnds):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is held: all that memory holds, while no token has gone."""
-        return (
-            None
-            if self.in_memory[layer] and self.token_lists[layer].untouched
-            else Selection(self.token_lists[layer].ids)
-        )
+        tokens = self.token_lists[layer]
+        return None if self.in_memory[layer] and tokens.untouched else Selection(tokens.ids)
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""

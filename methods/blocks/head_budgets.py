@@ -57,7 +57,8 @@ class HeadBudgets:
         if self.safeguard == "top":
             return _among_the_best(self._safe(scores, capacity), capacity)
         protected = scores.isposinf().sum(dim=-1)  # rounded are the others, as in the official code
-        among, mean = _among_the_best(scores, capacity) - protected, capacity[:, None] - protected
+        among = _among_the_best(scores, capacity) - protected
+        mean = capacity[:, None] - protected
         shares = (1 - self.alpha) * among.double() + self.alpha * mean.double()
         return protected + rounded(shares, mean.sum(dim=-1))
 
@@ -71,15 +72,13 @@ class HeadBudgets:
         heads
             H.
         """
-        safe = (
-            protected if self.safeguard == "share" else max(protected, int(self.alpha * capacity))
-        )
+        shared = self.safeguard == "share"
+        safe = protected if shared else max(protected, int(self.alpha * capacity))
         # the others keep what is safe
         among = min(length, capacity + (heads - 1) * max(capacity - safe, 0))
-        share = (
-            (1 - self.alpha) * among + self.alpha * capacity if self.safeguard == "share" else among
-        )
-        return max(capacity, math.ceil(share))
+        if shared:
+            among = math.ceil((1 - self.alpha) * among + self.alpha * capacity)
+        return max(capacity, among)
 
     def _safe(self, scores: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
         """Scores with inf for the best alpha C tokens of each head."""
@@ -93,12 +92,11 @@ def _among_the_best(scores: torch.Tensor, capacity: torch.Tensor) -> torch.Tenso
     """How many of the H C best scores of a row are each head's, [B, H] int64; of equal ones those
     of the first head.
     """
-    batch, heads, length = scores.shape
+    heads, length = scores.shape[1:]
     head = scores.flatten(1).argsort(dim=-1, descending=True, stable=True) // length
     best = torch.arange(heads * length, device=scores.device) < heads * capacity[:, None]
-    return torch.zeros(batch, heads, dtype=torch.int64, device=scores.device).scatter_add(
-        1, head, best.long()
-    )
+    counts = torch.zeros(scores.shape[:2], dtype=torch.int64, device=scores.device)
+    return counts.scatter_add(1, head, best.long())
 
 
 def rounded(shares: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:

@@ -33,11 +33,11 @@ class TokenLists:
     def __init__(self, ids: torch.Tensor, numbers: torch.Tensor) -> None:
         order = torch.where(ids < 0, torch.iinfo(torch.int64).max, ids).argsort(dim=2)
         ids, numbers = ids.gather(2, order), numbers.gather(2, order)
-        self.counts, self.width, self.untouched = (ids >= 0).sum(dim=2), ids.shape[2], True
+        self.counts, self.width = (ids >= 0).sum(dim=2), ids.shape[2]
+        self.untouched = True
+        numbers = numbers.float().masked_fill(ids < 0, torch.inf)
         self._ids = pad(ids, (0, GROWTH), value=-1)
-        self._numbers = pad(
-            numbers.float().masked_fill(ids < 0, torch.inf), (0, GROWTH), value=torch.inf
-        )
+        self._numbers = pad(numbers, (0, GROWTH), value=torch.inf)
 
     @property
     def ids(self) -> torch.Tensor:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,11 +20,13 @@ from methods.blocks.scorer import Scorer, last_tokens
 QUERIES = 256  # last queries that a score learns from at most
 
 
+@dataclass(eq=False)
 class Interval(Scorer):
     """Keep C tokens after every `interval` steps, of the prompt and of what is generated.
 
-    Put it before a scorer:
+    Put it before a scorer, as a dataclass where that has options:
 
+        @dataclass(eq=False)
         class SnapKVDecode(Interval, SnapKV): ...
 
     The scorer is shown what is held as if it was a prompt: keys in the order of the text, and
@@ -41,8 +42,6 @@ class Interval(Scorer):
     ----------
     interval
         steps between two cuts.
-    options
-        of the scorer.
 
     Attributes
     ----------
@@ -53,9 +52,10 @@ class Interval(Scorer):
     evicts = "always"
     reads_values = False
 
-    def __init__(self, interval: int = 128, **options: Any) -> None:
-        super().__init__(**options)
-        self.interval = interval
+    interval: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.needs = replace(self.needs, queries=self.needs.query_window > 0)
 
     @property
@@ -87,37 +87,34 @@ class Interval(Scorer):
         self.intervals = [self._interval(capacity) for capacity in self.capacities]
         # after a cut the window is held without a gap, and so is what has come since
         most = min(self.needs.query_window, QUERIES)
-        self.query_counts = [
-            min(most, sum(pair)) for pair in zip(self.intervals, self.windows, strict=True)
-        ]
+        since = [sum(pair) for pair in zip(self.intervals, self.windows, strict=True)]
+        self.query_counts = [min(most, count) for count in since]
         self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
-        # tokens of each row that are held
-        self.sizes, _ = (
-            self._cut(shape.lengths) if budget.counts_generated else ([*shape.lengths], [])
-        )
+        self.sizes = [*shape.lengths]  # tokens of each row that are held
+        if budget.counts_generated:
+            self.sizes, _ = self._cut(shape.lengths)
 
     def protected(self, prompt: Prompt) -> torch.Tensor:
         """[B, Hkv, N] bool: the window, and both ends of the prompt where they stand among what is
         held.
         """
-        rows = (self.shape.lengths, self.ends)
-        lengths, ends = (torch.tensor(row, device=self.shown.device)[:, None, None] for row in rows)
+        device = self.shown.device
+        lengths = torch.tensor(self.shape.lengths, device=device)[:, None, None]
+        ends = torch.tensor(self.ends, device=device)[:, None, None]
         return last_tokens(prompt, self.windows) | at_ends(self.shown, lengths, ends)
 
     def _cut(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
         """Tokens that these numbers of tokens become after the step, and the rows that are cut."""
         if self.budget.counts_generated:
-            full = [size >= capacity for size, capacity in zip(sizes, self.capacities, strict=True)]
+            rows = [row for row, size in enumerate(sizes) if size >= self.capacities[row]]
+        elif self.steps % self.interval == 0:
+            rows = [row for row, size in enumerate(sizes) if size > self.keep_counts[row]]
         else:
-            full = [
-                size > keeps and self.steps % self.interval == 0
-                for size, keeps in zip(sizes, self.keep_counts, strict=True)
-            ]
-        sizes_after = [
-            keeps if cut else size
-            for size, keeps, cut in zip(sizes, self.keep_counts, full, strict=True)
-        ]
-        return sizes_after, [row for row, cut in enumerate(full) if cut]
+            rows = []
+        after = [*sizes]
+        for row in rows:
+            after[row] = self.keep_counts[row]
+        return after, rows
 
     def first_cut(self, length: int) -> int:
         """As published the prompt stays whole for an interval."""
@@ -129,13 +126,8 @@ class Interval(Scorer):
         last = prompt.queries[:, :, max(0, prompt.queries.shape[2] - most) :].clone()
         self.queries[layer] = deque(last.unbind(dim=2), maxlen=most)
         rows = [row for row, size in enumerate(self.sizes) if size < prompt.lengths[row]]
-        self._keep(
-            layer,
-            self.view.resident(layer),
-            prompt,
-            rows,
-            [prompt.queries.shape[2]] * self.shape.batch,
-        )
+        query_counts = [prompt.queries.shape[2]] * self.shape.batch
+        self._keep(layer, self.view.resident(layer), prompt, rows, query_counts)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held; the query may be asked at the next cut."""
@@ -153,13 +145,8 @@ class Interval(Scorer):
             values = self.view.values(layer, resident) if self.reads_values else keys[..., :0]
             noted = [*self.queries[layer]]
             queries = torch.stack(noted, dim=2) if noted else keys[:, :, :0]
-            self._keep(
-                layer,
-                resident,
-                Prompt(sizes, resident[:, 0, :0], keys, values, queries),
-                rows,
-                self.query_counts,
-            )
+            shown = Prompt(sizes, resident[:, 0, :0], keys, values, queries)
+            self._keep(layer, resident, shown, rows, self.query_counts)
 
     def _keep(
         self,
@@ -186,23 +173,21 @@ class Interval(Scorer):
     def _room(self) -> int:
         """Tokens that come until some row is cut."""
         if self.budget.counts_generated:
-            return min(
-                capacity - size for capacity, size in zip(self.capacities, self.sizes, strict=True)
-            )
-        least = min(
-            max(0, keeps - size) for keeps, size in zip(self.keep_counts, self.sizes, strict=True)
-        )
+            pairs = zip(self.capacities, self.sizes, strict=True)
+            return min(capacity - size for capacity, size in pairs)
+        pairs = zip(self.keep_counts, self.sizes, strict=True)
+        least = min(max(0, keeps - size) for keeps, size in pairs)
         return ((self.steps + least) // self.interval + 1) * self.interval - self.steps
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, and as published what has come since the last cut, and before the first everything."""
         if self.budget.counts_generated:
             return self.budget.tokens(length)
-        newer = (generated - 1) % self.interval + 1
         whole = length + generated
-        return (
-            whole if generated <= self.interval else min(whole, self.budget.tokens(length) + newer)
-        )
+        if generated <= self.interval:
+            return whole
+        newer = (generated - 1) % self.interval + 1
+        return min(whole, self.budget.tokens(length) + newer)
 
     def mean_rule(self, length: int, generated: int) -> int:
         """The same, as all heads hold as many."""

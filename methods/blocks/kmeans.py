@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import embedding_bag, normalize
+from torch.nn.functional import embedding_bag, normalize, pad
 
 COMPARED = 2**22  # similarities held at once
 INERTIA = 1e-6  # share of the old centroid in the new one: nothing, but all of an empty cluster's
@@ -44,7 +44,7 @@ def spherical_kmeans(
         centroids: [S, K, D] of unit length; of what `assigned` says, but for empty clusters.
         assigned: [S, M] int64, the cluster of every point; K for what is none.
     """
-    sets, count, _ = points.shape
+    sets, count = points.shape[:2]
     drawn = torch.rand(sets, count, generator=generator).to(points.device)
     absent = None
     if counts is not None:
@@ -56,9 +56,8 @@ def spherical_kmeans(
         assigned = nearest(points, centroids)
         if absent is not None:
             assigned = assigned.masked_fill(absent, clusters)
-        centroids = normalize(
-            cluster_sums(points, assigned, clusters).add_(centroids, alpha=INERTIA), dim=2
-        )
+        sums = cluster_sums(points, assigned, clusters)
+        centroids = normalize(sums.add_(centroids, alpha=INERTIA), dim=2)
     return centroids, assigned
 
 
@@ -87,11 +86,9 @@ def kmeans(
     tuple[torch.Tensor, torch.Tensor]
         means [S, K, D], and assigned [S, M] int64 by them.
     """
-    sets, count, width = points.shape
-    first = (
-        torch.rand(sets, count, generator=generator).argsort(dim=1)[:, :clusters].to(points.device)
-    )
-    means = points.gather(1, first[..., None].expand(-1, -1, width))
+    drawn = torch.rand(points.shape[:2], generator=generator).argsort(dim=1)
+    first = drawn[:, :clusters].to(points.device)
+    means = points.gather(1, first[..., None].expand(-1, -1, points.shape[2]))
     for _ in range(iterations):
         assigned = assign(points, means)
         sums = cluster_sums(points, assigned, means.shape[1])
@@ -104,7 +101,7 @@ def nearest_point(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor
     """As `nearest`, by Euclidean distance."""
     half = centroids.square().sum(dim=2) / 2
     augmented = torch.cat([centroids, -half[..., None]], dim=2)
-    return nearest(torch.nn.functional.pad(points, (0, 1), value=1.0), augmented)
+    return nearest(pad(points, (0, 1), value=1.0), augmented)
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -134,13 +131,12 @@ def cluster_sums(points: torch.Tensor, assigned: torch.Tensor, clusters: int) ->
     torch.Tensor
         [S, clusters, D].
     """
-    sets, count, width = points.shape
+    sets, width = len(points), points.shape[2]
     members, starts = lists_of(assigned, clusters)
-    first = torch.arange(sets, device=points.device)[:, None] * count
+    first = torch.arange(sets, device=points.device)[:, None] * points.shape[1]
     # one more list a set, of the points that are in no cluster
-    sums = embedding_bag(
-        (members + first).view(-1), points.reshape(-1, width), (starts + first).view(-1), mode="sum"
-    )
+    lists = (members + first).view(-1), points.reshape(-1, width), (starts + first).view(-1)
+    sums = embedding_bag(*lists, mode="sum")
     return sums.view(sets, clusters + 1, width)[:, :clusters]
 
 

@@ -28,13 +28,12 @@ def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         [B, Hkv, G, n] float32.
     """
-    batch, kv_heads, count, head_dim = keys.shape
-    grouped = query.float().view(batch, kv_heads, -1, head_dim)
+    grouped = query.float().view(*keys.shape[:2], -1, keys.shape[3])
     if not is_readable(keys) or keys.stride(3) != 1:
         return grouped @ keys.float().transpose(2, 3)
-    scores = torch.empty(*grouped.shape[:3], count)
+    scores = torch.empty(*grouped.shape[:3], keys.shape[2])
     where = keys.data_ptr(), *(keys.element_size() * step for step in keys.stride()[:3])
-    threads = min(torch.get_num_threads(), max(1, scores.numel() * head_dim // WORTH_A_THREAD))
+    threads = min(torch.get_num_threads(), max(1, scores.numel() * keys.shape[3] // WORTH_A_THREAD))
     stored = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
     list_kernels.products(threads, grouped.numpy(), where, stored, scores.numpy())
     return scores

@@ -54,6 +54,11 @@ class Scorer(KeepsEnds):
     granularity: Lists = "kv_head"
     heads: HeadBudgets | None = None
 
+    def __post_init__(self) -> None:
+        """Called once the options are there, which are fields of a dataclass: what follows from
+        them, such as `needs`. Here nothing does.
+        """
+
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """How much each prompt token is worth to each KV head, [B, Hkv, N]: the larger, the sooner
         it is kept.
@@ -98,9 +103,7 @@ class Scorer(KeepsEnds):
         """[B, 1, N] bool: the tokens that stay whatever their scores, and what stands beyond a
         row's length.
         """
-        last = last_tokens(
-            prompt, [self._last(*pair) for pair in zip(self.ends, self.windows, strict=True)]
-        )
+        last = last_tokens(prompt, [*map(self._last, self.ends, self.windows)])
         ends = torch.tensor(self.ends, device=last.device)[:, None, None]
         return last | (torch.arange(last.shape[2], device=last.device) < ends)
 
@@ -125,15 +128,15 @@ class Scorer(KeepsEnds):
 
     def _first_recent(self, row: int) -> tuple[int, int]:
         """The first of the recent tokens as the prompt ends, and the one after the last of them."""
-        length, end = self.shape.lengths[row], self.ends[row] if self.budget.counts_generated else 0
-        last = max(length - end, 0)
+        end = self.ends[row] if self.budget.counts_generated else 0
+        last = max(self.shape.lengths[row] - end, 0)
         return min(max(last - self.windows[row], end), last), last
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep the protected tokens and those with the best scores; a prompt within its budget
         stays whole.
         """
-        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
+        counts = [*map(min, self.budgets[layer], prompt.lengths)]
         whole = counts == [*prompt.lengths]
         if whole and self.at_rest:
             return
@@ -141,11 +144,10 @@ class Scorer(KeepsEnds):
         if not whole:
             self.view.keep(layer, ids, ROLLING_WINDOW if self.budget.counts_generated else None)
         if not self.at_rest:
+            most = self._most_of_heads(layer, prompt)
             self.scored[layer] = [
-                _without(row[:, :most], *recent)
-                for row, recent, most in zip(
-                    ids, self.recents, self._most_of_heads(layer, prompt), strict=True
-                )
+                _without(ids[row, :, : most[row]], first, last)
+                for row, (first, last) in enumerate(self.recents)
             ]
 
     def best(self, layer: int, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +165,7 @@ class Scorer(KeepsEnds):
         FloatingPointError
             a score is no number.
         """
-        counts = [min(pair) for pair in zip(self.budgets[layer], prompt.lengths, strict=True)]
+        counts = [*map(min, self.budgets[layer], prompt.lengths)]
         scores = self.score(layer, prompt).masked_fill(self.protected(prompt), torch.inf)
         real = prompt.valid()
         if real is not None:
@@ -173,25 +175,22 @@ class Scorer(KeepsEnds):
                 f"layer {layer}: a score is no number; keys or queries are too large to square"
             )
         limits = torch.tensor(counts, device=scores.device)
-        limits = (
-            limits[:, None].expand(scores.shape[:2])
-            if self.heads is None
-            else self.heads.counts(scores, limits)
-        )
+        if self.heads is None:
+            limits = limits[:, None].expand(scores.shape[:2])
+        else:
+            limits = self.heads.counts(scores, limits)
         most = max(self._most_of_heads(layer, prompt))
         ids = top_earliest(scores, most, limits)  # the protected ones first
         if self.budget.unified and self.granularity == "query_head":
-            of_groups = (
-                limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2) // self.shape.group
-            )
-            ids = interleave(ids, self.shape.kv_heads, most, of_groups)
+            of_groups = limits.unflatten(1, (self.shape.kv_heads, -1)).sum(dim=2)
+            ids = interleave(ids, self.shape.kv_heads, most, of_groups // self.shape.group)
         return ids, scores
 
     def _most_of_heads(self, layer: int, prompt: Prompt) -> list[int]:
         """Tokens of each row that one of its heads may keep."""
         return [
-            self._most_of_head(min(pair), pair[1])
-            for pair in zip(self.budgets[layer], prompt.lengths, strict=True)
+            self._most_of_head(min(capacity, length), length)
+            for capacity, length in zip(self.budgets[layer], prompt.lengths, strict=True)
         ]
 
     def _most_of_head(self, capacity: int, length: int) -> int:
@@ -222,17 +221,14 @@ class Scorer(KeepsEnds):
         """
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
-            scored, capacity, prompt = (
-                self.scored[layer][row],
-                self.budgets[layer][row],
-                self.shape.lengths[row],
-            )
-            (first, last), counted = self.recents[row], self.budget.counts_generated
-            # pushed out by generated tokens
-            gone = max(0, length - max(capacity, prompt)) if counted else 0
+            scored, prompt = self.scored[layer][row], self.shape.lengths[row]
+            first, last = self.recents[row]
+            if self.budget.counts_generated:  # which push the oldest recent ones out
+                first += max(0, length - max(self.budgets[layer][row], prompt))
             end = prompt - last  # the protected end, which is among the scored ones
-            newest = torch.arange(first + gone, length - end, device=scored.device)
-            newest = newest + end * (newest >= last) if end else newest
+            newest = torch.arange(first, length - end, device=scored.device)
+            if end:
+                newest = newest + end * (newest >= last)
             rows.append(torch.cat([newest.expand(scored.shape[0], -1), scored], dim=1))
         return stacked(rows)
 

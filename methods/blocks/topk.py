@@ -50,13 +50,12 @@ def top_earliest(
     takes depends on n, and with it a row's result on the rows beside it.
     """
     if is_compiled(scores):
-        batch, heads, count = scores.shape
-        best = torch.empty(batch, heads, min(most, count), dtype=torch.int64)
-        limits = (
-            torch.full((batch, 1), best.shape[2])
-            if counts is None
-            else counts.view(batch, -1).contiguous()
-        )
+        rows = len(scores)
+        best = torch.empty(*scores.shape[:2], min(most, scores.shape[2]), dtype=torch.int64)
+        if counts is None:
+            limits = torch.full((rows, 1), best.shape[2])
+        else:
+            limits = counts.view(rows, -1).contiguous()
         threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
         list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
         return best
@@ -109,8 +108,7 @@ def interleave(
     torch.Tensor
         [B, Hkv, most] int64, or fewer where the lists hold fewer, trailing -1.
     """
-    batch, query_heads, depth = index.shape
-    ranked = index.view(batch, kv_heads, query_heads // kv_heads, depth).transpose(2, 3).flatten(2)
+    ranked = index.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2)
     if protected is not None:
         ranked = torch.cat([protected, ranked], dim=2)
     order = ranked.argsort(dim=2, stable=True)

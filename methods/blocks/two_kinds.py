@@ -7,12 +7,19 @@ from __future__ import annotations
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape, Table, View
 from methods.blocks.ragged import stacked
 from methods.blocks.recent import sinks_and_recent
 
 # decode steps between two evictions: between them memory holds up to this many tokens more
 DROP_EVERY = 32
+
+
+def by_head(table: Table) -> dict[tuple[int, int], float]:
+    """A score for each (layer, KV head) of a model."""
+    return {
+        (layer, head): score for layer, row in enumerate(table) for head, score in enumerate(row)
+    }
 
 
 class TwoKinds(Method):
@@ -26,8 +33,8 @@ class TwoKinds(Method):
         entries of a head beside its tokens, once it has dropped some: a compensation token.
     ranked
         (layer, KV head) of the sparse layers' heads that may retrieve, the best first.
-    heads
-        of all sparse layers.
+    head_count
+        KV heads of all sparse layers.
     starts
         of each row, the first recent token of a head that does not retrieve, and of one that does;
         `former_starts`: one step before.
@@ -71,13 +78,13 @@ class TwoKinds(Method):
         self.ranked = [
             (layer, head) for layer, head in self.rank(scores) if layer in shape.sparse_layers
         ]
-        self.heads = len(shape.sparse_layers) * shape.kv_heads
+        self.head_count = len(shape.sparse_layers) * shape.kv_heads
         rank = {head: number for number, head in enumerate(self.ranked)}
         counts = torch.tensor([self.fitting(length) for length in shape.lengths])[:, None]
         self.retrieves: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv]
         self.kinds: dict[int, list[set[bool]]] = {}  # the same of each row, whichever head it is
         for layer in shape.sparse_layers:
-            ranks = [rank.get((layer, head), self.heads) for head in range(shape.kv_heads)]
+            ranks = [rank.get((layer, head), self.head_count) for head in range(shape.kv_heads)]
             retrieving = torch.tensor(ranks) < counts
             self.retrieves[layer] = retrieving.to(shape.device_of(layer))
             self.kinds[layer] = [set(row) for row in retrieving.tolist()]
@@ -89,11 +96,8 @@ class TwoKinds(Method):
     def rule(self, layer: int, length: int, generated: int) -> int:
         """What a head of the layer holds, a retrieval head where it has one."""
         retrieval, other = self.entries(length, generated)
-        return (
-            retrieval
-            if any(layer == ranked_layer for ranked_layer, _ in self.ranked[: self.fitting(length)])
-            else other
-        )
+        retrieving = {ranked_layer for ranked_layer, _ in self.ranked[: self.fitting(length)]}
+        return retrieval if layer in retrieving else other
 
     def report(self) -> dict[str, float]:
         """Retrieval heads that had room, a row."""
@@ -103,8 +107,7 @@ class TwoKinds(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop what lies between the sinks and the recent tokens."""
         if self.drops:
-            ids = self._attended(layer, self._first(layer, self.starts))
-            self.view.keep(layer, ids, DROP_EVERY if self.rolls else None)
+            self.view.keep(layer, self._attended(layer), DROP_EVERY if self.rolls else None)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The recent tokens move on."""
@@ -113,7 +116,7 @@ class TwoKinds(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, newest first, and the sinks."""
-        return Selection(self._attended(layer, self._first(layer, self.starts)))
+        return Selection(self._attended(layer))
 
     def end_step(self) -> None:
         """Now and then drop what has left the recent tokens; between two drops it is not
@@ -121,9 +124,7 @@ class TwoKinds(Method):
         """
         if self.rolls and self.generated % DROP_EVERY == 0 and self.drops:
             for layer in self.shape.sparse_layers:
-                self.view.keep(
-                    layer, self._attended(layer, self._first(layer, self.starts)), DROP_EVERY
-                )
+                self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     @property
     def drops(self) -> bool:
@@ -137,30 +138,27 @@ class TwoKinds(Method):
     def _move(self) -> None:
         self.former_starts, self.starts = self.starts, []
         for length, sinks in zip(self.shape.lengths, self.sinks_of, strict=True):
-            total, (retrieval, other) = (
-                length + self.generated,
-                self.entries(length, self.generated),
+            retrieval, other = self.entries(length, self.generated)
+            total = length + self.generated
+            self.starts.append(
+                (self._start(total, other, sinks), self._start(total, retrieval, sinks))
             )
-            first = [
-                total - (entries - sinks - self.extra_entries) if total > entries else sinks
-                for entries in (other, retrieval)
-            ]
-            self.starts.append((first[0], first[1]))
+
+    def _start(self, total: int, entries: int, sinks: int) -> int:
+        """The first recent token of a head that attends `entries` of `total` tokens."""
+        return total - (entries - sinks - self.extra_entries) if total > entries else sinks
 
     def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
         """The first recent token of each head, [B, Hkv]."""
         other, retrieval = torch.tensor(starts, device=self.shape.device_of(layer)).T[..., None]
         return torch.where(self.retrieves[layer], retrieval, other)
 
-    def _attended(self, layer: int, first: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, Hkv, M] where recent ones begin with `first` [B, Hkv]: the newest first,
-        the sinks last.
-        """
-        lengths, rows = self.view.seen(layer), []
-        for row, (length, sinks) in enumerate(
-            zip(self.view.lengths(layer), self.sinks_of, strict=True)
-        ):
-            this_row = slice(row, row + 1)
+    def _attended(self, layer: int) -> torch.Tensor:
+        """Token ids [B, Hkv, M]: recent ones, the newest first, and the sinks."""
+        lengths, first = self.view.seen(layer), self._first(layer, self.starts)
+        rows = []
+        for row, length in enumerate(self.view.lengths(layer)):
+            this_row, sinks = slice(row, row + 1), self.sinks_of[row]
             most = max(length - self.starts[row][kind] + sinks for kind in self.kinds[layer][row])
             counts = lengths[this_row, None] - first[this_row] + sinks
             rows.append(sinks_and_recent(lengths[this_row], counts, sinks, most)[0])

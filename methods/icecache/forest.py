@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from methods.blocks.heads import in_threads
 from methods.icecache import kernels
-from methods.icecache.index import DCITree, ExactScan
-from methods.icecache.kernels import NONE, SIZES, Tree
+from methods.icecache.index import DCITree
+from methods.icecache.kernels import SIZES, Tree
 from methods.icecache.settings import IceCacheOptions, Search
 from methods.icecache.tree import Floats, Workspace
 
@@ -90,29 +90,25 @@ class Forest:
         RefusedError
             a query is not finite.
         """
-        batch, kv_heads, group, head_dim = queries.shape
-        flat = queries.reshape(batch * kv_heads, group, head_dim)
+        flat, tree = queries.reshape(-1, *queries.shape[2:]), self._trees[0]
         index = np.empty((len(flat), longest), np.int64)
-        used, read, refused = (
-            np.empty(len(flat), dtype) for dtype in (np.int64, np.int64, np.bool_)
-        )
-        fov, p_dci = (search.fov, float(search.fov_share)), self._trees[0].p_dci(search)
-        exact, by_centroid = isinstance(self._trees[0], ExactScan), search.rank_by == "centroid"
-        ranked = None if p_dci else (search.exhaustive_below, by_centroid, exact)
-        directory, tree = self._find(), self._trees[0].arrays
-        threads = self._workspaces[: max(1, self._scored * group * head_dim // WORTH_A_TEAM)]
-        fitting = [workspace.fit(tree, group) for workspace in threads]
-        works, like, counts = (
-            np.stack([work.line for work in fitting]),
-            (fitting[0], tree),
-            (used, read, refused),
-        )
+        used, read = np.empty((2, len(flat)), np.int64)
+        refused = np.empty(len(flat), np.bool_)
+        ranked, p_dci = None, tree.p_dci(search)
+        if p_dci is None:
+            ranked = search.exhaustive_below, search.rank_by == "centroid", tree.exact
+        fov = search.fov, float(search.fov_share)
+        directory = self._find()
+        threads = self._workspaces[: max(1, self._scored * flat[0].size // WORTH_A_TEAM)]
+        fitting = [workspace.fit(tree.arrays, flat.shape[1]) for workspace in threads]
+        works, like = np.stack([work.line for work in fitting]), (fitting[0], tree.arrays)
+        counts = used, read, refused
         kernels.attend(works, directory, like, flat, regions, fov, ranked, p_dci, index, counts)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
         most = int(used.max())
-        return index[:, :most].reshape(batch, kv_heads, most), self._scored
+        return index[:, :most].reshape(*queries.shape[:2], most), self._scored
 
     def insert(self, counts: Sequence[int]) -> None:
         """Take the next `counts[row]` rows of key memory into the trees of each row.
@@ -122,42 +118,42 @@ class Forest:
         RefusedError
             a key is not finite.
         """
-        row_counts, taken = np.array(counts, np.int64), np.zeros(len(self._trees), np.int64)
-        layout, heads = self._trees[0].layout, len(self._trees) // len(counts)
-        if layout.levels == "counter":
-            directory, tree, greedy = self._find(), self._trees[0].arrays, layout.split == "greedy"
-            how = (*map(float, layout.promotion), layout.fov, layout.exhaustive_below)
+        remaining = np.repeat(np.array(counts, np.int64), len(self._trees) // len(counts))
+        if self._trees[0].layout.levels == "counter":
+            remaining -= self._insert_leaves(np.array(counts, np.int64))
+        errors: dict[int, ValueError] = {}
 
-            def add(first: int, stop: int, workspace: Workspace) -> int:
-                work = workspace.fit(tree, 1)
-                kernels.insert_leaves(
-                    directory, tree, first, stop, row_counts, how, greedy, work, taken
-                )
-                return NONE
-
-            self._shared(
-                add,
-                max(counts) * sum(tree.nodes * tree.arrays.keys.shape[1] for tree in self._trees),
-            )
-        words: dict[int, ValueError] = {}
-
-        def finish(first: int, stop: int, workspace: Workspace) -> int:
+        def finish(first: int, stop: int, workspace: Workspace) -> None:
             for at in range(first, stop):
-                remaining = counts[at // heads] - int(taken[at])
                 try:
-                    if remaining:  # a newcomer is promoted, finds no room, or is no number
-                        self._trees[at].insert(remaining, workspace)
+                    if remaining[at]:  # a newcomer is promoted, finds no room, or is no number
+                        self._trees[at].insert(int(remaining[at]), workspace)
                 except ValueError as error:
-                    words[at] = error
-                    return at
-            return NONE
+                    errors[at] = error
+                    return
 
-        unfinished = taken.sum() < heads * row_counts.sum()
-        refused = (
-            self._shared(finish, WORTH_A_THREAD * len(self._workspaces)) if unfinished else NONE
-        )
-        if refused != NONE:
-            raise RefusedError(refused, str(words[refused])) from words[refused]
+        if remaining.any():
+            self._share_out(finish, WORTH_A_THREAD * len(self._workspaces))
+        if errors:
+            head = min(errors)
+            raise RefusedError(head, str(errors[head])) from errors[head]
+
+    def _insert_leaves(self, counts: Tokens) -> Tokens:
+        """Take in up to counts[row] rows of key memory, as far as they are leaves; how many each
+        tree took.
+        """
+        layout, like = self._trees[0].layout, self._trees[0].arrays
+        how = (*map(float, layout.promotion), layout.fov, layout.exhaustive_below)
+        greedy, directory = layout.split == "greedy", self._find()
+        taken = np.zeros(len(self._trees), np.int64)
+
+        def add(first: int, stop: int, workspace: Workspace) -> None:
+            work = workspace.fit(like, 1)
+            kernels.insert_leaves(directory, like, first, stop, counts, how, greedy, work, taken)
+
+        nodes = sum(tree.nodes for tree in self._trees)
+        self._share_out(add, int(counts.max()) * nodes * like.keys.shape[1])
+        return taken
 
     def _find(self) -> Tokens:
         """The directory, with the arrays that have moved since."""
@@ -169,18 +165,12 @@ class Forest:
                     workspace.fit(tree.arrays, 1)
         return self._directory
 
-    def _shared(self, do: Callable[[int, int, Workspace], int], work: int) -> int:
+    def _share_out(self, do: Callable[[int, int, Workspace], None], work: int) -> None:
         """do(first, stop, workspace) over all trees, in several threads where `work`
         multiplications are worth it.
-
-        Returns
-        -------
-        int
-            the first tree that it returned, or `NONE`.
         """
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
-        refused = in_threads(self._pool, len(self._trees), threads, do)
-        return min((head for head in refused if head != NONE), default=NONE)
+        in_threads(self._pool, len(self._trees), threads, do)
 
 
 @cache
@@ -190,7 +180,8 @@ def compile_kernels(
     """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before
     time is taken.
     """
-    keys, queries, work = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32), Workspace()
+    keys, queries = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32)
+    work = Workspace()
     small = replace(
         options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0
     )

@@ -9,7 +9,7 @@ that a level can be ranked in one pass.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,22 @@ class SearchResult:
     evaluated: int
 
 
+class Listing(NamedTuple):
+    """What a search has listed in its workspace.
+
+    Attributes
+    ----------
+    ranked
+        nodes scored to find the way.
+    pages
+        that are to be scored.
+    """
+
+    ranked: int
+    pages: int
+    work: kernels.WorkArrays
+
+
 class DCITree(PagedTree):
     """A DCI tree over the first `count` rows of `keys`.
 
@@ -63,12 +79,16 @@ class DCITree(PagedTree):
     ----------
     arrays
         the tree itself, see `kernels.Tree`; for looking only.
+    exact
+        every page is scored, whatever the search.
 
     Raises
     ------
     ValueError
         a key among those indexed is not finite, or the memory is not as above.
     """
+
+    exact = False
 
     def __init__(
         self, keys: Keys, count: int, layout: Layout, seed: int, workspace: Workspace | None = None
@@ -95,9 +115,8 @@ class DCITree(PagedTree):
         result = self._best(
             kernels.best_rows, kernels.p_dci_rows, queries, count, search, workspace
         )
-        return replace(
-            result, ids=np.where(result.ids == NONE, NONE, self.arrays.token[result.ids])
-        )
+        tokens = np.where(result.ids == NONE, NONE, self.arrays.token[result.ids])
+        return replace(result, ids=tokens)
 
     def _best(
         self,
@@ -111,18 +130,16 @@ class DCITree(PagedTree):
         """What a kernel finds among the pages that are listed, or another one by P-DCI, where that
         is used.
         """
-        ids, scores = (
-            np.empty((len(queries), count), np.int32),
-            np.empty((len(queries), count), np.float32),
-        )
+        ids = np.empty((len(queries), count), np.int32)
+        scores = np.empty((len(queries), count), np.float32)
         if p_dci := self.p_dci(search):
-            ranked, work = 0, self._work_arrays(queries, workspace)
+            work = self._work_arrays(queries, workspace)
             evaluated = by_p_dci(self.arrays, queries, search.fov, p_dci, ids, scores, work)
-        else:
-            ranked, runs, work = self._listed(queries, search, workspace)
-            kernel(self.arrays, runs, queries, ids, scores, work)
-            evaluated = int(work.starts[runs])
-        return SearchResult(ids, scores, ranked, evaluated)
+            return SearchResult(ids, scores, 0, evaluated)
+        listing = self._listed(queries, search, workspace)
+        pages, work = listing.pages, listing.work
+        kernel(self.arrays, pages, queries, ids, scores, work)
+        return SearchResult(ids, scores, listing.ranked, int(work.starts[pages]))
 
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
         """Composite indices, simple ones of each, and the share of a node's children for P-DCI;
@@ -131,27 +148,17 @@ class DCITree(PagedTree):
         composites, simple = self.layout.projections
         return (composites, simple, float(search.prop_to_retrieve)) if composites else None
 
-    def _listed(
-        self, queries: Floats, search: Search, workspace: Workspace
-    ) -> tuple[int, int, kernels.WorkArrays]:
-        """Nodes ranked, pages to be scored; which ones is in the workspace."""
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> Listing:
         work = self._work_arrays(queries, workspace)
-        by_centroid = search.rank_by == "centroid"
-        ranked, runs = kernels.search(
-            self.arrays, queries, search.fov, search.exhaustive_below, by_centroid, work
-        )
-        return ranked, runs, work
+        how = search.fov, search.exhaustive_below, search.rank_by == "centroid"
+        ranked, pages = kernels.search(self.arrays, queries, *how, work)
+        return Listing(ranked, pages, work)
 
     def _work_arrays(self, queries: Floats, workspace: Workspace) -> kernels.WorkArrays:
         """Memory to ask in, once the queries have been looked at."""
-        if (
-            queries.dtype != np.float32
-            or queries.ndim != 2
-            or queries.shape[1] != self.arrays.keys.shape[1]
-        ):
-            raise ValueError(
-                f"queries must be float32 [G, {self.arrays.keys.shape[1]}], got {kind(queries)}"
-            )
+        head_dim = self.arrays.keys.shape[1]
+        if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != head_dim:
+            raise ValueError(f"queries must be float32 [G, {head_dim}], got {kind(queries)}")
         if not np.isfinite(queries).all():
             raise ValueError("a query is not finite")
         return workspace.fit(self.arrays, len(queries))
@@ -220,16 +227,14 @@ class DCITree(PagedTree):
             self._reparent(node, workspace)
         parents = self._parents(rows, level, workspace)
         self._grow(0, 0, self.pages + len(rows))
-        kernels.add_children(
-            self.arrays, rows, parents, self._greedy, workspace.fit(self.arrays, 1)
-        )
+        work = workspace.fit(self.arrays, 1)
+        kernels.add_children(self.arrays, rows, parents, self._greedy, work)
 
     def _reparent(self, node: int, workspace: Workspace) -> None:
         """Give a new node the points below it that are nearer to it than to their parents."""
         work = workspace.fit(self.arrays, 1)
-        moved = kernels.leave_for(
-            self.arrays, node, self.layout.fov, self.layout.exhaustive_below, work
-        )
+        wide = self.layout.fov, self.layout.exhaustive_below
+        moved = kernels.leave_for(self.arrays, node, *wide, work)
         rows = work.rows[:moved].copy()
         self._grow(0, 0, self.pages + -(-moved // self.layout.page_size))
         self._load(rows, np.full(moved, node, np.int32), workspace)
@@ -246,15 +251,8 @@ class DCITree(PagedTree):
             self.arrays.point["affinity"][rows] = 0
             return parents
         work = workspace.fit(self.arrays, 1)
-        kernels.nearest_nodes(
-            self.arrays,
-            rows,
-            level + 1,
-            self.layout.fov,
-            self.layout.exhaustive_below,
-            work,
-            parents,
-        )
+        wide = self.layout.fov, self.layout.exhaustive_below
+        kernels.nearest_nodes(self.arrays, rows, level + 1, *wide, work, parents)
         return parents
 
     def _anchored_parents(self, rows: Ints, workspace: Workspace) -> Ints:
@@ -272,12 +270,8 @@ class DCITree(PagedTree):
 
     def _levels(self, count: int) -> tuple[Ints, NDArray[np.int64]]:
         """Levels of the next arrivals, and the sizes of all levels with them."""
-        levels, sizes, top = (
-            np.empty(count, np.int32),
-            self.arrays.level_size.copy(),
-            self.arrays.state[TOP],
-        )
-        promotion = self.layout.promotion
+        levels, sizes = np.empty(count, np.int32), self.arrays.level_size.copy()
+        top, promotion = self.arrays.state[TOP], self.layout.promotion
         if self.layout.levels == "counter_ceil":
             self._next_level = kernels.assign_levels_in_turn(
                 sizes, top, self._next_level, *promotion, levels
@@ -293,11 +287,11 @@ class ExactScan(DCITree):
     not searching.
     """
 
+    exact = True
+
     def p_dci(self, search: Search) -> None:
         """Never."""
 
-    def _listed(
-        self, queries: Floats, search: Search, workspace: Workspace
-    ) -> tuple[int, int, kernels.WorkArrays]:
+    def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> Listing:
         work = self._work_arrays(queries, workspace)
-        return 0, kernels.scan(self.arrays, work), work
+        return Listing(0, kernels.scan(self.arrays, work), work)

@@ -92,11 +92,11 @@ class IceCache(Method):
         compile_kernels(dtype, context.pool, self.tree, self.options)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
-        self.anchor = {
-            layer: layers[at - at % self.options.reuse] for at, layer in enumerate(layers)
-        }
+        reuse = self.options.reuse
+        # of each layer the one whose trees it takes; and of each that has some, who takes them
+        self.anchor = {layer: layers[at - at % reuse] for at, layer in enumerate(layers)}
         self.followers = {
-            at: [it for it in layers if it != at and self.anchor[it] == at] for at in layers
+            layers[at]: layers[at + 1 : at + reuse] for at in range(0, len(layers), reuse)
         }
         self.building: dict[int, list[list[Future[DCITree]]]] = {}
         self.trees: dict[int, list[list[DCITree]]] = {}  # of each anchor, by row and KV head
@@ -139,18 +139,12 @@ class IceCache(Method):
         layout = replace(self.options, page_size=regions.page_size)
         # the first generated token may open a page, and another one then leaves the window
         count = regions.indexed(self.shape.lengths[row] + 1)
+        keys = self._keys(layer)[row, head, regions.sinks :]
+        seed = self.context.layer_seed(layer, row) + head
         try:
-            return self.tree(
-                self._keys(layer)[row, head, regions.sinks :],
-                count,
-                layout,
-                self._seed(layer, row, head),
-            )
+            return self.tree(keys, count, layout, seed)
         except ValueError as error:
             raise _not_finite(layer, head, error) from error
-
-    def _seed(self, layer: int, row: int, head: int) -> int:
-        return self.context.layer_seed(layer, row) + head
 
     def end_prefill(self) -> None:
         """Wait for the trees, and arrange the host's memory by their pages."""
@@ -168,23 +162,13 @@ class IceCache(Method):
         """Tokens [B, Hkv, S] in the order of their pages: the sinks, the indexed tokens, the rest
         of longer rows.
         """
-        heads = [
-            [
-                np.concatenate([np.arange(regions.sinks), regions.sinks + tree.arrange()])
-                for tree in row
-            ]
-            for row, regions in zip(self.trees[layer], self.regions, strict=True)
-        ]
-        longest = max(len(head) for row in heads for head in row)
-        longest = min(longest, max(self.view.lengths(layer)))
-        return torch.tensor(
-            np.array(
-                [
-                    [np.append(head, np.arange(len(head), longest))[:longest] for head in row]
-                    for row in heads
-                ]
-            )
-        )
+        orders = []
+        for regions, trees in zip(self.regions, self.trees[layer], strict=True):
+            sinks = np.arange(regions.sinks)
+            orders += [np.append(sinks, regions.sinks + tree.arrange()) for tree in trees]
+        longest = min(max(map(len, orders)), max(self.view.lengths(layer)))
+        orders = [np.append(order, np.arange(len(order), longest))[:longest] for order in orders]
+        return torch.tensor(np.array(orders)).unflatten(0, (self.shape.batch, -1))
 
     def _keys(self, layer: int) -> Keys:
         """[B, Hkv, capacity, D] as the index reads them, in place."""
@@ -226,16 +210,15 @@ class IceCache(Method):
             shape = self.shape.batch, self.shape.kv_heads, self.shape.group, self.shape.head_dim
             # where entries count instead of slots, pages that are not full leave room for more
             slots = 2 if self.budget.unified else 1
-            regions = np.array(
-                [
-                    (row.capacity, row.sinks, row.window(length), length, slots * row.recalled)
-                    for row, length in zip(self.regions, lengths, strict=True)
-                ]
-            )
-            longest = max(map(min, zip(self.capacities, lengths, strict=True)))
+            regions = [
+                (row.capacity, row.sinks, row.window(length), length, slots * row.recalled)
+                for row, length in zip(self.regions, lengths, strict=True)
+            ]
+            longest = max(map(min, self.capacities, lengths))
             with self.context.spans("query"), self._named(layer):
                 queries = query.float().cpu().reshape(shape).numpy()
-                index, read = self.forests[layer].attend(queries, regions, self.options, longest)
+                forest, options = self.forests[layer], self.options
+                index, read = forest.attend(queries, np.array(regions), options, longest)
             self.view.count_read(layer, read)
             # on the CPU, from where its tokens are sent up
             self.selection = Selection(torch.from_numpy(index))

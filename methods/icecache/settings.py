@@ -58,20 +58,19 @@ class Layout(Breadth):
             raise ValueError(
                 f"anchors={self.anchors}: interval and reach, whole numbers, and a threshold"
             )
-        interval, reach, threshold = self.anchors
-        for key, numbers in (
-            ("promotion", tuple(self.promotion)),  # a file has lists
-            ("anchors", (int(interval), int(reach), float(threshold))),
-            ("projections", tuple(self.projections)),
-        ):
-            object.__setattr__(self, key, numbers)
+        numbers = {  # a file has lists
+            "promotion": tuple(self.promotion),
+            "anchors": (*map(int, self.anchors[:2]), float(self.anchors[2])),
+            "projections": tuple(self.projections),
+        }
+        for key, values in numbers.items():
+            object.__setattr__(self, key, values)
         if not all(0 < share < 1 for share in self.promotion):
             raise ValueError(f"promotion={self.promotion}: shares lie between 0 and 1")
         if min(self.anchors) <= 0:
             raise ValueError(f"anchors={self.anchors}: (interval, reach, threshold), all above 0")
-        if min(self.projections) < 0 or (min(self.projections) == 0) != (
-            max(self.projections) == 0
-        ):
+        least, most = min(self.projections), max(self.projections)
+        if least < 0 or (least == 0) != (most == 0):
             raise ValueError(
                 f"projections={self.projections}: (L, m) of at least 1 each, or (0, 0)"
             )

@@ -15,7 +15,7 @@ host memory the method calls `bind`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,14 @@ Keys = NDArray[np.float32] | NDArray[np.uint16]
 MAX_LEVELS = 32
 
 
+class WorkSizes(NamedTuple):
+    """What a workspace has room for."""
+
+    group: int
+    points: int
+    nodes: int
+
+
 class Workspace:
     """Scratch memory for builds, inserts and queries, one call at a time; grows with the trees it
     meets.
@@ -38,17 +46,18 @@ class Workspace:
 
     def __init__(self) -> None:
         self._arrays = kernels.WorkArrays(*[np.zeros(0)] * len(kernels.WorkArrays._fields))
-        self._sizes = (0, 0, 0)
+        self._sizes = WorkSizes(0, 0, 0)
 
     def fit(self, tree: Tree, group: int) -> kernels.WorkArrays:
         """Arrays for `tree` and a group of queries."""
-        points, nodes = len(tree.point) + max(3, tree.slots.shape[1]), len(tree.node) + 3
-        required = (group, points, nodes)
+        points = len(tree.point) + max(3, tree.slots.shape[1])
+        required = WorkSizes(group, points, len(tree.node) + 3)
         if any(size > available for size, available in zip(required, self._sizes, strict=True)):
-            group, points, nodes = map(max, required, self._sizes)
+            self._sizes = WorkSizes(*map(max, required, self._sizes))
+            points, nodes = self._sizes.points, self._sizes.nodes
+            group = self._sizes.group
             # a page has a member, so there are no more pages than points
             longest = max(points, nodes)
-            self._sizes = (group, points, nodes)
             self._arrays = kernels.WorkArrays(
                 nodes=np.empty(nodes, np.int32),
                 node_score=np.empty((max(group, kernels.BLOCK), nodes), np.float32),

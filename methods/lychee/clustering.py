@@ -61,12 +61,8 @@ def pooled(keys: torch.Tensor, bounds: torch.Tensor, pooling: Pooling) -> torch.
     keys = keys[:, : int(bounds[-1])]
     tokens = torch.arange(int(bounds[0]), keys.shape[1], device=keys.device)
     offsets = bounds[:-1] - bounds[0]
-    return torch.stack(
-        [
-            normalize(embedding_bag(tokens, head.float(), offsets, mode=pooling), dim=1)
-            for head in keys
-        ]
-    )
+    joined = [embedding_bag(tokens, head.float(), offsets, mode=pooling) for head in keys]
+    return torch.stack([normalize(vectors, dim=1) for vectors in joined])
 
 
 class Clustering(NamedTuple):
@@ -94,20 +90,19 @@ def clustered(
     points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator
 ) -> Clustering:
     """Cluster chunks by their representatives [H, M, D]; `generator` draws the first centroids."""
-    return (_two_level if layout.build == "two_level" else _full)(points, layout, generator)
+    build = _two_level if layout.build == "two_level" else _full
+    return build(points, layout, generator)
 
 
 def _full(points: torch.Tensor, layout: ClusterLayout, generator: torch.Generator) -> Clustering:
     """k-means of chunks, and k-means of its centroids."""
     clusters = ceil(points.shape[1] / layout.cluster_size)
     centroids, assigned = spherical_kmeans(points, clusters, layout.iterations, generator)
-    unit_centroids, units = spherical_kmeans(
-        centroids, _units(clusters, layout), layout.iterations, generator
-    )
+    count = _units(clusters, layout)
+    unit_centroids, units = spherical_kmeans(centroids, count, layout.iterations, generator)
     units, order = units.sort(dim=1, stable=True)
-    return Clustering(
-        rows_at(centroids, order), order.argsort(dim=1).gather(1, assigned), unit_centroids, units
-    )
+    assigned = order.argsort(dim=1).gather(1, assigned)
+    return Clustering(rows_at(centroids, order), assigned, unit_centroids, units)
 
 
 def _two_level(
@@ -116,49 +111,55 @@ def _two_level(
     """k-means of a sample of chunks gives the units; k-means of each unit's chunks, the units of a
     size at once.
     """
-    heads, count, width = points.shape
+    heads, count = points.shape[:2]
     units = _units(ceil(count / layout.cluster_size), layout)
-    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units].to(
-        points.device
-    )
-    unit_centroids, _ = spherical_kmeans(points[:, sample], units, layout.iterations, generator)
+    sample = torch.randperm(count, generator=generator)[: SAMPLED_PER_UNIT * units]
+    sampled = points[:, sample.to(points.device)]
+    unit_centroids, _ = spherical_kmeans(sampled, units, layout.iterations, generator)
     members, starts = lists_of(nearest(points, unit_centroids), units)
     sizes = starts.diff(dim=1)
+    clusters, groups = _clusters_of_units(sizes, layout)
+    ends = clusters.cumsum(dim=1)
+    firsts, most = ends - clusters, int(ends[:, -1].max())
 
-    # units whose sizes differ by less than a quarter get as many clusters and are clustered at once
+    # chunks, and clusters, of all heads one after the other
+    head = torch.arange(heads, device=points.device)[:, None]
+    flat, members = points.flatten(0, 1), (members + head * count).view(-1)
+    centroids = flat.new_zeros(heads * most, points.shape[2])
+    assigned = members.new_empty(heads * count)
+    iterations = min(FINE_ITERATIONS, layout.iterations)
+    for group in groups:
+        target, inside = int(clusters[group][0]), sizes[group]
+        indexes, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
+        chunks, present = members[indexes.clamp(min=0)], indexes >= 0
+        means, local = spherical_kmeans(flat[chunks], target, iterations, generator, inside)
+        assigned[chunks[present]] = (firsts[group][:, None] + local)[present]
+        first = (firsts + head * most)[group][:, None]
+        centroids[first + torch.arange(target, device=first.device)] = means
+    index = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
+    return Clustering(
+        centroids.view(heads, most, points.shape[2]),
+        assigned.view(heads, count),
+        unit_centroids,
+        torch.searchsorted(ends, index, right=True),
+    )
+
+
+def _clusters_of_units(
+    sizes: torch.Tensor, layout: ClusterLayout
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """How many clusters each unit gets, by its chunks [H, P], and which units get as many and are
+    clustered at once: those whose sizes differ by less than a quarter, [H, P] bool each.
+    """
     size_class = (sizes.log() / log(1.25)).floor().masked_fill(sizes == 0, -1)
     clusters, groups = torch.zeros_like(sizes), []
     for size in size_class.unique().tolist():
         group = size_class == size
         target = round(float(sizes[group].float().mean()) / layout.cluster_size)
         clusters[group] = min(max(1, target), int(sizes[group].min()))
-        groups.append(group)
-    end = clusters.cumsum(dim=1)
-    most, head = int(end[:, -1].max()), torch.arange(heads, device=points.device)[:, None]
-
-    points, members = points.reshape(-1, width), (members + head * count).view(-1)
-    centroids, assigned = points.new_zeros(heads * most, width), members.new_empty(heads * count)
-    iterations = min(FINE_ITERATIONS, layout.iterations)
-    for group in groups:
-        target, inside = int(clusters[group][0]), sizes[group]
-        if not target:
-            continue
-        indexes, _ = entries((starts[:, :-1] + head * count)[group][:, None], inside[:, None])
-        chunks, present = members[indexes.clamp(min=0)], indexes >= 0
-        group_centroids, local = spherical_kmeans(
-            points[chunks], target, iterations, generator, inside
-        )
-        first = (end - clusters)[group][:, None]
-        assigned[chunks[present]] = (first + local)[present]
-        centroids[
-            (end - clusters + head * most)[group][:, None]
-            + torch.arange(target, device=first.device)
-        ] = group_centroids
-    index = torch.arange(most, device=points.device).expand(heads, -1).contiguous()
-    of_unit = torch.searchsorted(end, index, right=True)
-    return Clustering(
-        centroids.view(heads, most, width), assigned.view(heads, count), unit_centroids, of_unit
-    )
+        if size >= 0:
+            groups.append(group)
+    return clusters, groups
 
 
 def _units(clusters: int, layout: ClusterLayout) -> int:
@@ -167,6 +168,7 @@ def _units(clusters: int, layout: ClusterLayout) -> int:
 
 def rows_at(vectors: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """vectors [H, n, D] at indexes [H, m]: [H, m, D]."""
-    heads, count, width = vectors.shape
+    heads, count = vectors.shape[:2]
     first = torch.arange(heads, device=at.device)[:, None] * count
-    return vectors.reshape(-1, width).index_select(0, (at + first).view(-1)).view(heads, -1, width)
+    rows = vectors.flatten(0, 1).index_select(0, (at + first).view(-1))
+    return rows.view(heads, -1, vectors.shape[2])

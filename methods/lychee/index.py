@@ -109,10 +109,8 @@ class ClusterIndex:
         self._read: tuple[Any, ...] | None = None
         clustering = clustered(representatives, layout, generator)
         clusters, units = clustering.centroids.shape[1], clustering.unit_centroids.shape[1]
-        self.centroids, self.unit_centroids = (
-            clustering.centroids.to(dtype),
-            clustering.unit_centroids.to(dtype),
-        )
+        self.centroids = clustering.centroids.to(dtype)
+        self.unit_centroids = clustering.unit_centroids.to(dtype)
         members, starts = lists_of(clustering.assigned, clusters)
         self.members, self.starts = members.int(), starts.int()
         self.unit_starts = lists_of(clustering.units, units)[1].int()
@@ -155,9 +153,8 @@ class ClusterIndex:
             [H, Q, K] int64, chunks of at least `room` tokens if there are so many; trailing -1.
         """
         slack = search.ub_weight * norms[..., None]
-        score = (
-            queries @ self.unit_centroids.float().transpose(1, 2) + slack * self.unit_radii[:, None]
-        )
+        near = queries @ self.unit_centroids.float().transpose(1, 2)
+        score = near + slack * self.unit_radii[:, None]
         score = score.masked_fill(self.unit_tokens[:, None] == 0, -torch.inf)
         order = score.argsort(dim=2, descending=True)
         unit_tokens = _pick(self.unit_tokens, order)
@@ -167,10 +164,7 @@ class ClusterIndex:
         clusters, _ = entries(_pick(self.unit_starts, order), sizes)
 
         at = clusters.clamp(min=0)
-        near = (
-            rows_at(self.centroids, at.flatten(1)).float().view(*at.shape, -1) @ queries[..., None]
-        )
-        score = near.squeeze(3) + slack * _pick(self.radii, at)
+        score = _products(self.centroids, at, queries) + slack * _pick(self.radii, at)
         sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
         score, order = score.topk(min(search.most(room), score.shape[2]), dim=2)
@@ -178,11 +172,7 @@ class ClusterIndex:
         indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
         chunks = _pick(self.members, indexes.clamp(min=0)).long()
         if self.codes is not None:
-            near = (
-                _decoded(rows_at(self.codes, chunks.flatten(1)).view(*chunks.shape, -1))
-                @ queries[..., None]
-            )
-            order = near.squeeze(3).argsort(dim=2, descending=True)
+            order = _products(self.codes, chunks, queries).argsort(dim=2, descending=True)
             rank = rank.masked_fill(indexes < 0, rank.shape[2]).gather(2, order)
             order = order.gather(2, rank.argsort(dim=2, stable=True))
             chunks, indexes = chunks.gather(2, order), indexes.gather(2, order)
@@ -218,20 +208,18 @@ class ClusterIndex:
             longest are returned.
         """
         if self._read is None:
-            units = (
-                stored(self.unit_centroids),
-                *_arrays(self.unit_radii, self.unit_tokens, self.unit_starts),
-            )
-            clusters = stored(self.centroids), *_arrays(self.radii, self.starts, self.members)
+            of_units = _arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
+            of_clusters = _arrays(self.radii, self.starts, self.members)
             none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
-            self._read = units, clusters, none if self.codes is None else self.codes.numpy()
-        how = search.units, search.ub_weight, search.most(room)
-        threads, bounds = torch.get_num_threads(), chunks.bounds.numpy()
-        return int(
-            kernels.best_tokens(
-                threads, queries, mean, *self._read, bounds, how, room, fixed, tokens
+            self._read = (
+                (stored(self.unit_centroids), *of_units),
+                (stored(self.centroids), *of_clusters),
+                none if self.codes is None else self.codes.numpy(),
             )
-        )
+        how = search.units, search.ub_weight, search.most(room)
+        where = *self._read, chunks.bounds.numpy()
+        threads = torch.get_num_threads()
+        return int(kernels.best_tokens(threads, queries, mean, *where, how, room, fixed, tokens))
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none
@@ -257,9 +245,8 @@ class ClusterIndex:
         old, old_unit = rows_at(self.centroids, cluster), rows_at(self.unit_centroids, unit)
         _average(self.centroids, cluster, size, representative)
         if self.layout.move_units:
-            edges = self.starts.gather(
-                1, self.unit_starts.gather(1, torch.cat([unit, unit + 1], dim=1)).long()
-            )
+            clusters = self.unit_starts.gather(1, torch.cat([unit, unit + 1], dim=1))
+            edges = self.starts.gather(1, clusters.long())
             _average(self.unit_centroids, unit, edges.diff(dim=1), representative)
         self.unit_tokens.scatter_add_(1, unit, torch.full_like(end, length))
         self._insert(representative, cluster, end)
@@ -289,21 +276,16 @@ class ClusterIndex:
         assert self.codes is not None
         points = _decoded(rows_at(self.codes, self.members.gather(1, indexes.clamp(min=0)).long()))
         distance = self._distance(points, rows_at(self.centroids, cluster))
-        self.radii.scatter_(
-            1, cluster, self._up(distance.masked_fill(indexes < 0, 0).amax(dim=1, keepdim=True))
-        )
+        farthest = distance.masked_fill(indexes < 0, 0).amax(dim=1, keepdim=True)
+        self.radii.scatter_(1, cluster, self._up(farthest))
         first = self.unit_starts.gather(1, unit)
         clusters, _ = entries(first, self.unit_starts.gather(1, unit + 1) - first)
         at = clusters.clamp(min=0)
-        reach = self._reach(
-            rows_at(self.centroids, at),
-            self.radii.gather(1, at),
-            rows_at(self.unit_centroids, unit),
-        )
+        centroids, unit_centroid = rows_at(self.centroids, at), rows_at(self.unit_centroids, unit)
+        reach = self._reach(centroids, self.radii.gather(1, at), unit_centroid)
         empty = (clusters < 0) | (self.starts.diff(dim=1).gather(1, at) == 0)
-        self.unit_radii.scatter_(
-            1, unit, self._up(reach.masked_fill(empty, 0).amax(dim=1, keepdim=True))
-        )
+        farthest = reach.masked_fill(empty, 0).amax(dim=1, keepdim=True)
+        self.unit_radii.scatter_(1, unit, self._up(farthest))
 
     def _widen(
         self,
@@ -316,18 +298,14 @@ class ClusterIndex:
         """Radii of `cluster` and `unit`, [H, 1], that grow after `point` has moved centroids away
         from the old ones.
         """
-        centroid, unit_centroid = (
-            rows_at(self.centroids, cluster),
-            rows_at(self.unit_centroids, unit),
-        )
-        radius = self._grown(
-            self.radii.gather(1, cluster), old, centroid, self._distance(point, centroid)
-        )
+        centroid = rows_at(self.centroids, cluster)
+        distance = self._distance(point, centroid)
+        radius = self._grown(self.radii.gather(1, cluster), old, centroid, distance)
         self.radii.scatter_(1, cluster, radius)
+        unit_centroid = rows_at(self.unit_centroids, unit)
         reach = self._reach(centroid, radius, unit_centroid)
-        self.unit_radii.scatter_(
-            1, unit, self._grown(self.unit_radii.gather(1, unit), old_unit, unit_centroid, reach)
-        )
+        radius = self._grown(self.unit_radii.gather(1, unit), old_unit, unit_centroid, reach)
+        self.unit_radii.scatter_(1, unit, radius)
 
     def _grown(
         self, radius: torch.Tensor, old: torch.Tensor, new: torch.Tensor, reach: torch.Tensor
@@ -382,9 +360,8 @@ def _average(
     """Move the centroids at [H, 1], each a mean over `sizes` [H, 1] members, to the mean over
     `point` [H, D], too.
     """
-    mean = normalize(sizes[..., None] * rows_at(centroids, at).float() + point[:, None], dim=2).to(
-        centroids.dtype
-    )
+    total = sizes[..., None] * rows_at(centroids, at).float() + point[:, None]
+    mean = normalize(total, dim=2).to(centroids.dtype)
     centroids.scatter_(1, at[..., None].expand_as(mean), mean)
 
 
@@ -394,6 +371,15 @@ def _coded(representatives: torch.Tensor) -> torch.Tensor:
 
 def _decoded(codes: torch.Tensor) -> torch.Tensor:
     return codes.float() / LEVELS
+
+
+def _products(vectors: torch.Tensor, at: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Of vectors [H, n, D], or codes of them, at indexes [H, Q, m], with queries [H, Q, D]:
+    [H, Q, m].
+    """
+    rows = rows_at(vectors, at.flatten(1)).view(*at.shape, -1)
+    rows = _decoded(rows) if rows.dtype == torch.int8 else rows.float()
+    return (rows @ queries[..., None]).squeeze(3)
 
 
 def _pick(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +62,14 @@ class RowRegions:
         first = self.text.end if self.sparse else self.sinks
         newest = torch.arange(self.text.length - 1, first - 1, -1, device=device)
         return torch.cat([newest, torch.arange(self.sinks, device=device)])
+
+
+class Split(NamedTuple):
+    """Tokens of a budget that are sinks, those of the buffer, and those of chunks."""
+
+    sinks: int
+    buffer: int
+    room: int
 
 
 @dataclass(frozen=True)
@@ -117,23 +125,22 @@ class LycheeCluster(Method):
         self.fixed: list[torch.Tensor] = []  # of each row, the same in all layers of a step
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
 
-    def _split(self, capacity: int) -> tuple[int, int, int]:
-        """Sinks, buffer and tokens of chunks with a budget of `capacity` tokens."""
+    def _split(self, capacity: int) -> Split:
+        """How a budget of `capacity` tokens is divided."""
+        sinks, buffer = self.options.sinks, self.options.buffer
         if not self.budget.counts_generated:
-            return self.options.sinks, self.options.buffer, capacity - self.options.sinks
-        sinks, buffer = (
-            min(self.options.sinks, capacity // 16),
-            max(capacity // 4, self.options.max_chunk),
-        )
-        return sinks, buffer, capacity - sinks - buffer
+            return Split(sinks, buffer, capacity - sinks)
+        sinks = min(sinks, capacity // 16)
+        buffer = max(capacity // 4, self.options.max_chunk)
+        return Split(sinks, buffer, capacity - sinks - buffer)
 
     def check_budget(self) -> None:
         """Refuse what leaves no room for chunks, too: compiled code writes lists of this length."""
         super().check_budget()
         for capacity in self.capacities:
-            sinks, buffer, room = self._split(capacity)
-            if room < 1:
-                taken = f"{sinks} sinks and a buffer of {buffer} tokens"
+            split = self._split(capacity)
+            if split.room < 1:
+                taken = f"{split.sinks} sinks and a buffer of {split.buffer} tokens"
                 raise ValueError(f"budget={capacity}: {taken} leave no chunk; expected more tokens")
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
@@ -141,11 +148,10 @@ class LycheeCluster(Method):
         layer's keys.
         """
         if not self.rows:
+            ids = prompt.token_ids.cpu()
             self.rows = [
-                self._regions(ids[:length].cpu(), capacity)
-                for ids, length, capacity in zip(
-                    prompt.token_ids, prompt.lengths, self.capacities, strict=True
-                )
+                self._regions(ids[row, :length], self.capacities[row])
+                for row, length in enumerate(prompt.lengths)
             ]
         self.indexes[layer] = [
             self._index(layer, number, keys) if row.sparse else None
@@ -153,18 +159,18 @@ class LycheeCluster(Method):
         ]
 
     def _regions(self, ids: torch.Tensor, capacity: int) -> RowRegions:
-        sinks, buffer, room = self._split(capacity)
-        sinks, packing = min(sinks, len(ids)), self.options.packing
+        split, options = self._split(capacity), self.options
+        sinks = min(split.sinks, len(ids))
         text = Text(
             ids,
             self.cutter,
-            buffer,
+            split.buffer,
             self.shape.device,
-            sinks,
-            not self.options.seed_buffer,
-            packing,
+            first=sinks,
+            whole_prompt=not options.seed_buffer,
+            packing=options.packing,
         )
-        return RowRegions(text, capacity, sinks, room)
+        return RowRegions(text, capacity, sinks, split.room)
 
     def _index(self, layer: int, row: int, keys: torch.Tensor) -> ClusterIndex:
         """An index of a row's chunks so far, from keys [Hkv, n, D] of all tokens up to
@@ -204,39 +210,36 @@ class LycheeCluster(Method):
         if not per_query_head and not any(row.sparse for row in self.rows):
             return None
         grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
-        if is_readable(query) and not (
-            self.options.selection == "query_head" and self.budget.counts_generated
-        ):
+        joins = self.options.selection == "query_head" and self.budget.counts_generated
+        if is_readable(query) and not joins:
             return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
-        for row, fixed, index, queries in zip(
-            self.rows, self.fixed, self.indexes[layer], grouped, strict=True
-        ):
-            tokens = fixed.to(query.device, non_blocking=True).expand(heads, -1)
+        for row, index in enumerate(self.indexes[layer]):
+            tokens = self.fixed[row].to(query.device, non_blocking=True).expand(heads, -1)
             if index is not None:
-                tokens = torch.cat([tokens, self._best(row, index, queries)], dim=1)
+                best = self._best(self.rows[row], index, grouped[row])
+                tokens = torch.cat([tokens, best], dim=1)
             lists.append(tokens)
         return Selection(stacked(lists))
 
     def _compiled(self, layer: int, grouped: NDArray[np.float32], heads: int) -> torch.Tensor:
-        """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B,
-        Hkv, G, D].
+        """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G,
+        D].
         """
-        rows = [*zip(self.rows, self.fixed, self.indexes[layer], grouped, strict=True)]
-        room = max(len(fixed) + (0 if index is None else row.room) for row, fixed, index, _ in rows)
-        lists, longest = np.empty((len(rows), heads, room), np.int64), 0
-        for (row, fixed, index, queries), row_lists in zip(rows, lists, strict=True):
+        mean, indexes = self.options.selection == "kv_head", self.indexes[layer]
+        fixed = [tokens.numpy() for tokens in self.fixed]
+        rooms = [0 if index is None else self.rows[row].room for row, index in enumerate(indexes)]
+        most = max(len(tokens) + room for tokens, room in zip(fixed, rooms, strict=True))
+        lists, longest = np.full((len(indexes), heads, most), -1), 0
+        for number, (row, index) in enumerate(zip(self.rows, indexes, strict=True)):
             if index is None:
-                row_lists[:, : len(fixed)], row_lists[:, len(fixed) :], most = (
-                    fixed.numpy(),
-                    -1,
-                    len(fixed),
-                )
-            else:
-                mean, chunks = self.options.selection == "kv_head", row.text.chunks
-                most = index.write_best_tokens(
-                    queries, mean, chunks, row.room, self._search(row), fixed.numpy(), row_lists
-                )
+                lists[number, :, : len(fixed[number])] = fixed[number]
+                longest = max(longest, len(fixed[number]))
+                continue
+            how, chunks = self._search(row), row.text.chunks
+            most = index.write_best_tokens(
+                grouped[number], mean, chunks, row.room, how, fixed[number], lists[number]
+            )
             longest = max(longest, most)
         return torch.from_numpy(lists)[:, :, :longest]
 
@@ -254,8 +257,8 @@ class LycheeCluster(Method):
         chunks = row.text.chunks.on(queries.device)
         best = index.best_chunks(queries, norms, row.room, self._search(row))
         if self.options.selection == "query_head" and self.budget.counts_generated:
-            heads, group, count = best.shape
-            best = interleave(best.view(1, -1, count), heads, group * count).view(heads, 1, -1)
+            joined = best.flatten(0, 1)[None]
+            best = interleave(joined, len(best), best[0].numel()).transpose(0, 1)
         return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:

@@ -35,9 +35,10 @@ class StructureQuest(Quest):
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         if not self.texts:  # the same in all layers
+            ids = prompt.token_ids.cpu()
             self.texts = [
-                Text(ids[:length].cpu(), self.cutter, self.page_size, self.shape.device)
-                for ids, length in zip(prompt.token_ids, prompt.lengths, strict=True)
+                Text(ids[row, :length], self.cutter, self.page_size, self.shape.device)
+                for row, length in enumerate(prompt.lengths)
             ]
             self._note_pages()
         return [pages.on(prompt.keys.device).bounds for pages in self.pages]

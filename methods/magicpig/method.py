@@ -9,17 +9,19 @@ top-k leaves many small weights out. Keys, values and tables live on the host.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 
 import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.magicpig.tables import Tables, compile_kernels, likelihood, meets
+from methods.magicpig.tables import HashedSample, Tables, compile_kernels, likelihood, meets
 
 WINDOW = 8  # last queries of the prompt, by which a budget is met
 
 
+@dataclass(eq=False)
 class MagicPIG(Method):
     """Attend sinks, the prompt's last tokens and generated ones, and of the others a sample, of
     each query head.
@@ -52,10 +54,14 @@ class MagicPIG(Method):
 
     needs = Needs(home="host", host_keys=True, query_window=WINDOW)
 
-    def __init__(self, bits: int = 10, tables: int = 150, sinks: int = 4, local: int = 64) -> None:
-        if bits > 16:
-            raise ValueError(f"bits={bits}: a table has 2^bits buckets; expected 16 at most")
-        self.bits, self.tables, self.sinks, self.local = bits, tables, sinks, local
+    bits: int = 10
+    tables: int = 150
+    sinks: int = 4
+    local: int = 64
+
+    def __post_init__(self) -> None:
+        if self.bits > 16:
+            raise ValueError(f"bits={self.bits}: a table has 2^bits buckets; expected 16 at most")
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Draw the directions of each row, which all layers and heads share as in the published
@@ -109,9 +115,8 @@ class MagicPIG(Method):
         sinks, local = self._zones(row)
         bits, tables = self.bits, self.tables
         if self.budget.size is not None:
-            bits, tables = self._sizes(
-                keys.float(), queries.float(), self.capacities[row] - sinks - local
-            )
+            target = self.capacities[row] - sinks - local
+            bits, tables = self._sizes(keys.float(), queries.float(), target)
         return Tables(keys, sinks, self.directions[row][:tables], bits)
 
     def _sizes(self, keys: torch.Tensor, queries: torch.Tensor, target: int) -> tuple[int, int]:
@@ -155,36 +160,30 @@ class MagicPIG(Method):
         """Ids [Hq, n] that query [Hq, D] of a row with keys [Hkv, S, D] attends, trailing -1, and
         their weights.
         """
-        length, (sinks, _), tables = (
-            self.view.lengths(layer)[row],
-            self._zones(row),
-            self.hashed[layer][row],
-        )
-        whole = self._attends_all(layer, row)
-        sinks, start = (length, length) if whole else (sinks, self._start(layer, row))
+        length, tables = self.view.lengths(layer)[row], self.hashed[layer][row]
+        sinks, start = self._zones(row)[0], self._start(layer, row)
+        if self._attends_all(layer, row):
+            sinks = start = length
+            tables = None
         always = sinks + length - start
-        if tables is None or whole:
-            index = torch.cat([torch.arange(sinks), torch.arange(start, length)]).expand(
-                len(query), -1
-            )
-            weights, sampled = torch.zeros(index.shape), [0] * len(query)
+        if tables is None:
+            first = torch.cat([torch.arange(sinks), torch.arange(start, length)])
+            index = first.expand(len(query), -1)
+            sample = HashedSample(index, torch.zeros(index.shape), [0] * len(query))
         else:
             room = self.capacities[row] - always if self.budget.unified else None
-            index, weights, sampled = tables.sample(query, keys, (sinks, start, length), room)
-        self._count(layer, row, always, sampled)
-        return index, weights
+            sample = tables.sample(query, keys, (sinks, start, length), room)
+        self._count(layer, row, always, sample.counts)
+        return sample.ids, sample.weights
 
     def _count(self, layer: int, row: int, always: int, sampled: list[int]) -> None:
         """Note that query heads attended `always` tokens, and sampled so many more, whose keys were
         read.
         """
         self.view.count_read(layer, sum(sampled))
-        free = (
-            0
-            if self.budget.counts_generated
-            else self.view.lengths(layer)[row] - self.shape.lengths[row]
-        )
-        counts = [always - free + count for count in sampled]
+        if not self.budget.counts_generated:  # generated tokens are on top of C
+            always -= self.view.lengths(layer)[row] - self.shape.lengths[row]
+        counts = [always + count for count in sampled]
         more = len(counts), sum(counts), sum(count * count for count in counts)
         self.moments = [total + new for total, new in zip(self.moments, more, strict=True)]
 
@@ -199,12 +198,9 @@ class MagicPIG(Method):
     def _start(self, layer: int, row: int) -> int:
         """Where the most recent tokens begin that a step is sure to attend."""
         sinks, local = self._zones(row)
-        end = (
-            self.view.lengths(layer)[row]
-            if self.budget.counts_generated
-            else self.shape.lengths[row]
-        )
-        return max(end - local, sinks)
+        counted = self.budget.counts_generated
+        lengths = self.view.lengths(layer) if counted else self.shape.lengths
+        return max(lengths[row] - local, sinks)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """C with unified accounting; else there is no most, but a mean that the prompt's last
@@ -219,11 +215,10 @@ class MagicPIG(Method):
         built = [tables for rows in self.hashed.values() for tables in rows if tables is not None]
         if not built or not self.moments[0]:
             return {}
-        count, total, squares = self.moments
-        mean = total / count
+        mean, square = (total / self.moments[0] for total in self.moments[1:])
         return {
             "bits": sum(tables.bits for tables in built) / len(built),
             "tables": sum(tables.tables for tables in built) / len(built),
             "query_head_mean": mean,
-            "query_head_deviation": max(squares / count - mean**2, 0) ** 0.5,
+            "query_head_deviation": max(square - mean**2, 0) ** 0.5,
         }

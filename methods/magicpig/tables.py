@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,24 @@ from methods.magicpig import kernels
 CHUNK = 128
 # keys in the buckets of a step that take longer to look at than it takes to wake a thread
 WORTH_A_THREAD = 1 << 18
+
+
+class HashedSample(NamedTuple):
+    """What one query head after the other attends.
+
+    Attributes
+    ----------
+    ids
+        [Hq, m] int64 token ids, those always attended first, trailing -1.
+    weights
+        [Hq, m] fp32, what is added to their logits.
+    counts
+        tokens that each sampled.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: list[int]
 
 
 class Tables:
@@ -47,17 +66,16 @@ class Tables:
     """
 
     def __init__(self, keys: torch.Tensor, first: int, directions: torch.Tensor, bits: int) -> None:
-        self.first, self.directions, self.bits = first, directions, bits
+        self.first, self.bits = first, bits
+        self.directions = directions
         mean = keys.float().mean(dim=1, keepdim=True)
         centred = keys.float() - mean
         self.mean, self.norms = mean[:, 0].cpu().numpy(), centred.norm(dim=2).cpu().numpy()
         codes = codes_of(centred, directions.to(keys.device), bits).cpu().numpy()
-        heads, tables, count = codes.shape
-        self.starts = np.zeros((heads, tables, 2**self.bits + 1), np.int32)
-        self.members = np.empty((heads, tables, count), np.int32)
-        kernels.fill(
-            *(part.reshape(heads * tables, -1) for part in (codes, self.starts, self.members))
-        )
+        self.starts = np.zeros((*codes.shape[:2], 2**self.bits + 1), np.int32)
+        self.members = np.empty(codes.shape, np.int32)
+        count = codes.shape[0] * codes.shape[1]
+        kernels.fill(*(part.reshape(count, -1) for part in (codes, self.starts, self.members)))
 
     @property
     def tables(self) -> int:
@@ -70,7 +88,7 @@ class Tables:
         keys: torch.Tensor,
         always: tuple[int, int, int],
         room: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    ) -> HashedSample:
         """The tokens that query [Hq, D] fp32 attends.
 
         Parameters
@@ -84,20 +102,12 @@ class Tables:
         room
             tokens that the query heads of a KV head may sample between them; they look up fewer
             tables where all would find more. None: any number.
-
-        Returns
-        -------
-        tuple[torch.Tensor, torch.Tensor, list[int]]
-            token ids [Hq, m] int64, those always attended first, trailing -1; what is added to
-            their logits, [Hq, m] fp32; and how many each sampled.
         """
-        heads, tables, count = self.members.shape
+        count = self.members.shape[2]
         most = always[0] + always[2] - always[1] + count
-        ids, counts = (
-            torch.empty(len(query), most, dtype=torch.int64),
-            np.zeros(len(query), np.int64),
-        )
+        ids = torch.empty(len(query), most, dtype=torch.int64)
         weights = torch.empty(len(query), most)
+        counts = np.zeros(len(query), np.int64)
         directions = self.directions.flatten(0, 1)[None, None]
         products = list_products(query[None, :, None], directions).view(
             len(query), *self.directions.shape[:2]
@@ -105,10 +115,8 @@ class Tables:
         # float16, which no kernel reads, as a copy
         stored_keys = stored(keys if is_readable(keys) else keys.float())
         built = self.starts, self.members, self.mean, self.norms, self.bits, self.first
-        threads = min(
-            torch.get_num_threads(),
-            max(1, (len(query) * tables * count >> self.bits) // WORTH_A_THREAD),
-        )
+        looked_at = len(query) * self.tables * count >> self.bits
+        threads = min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))
         longest = kernels.sample(
             threads,
             products.numpy(),
@@ -122,7 +130,7 @@ class Tables:
             weights.numpy(),
             counts,
         )
-        return ids[:, :longest], weights[:, :longest], counts.tolist()
+        return HashedSample(ids[:, :longest], weights[:, :longest], counts.tolist())
 
 
 def codes_of(vectors: torch.Tensor, directions: torch.Tensor, bits: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from methods.blocks.heads import for_heads
+from methods.blocks.heads import in_threads
 from methods.blocks.lanes import LANES
 from methods.pariskv import kernels, vectorised
 from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
@@ -59,11 +59,8 @@ class Index(ABC):
         self, batch: int, kv_heads: int, signs: torch.Tensor, begins: Sequence[int] | None = None
     ) -> None:
         subspaces, device = len(signs) // SUBSPACE, signs.device
-        self.signs, self.lengths, self.begins = (
-            signs,
-            [0] * batch,
-            [0] * batch if begins is None else begins,
-        )
+        self.signs, self.lengths = signs, [0] * batch
+        self.begins = [0] * batch if begins is None else begins
         self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8, device=device)
         self.codes = torch.zeros(
             batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device
@@ -109,8 +106,8 @@ class Index(ABC):
         Returns
         -------
         dict[int, tuple[torch.Tensor, torch.Tensor]]
-            For each of these rows, [Hkv, k] int64 tokens of its zone, best first, and the estimated products, float32;
-            -1 and -inf where the estimate is NaN.
+            for each of these rows, [Hkv, k] int64 tokens of its zone, best first, and the estimated
+            products, float32; -1 and -inf where the estimate is NaN.
         """
 
     def search(
@@ -163,9 +160,7 @@ class KernelIndex(Index):
         self._pool = pool
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
-        """What the kernels read of one KV head, in place: ids, codes, halves, counts (as
-        arrays).
-        """
+        """What the kernels read of one KV head, in place: ids, codes, halves and counts."""
         codes = self.codes[row, head].numpy()
         return (
             self.ids[row, head].numpy(),
@@ -175,13 +170,16 @@ class KernelIndex(Index):
         )
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
-        def encode(_: int, head: int, __: int) -> int:
-            return kernels.encode(
-                keys[head].float().numpy(), self.signs.numpy(), start, *self.head(row, head)
+        signs = self.signs.numpy()
+
+        def encode(first: int, stop: int, _: int) -> int:
+            return max(
+                kernels.encode(keys[head].float().numpy(), signs, start, *self.head(row, head))
+                for head in range(first, stop)
             )
 
-        (wrong,) = for_heads(self._pool, 1, keys.shape[0], range(torch.get_num_threads()), encode)
-        if max(wrong) >= 0:
+        threads = range(torch.get_num_threads())
+        if max(in_threads(self._pool, len(keys), threads, encode)) >= 0:
             raise ValueError("a key is not finite, or too large to square")
 
     def ranked(
@@ -196,15 +194,17 @@ class KernelIndex(Index):
         )
         ids = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
         estimated = np.empty(ids.shape, np.float32)
-        query_array, signs, zone = (
+        threads = max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
+        kernels.search(
+            min(torch.get_num_threads(), threads),
+            self._zone(),
             queries.float().cpu().contiguous().numpy(),
             self.signs.numpy(),
-            self._zone(),
+            rows,
+            spans,
+            ids,
+            estimated,
         )
-        threads = min(
-            torch.get_num_threads(), max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
-        )
-        kernels.search(threads, zone, query_array, signs, rows, spans, ids, estimated)
         answers = [
             torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (ids, estimated)
         ]

@@ -21,12 +21,14 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
 from methods.pariskv.adaptive import enough, write_enough
-from methods.pariskv.codebook import quotas, random_signs
+from methods.pariskv.codebook import Quotas, quotas, random_signs
 from methods.pariskv.index import Index, KernelIndex, VectorIndex, compile_kernels
 
 # A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller
 # one, shares of it.
-ALIGNED, ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE = 420, 64, 256, 512
+ALIGNED = 420
+ALIGNED_SINKS, ALIGNED_LOCAL = 64, 256
+ALIGNED_UPDATE = 512
 SPARE_NORMS = 256  # room for tokens to come that is added at once
 
 
@@ -113,15 +115,13 @@ class ParisKV(Method):
         """Divide each row into zones, and draw the signs of the rotation."""
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
-        self.on_cpu = self.options.compute == "numba" or (
-            self.options.compute == "auto" and shape.device.type == "cpu"
-        )
+        compute = self.options.compute
+        self.on_cpu = compute == "numba" or (compute == "auto" and shape.device.type == "cpu")
+        signs = random_signs(shape.head_dim, context.seed)
+        self.signs = shape.for_layers(signs)
         if self.on_cpu:
             compile_kernels(context.pool)
-        signs = random_signs(shape.head_dim, context.seed)
-        self.signs = (
-            dict.fromkeys(range(shape.layers), signs) if self.on_cpu else shape.for_layers(signs)
-        )
+            self.signs = dict.fromkeys(range(shape.layers), signs)
         self.index: dict[int, Index] = {}
         self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
         # of each row and device, for which length and end
@@ -134,23 +134,21 @@ class ParisKV(Method):
         if self.budget.size is None:
             return self.options.zones()
         capacity = self.budget.tokens(length)
-        if capacity >= ALIGNED and not self.budget.counts_generated:
-            sinks, local, update = ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE
-        else:
-            sinks, local, update = capacity // 16, capacity // 4, max(1, capacity // 4)
-        k = capacity - sinks - local - (update if self.budget.counts_generated else 0)
+        counted = self.budget.counts_generated
+        if capacity >= ALIGNED and not counted:
+            k = capacity - ALIGNED_SINKS - ALIGNED_LOCAL
+            return Zones(ALIGNED_SINKS, ALIGNED_LOCAL, ALIGNED_UPDATE, max(1, k), capacity)
+        sinks, local = capacity // 16, capacity // 4
+        update = max(1, local)
+        k = capacity - sinks - local - (update if counted else 0)
         return Zones(sinks, local, update, max(1, k), capacity)
 
     def _new_index(self, layer: int) -> Index:
-        sizes, begins = (
-            (self.shape.batch, self.shape.kv_heads, self.signs[layer]),
-            [zones.sinks for zones in self.zones],
-        )
-        return (
-            KernelIndex(*sizes, self.context.pool, begins)
-            if self.on_cpu
-            else VectorIndex(*sizes, begins)
-        )
+        sizes = self.shape.batch, self.shape.kv_heads, self.signs[layer]
+        begins = [zones.sinks for zones in self.zones]
+        if self.on_cpu:
+            return KernelIndex(*sizes, self.context.pool, begins)
+        return VectorIndex(*sizes, begins)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""
@@ -166,9 +164,8 @@ class ParisKV(Method):
         index = self.index[layer]
         if self.options.theta is not None:
             self._note(layer, value)
-        for row, (zones, length) in enumerate(
-            zip(self.zones, self.view.lengths(layer), strict=True)
-        ):
+        for row, length in enumerate(self.view.lengths(layer)):
+            zones = self.zones[row]
             if zones.waiting(length, index.lengths[row]) >= zones.update:
                 first = zones.sinks + index.lengths[row]
                 keys = self.view.host_keys(layer)[row, :, first : first + zones.update]
@@ -185,32 +182,40 @@ class ParisKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Sinks, window, buffer, and the k tokens that a search of the retrieval zone finds."""
-        index, options, row_quotas, retrieved = self.index[layer], self.options, {}, {}
-        lengths = self.view.lengths(layer)
-        for row, (zones, length, zone) in enumerate(
-            zip(self.zones, lengths, index.lengths, strict=True)
-        ):
-            if length > zones.dense and zone > zones.k:
-                row_quotas[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
+        row_quotas = self._quotas(layer)
         self.searches += len(row_quotas)
         self.candidates += sum(quota.candidates for quota in row_quotas.values())
         grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         with self.context.spans("query"):
-            if self.options.theta is None:
-                retrieved = index.search(grouped, row_quotas)
-                self.retrieved += sum(quota.retrieved for quota in row_quotas.values())
-            else:
-                everyone = {
-                    row: replace(quota, retrieved=quota.candidates)
-                    for row, quota in row_quotas.items()
-                }
-                for row, ranked in index.ranked(grouped, everyone).items():
-                    retrieved[row] = self._enough(layer, row, grouped[row], *ranked)
-        return Selection(
-            stacked(
-                [self._attended(layer, row, retrieved.get(row)) for row in range(self.shape.batch)]
-            )
-        )
+            retrieved = self._retrieved(layer, grouped, row_quotas)
+        rows = [self._attended(layer, row, retrieved.get(row)) for row in range(self.shape.batch)]
+        return Selection(stacked(rows))
+
+    def _quotas(self, layer: int) -> dict[int, Quotas]:
+        """How far a search goes, of each row that has one."""
+        options, rows = self.options, {}
+        zone_lengths = self.index[layer].lengths
+        for row, length in enumerate(self.view.lengths(layer)):
+            zones, zone = self.zones[row], zone_lengths[row]
+            if length > zones.dense and zone > zones.k:
+                rows[row] = quotas(zone, zones.k, options.beta, options.rho, options.tiers)
+        return rows
+
+    def _retrieved(
+        self, layer: int, grouped: torch.Tensor, row_quotas: dict[int, Quotas]
+    ) -> dict[int, torch.Tensor]:
+        """What searches of these rows find for queries [B, Hkv, G, D]: tokens [Hkv, k] each."""
+        index = self.index[layer]
+        if self.options.theta is None:
+            self.retrieved += sum(quota.retrieved for quota in row_quotas.values())
+            return index.search(grouped, row_quotas)
+        all_candidates = {
+            row: replace(quota, retrieved=quota.candidates) for row, quota in row_quotas.items()
+        }
+        return {
+            row: self._enough(layer, row, grouped[row], *ranked)
+            for row, ranked in index.ranked(grouped, all_candidates).items()
+        }
 
     def _note(self, layer: int, value: torch.Tensor) -> None:
         """Add the norms of the current tokens' values, [B, Hkv, 1, D]."""
@@ -238,39 +243,36 @@ class ParisKV(Method):
         estimates
             [Hkv, C], of the products of the group's mean query.
         """
-        theta, least = self.options.theta, self.options.k_min
+        theta, scaling = self.options.theta, self.shape.scaling
         assert theta is not None
-        zones, norms = self.zones[row], self.norms[layer][row].to(tokens.device)
-        end = zones.sinks + self.index[layer].lengths[row]
-        whole = self._whole(layer, row, self.view.lengths(layer)[row], end, zones.sinks)
-        ids = torch.full((self.shape.batch, *whole.shape), -1, device=whole.device)
-        ids[row] = whole
-        keys, most = self.view.keys(layer, ids)[row].float(), min(zones.k, tokens.shape[1])
-        least, scaling = min(least, most), self.shape.scaling
+        most = min(self.zones[row].k, tokens.shape[1])
+        least = min(self.options.k_min, most)
+        norms = self.norms[layer][row].to(tokens.device)
+        always = self._always(layer, row)[0]
+        keys = self._keys(layer, row, always)
         if self.on_cpu:
             best = torch.empty(len(tokens), most, dtype=torch.int64)
-            parts = (keys, queries.float().cpu(), norms, whole[0], tokens, estimates)
+            parts = (keys, queries.float().cpu(), norms, always, tokens, estimates)
             arrays = [part.contiguous().numpy() for part in parts]
-            self.retrieved += write_enough(
-                *arrays, np.float32(scaling), theta, least, best.numpy()
-            ) / len(tokens)
+            count = write_enough(*arrays, np.float32(scaling), theta, least, best.numpy())
+            self.retrieved += count / len(tokens)
             return best
-        order, count = enough(
-            scaling
-            * (keys @ queries.float().mean(dim=1).to(keys.device)[..., None])
-            .squeeze(2)
-            .to(tokens.device),
-            norms[:, whole[0]],
-            scaling * estimates,
-            norms.gather(1, tokens.clamp(min=0)),
-            theta,
-            most,
+        mean = queries.float().mean(dim=1).to(keys.device)
+        logits = (keys @ mean[..., None]).squeeze(2).to(tokens.device) * scaling
+        candidate_norms = norms.gather(1, tokens.clamp(min=0))
+        order, counts = enough(
+            logits, norms[:, always], scaling * estimates, candidate_norms, theta, most
         )
-        count = count.clamp(min=least, max=most)
-        self.retrieved += float(count.sum()) / len(tokens)
-        return tokens.gather(1, order).masked_fill(
-            torch.arange(most, device=count.device) >= count, -1
-        )
+        counts = counts.clamp(min=least, max=most)
+        self.retrieved += float(counts.sum()) / len(tokens)
+        beyond = torch.arange(most, device=counts.device) >= counts
+        return tokens.gather(1, order).masked_fill(beyond, -1)
+
+    def _keys(self, layer: int, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Keys [Hkv, n, D] fp32 of tokens [n] of a row."""
+        ids = torch.full((self.shape.batch, 1, len(tokens)), -1, device=tokens.device)
+        ids[row] = tokens
+        return self.view.keys(layer, ids)[row].float()
 
     def _attended(self, layer: int, row: int, retrieved: torch.Tensor | None) -> torch.Tensor:
         """What a row's KV heads attend, [Hkv, M]: buffer, window, sinks and tokens of the zone;
@@ -278,13 +280,17 @@ class ParisKV(Method):
 
         It lies where the index does: one on the CPU does not wait for a GPU to hear of it.
         """
-        length, zones = self.view.lengths(layer)[row], self.zones[row]
+        heads = self.shape.kv_heads
         if retrieved is None:
-            return self._whole(layer, row, length, 0, 0).expand(self.shape.kv_heads, -1)
-        whole = self._whole(
-            layer, row, length, zones.sinks + self.index[layer].lengths[row], zones.sinks
-        )
-        return torch.cat([whole.expand(self.shape.kv_heads, -1), retrieved], dim=1)
+            length = self.view.lengths(layer)[row]
+            return self._whole(layer, row, length, 0, 0).expand(heads, -1)
+        return torch.cat([self._always(layer, row).expand(heads, -1), retrieved], dim=1)
+
+    def _always(self, layer: int, row: int) -> torch.Tensor:
+        """[1, n] buffer, window and sinks of a row."""
+        sinks = self.zones[row].sinks
+        end = sinks + self.index[layer].lengths[row]
+        return self._whole(layer, row, self.view.lengths(layer)[row], end, sinks)
 
     def _whole(self, layer: int, row: int, length: int, end: int, sinks: int) -> torch.Tensor:
         """[1, n] the tokens from `end` on, newest first, and the sinks; the same in all layers of a

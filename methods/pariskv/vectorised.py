@@ -8,6 +8,7 @@ token.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -25,10 +26,18 @@ from methods.pariskv.codebook import (
 )
 
 
+class Constants(NamedTuple):
+    """Those of `codebook`, on a device."""
+
+    thresholds: torch.Tensor
+    levels: torch.Tensor
+    decoded: torch.Tensor
+
+
 @cache
-def constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`THRESHOLDS`, `LEVELS` and `DECODED` on a device, brought there once."""
-    return THRESHOLDS.to(device), LEVELS.to(device), DECODED.to(device)
+def constants(device: torch.device) -> Constants:
+    """Brought to a device once."""
+    return Constants(THRESHOLDS.to(device), LEVELS.to(device), DECODED.to(device))
 
 
 def in_order(terms: torch.Tensor) -> torch.Tensor:
@@ -76,10 +85,10 @@ def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch
         raise ValueError("a key is not finite, or too large to square")
     size = subspaces.abs() / radius.clamp(min=NO_RADIUS)[..., None]
     level = torch.zeros_like(size, dtype=torch.int32)
-    thresholds, levels, _ = constants(size.device)
-    for threshold in thresholds:
+    at = constants(size.device)
+    for threshold in at.thresholds:
         level += size > threshold
-    alignment = in_order(levels[level.long()] * size).clamp(min=NO_ALIGNMENT)
+    alignment = in_order(at.levels[level.long()] * size).clamp(min=NO_ALIGNMENT)
     weights = (radius / alignment).bfloat16()
     positive = (subspaces >= 0).int()
     bit = torch.arange(SUBSPACE, dtype=torch.int32, device=size.device)
@@ -92,9 +101,8 @@ def count_ids(ids: torch.Tensor) -> torch.Tensor:
     """How many of the keys with ids [Hkv, S, n] have each id: [Hkv, S, 256] int32."""
     ids = ids.long()
     counts = torch.zeros(*ids.shape[:2], CENTROIDS, dtype=torch.int32, device=ids.device)
-    return counts.scatter_add_(
-        2, ids, torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids)
-    )
+    ones = torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids)
+    return counts.scatter_add_(2, ids, ones)
 
 
 def tables(
@@ -145,8 +153,7 @@ def estimate(codes: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
     words, weights = codes.tensor_split([rotated.shape[1]], dim=-1)
     bit = torch.arange(SUBSPACE, dtype=torch.int32, device=codes.device)
     nibbles = words[..., None] >> 4 * bit & 15
-    _, _, decoded = constants(codes.device)
-    terms = decoded[nibbles.long()] * rotated[:, None]
+    terms = constants(codes.device).decoded[nibbles.long()] * rotated[:, None]
     products = in_order(terms[..., 0::2] + terms[..., 1::2])
     return in_order(products * weights.contiguous().view(torch.bfloat16).float())
 

@@ -7,10 +7,10 @@ older ones, and a share alpha of these stays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import avg_pool1d
+from torch.nn.functional import avg_pool1d, pad
 
 from kvbench.method import Shape, View
 from methods.racc.ratio import share
@@ -18,6 +18,7 @@ from methods.racc.residents import NO_TOKEN, Residents, ascending, packed
 from methods.racc.settings import RACCOptions
 
 
+@dataclass
 class Compressor:
     """Collects the votes of a window, and chooses what stays.
 
@@ -27,9 +28,10 @@ class Compressor:
         the votes of each layer, while its window votes.
     """
 
-    def __init__(self, options: RACCOptions, shape: Shape, view: View) -> None:
-        self.options, self.shape, self.view = options, shape, view
-        self.voting: dict[int, Voting] = {}
+    options: RACCOptions
+    shape: Shape
+    view: View
+    voting: dict[int, Voting] = field(default_factory=dict)
 
     def vote(self, layer: int, query: torch.Tensor, residents: Residents) -> None:
         """Add what the query [B, Hq, 1, D] of a step in the window says of L2: in fp32, summed over
@@ -48,17 +50,13 @@ class Compressor:
         if way == "softmax_all":
             present = self._by_group(self._present(residents, lengths))[..., : logits.shape[3]]
             logits = logits.masked_fill(~present, -torch.inf).softmax(dim=-1)
-        slots = self._by_group((voting.slots - first).clamp(min=0)).expand(
-            -1, -1, self.shape.group, -1
-        )
-        of_older, absent = logits.gather(3, slots), self._by_group(voting.ids == NO_TOKEN)
+        slots = self._by_group((voting.slots - first).clamp(min=0))
+        of_older = logits.gather(3, slots.expand(-1, -1, self.shape.group, -1))
+        absent = self._by_group(voting.ids == NO_TOKEN)
         if way == "softmax_l2":
             of_older = of_older.masked_fill(absent, -torch.inf).softmax(dim=-1)
-        voting.votes += (
-            of_older.masked_fill(absent, 0)
-            .view(*voting.ids.shape[:2], -1, voting.ids.shape[2])
-            .sum(dim=2)
-        )
+        of_lists = of_older.masked_fill(absent, 0).flatten(1, 2)
+        voting.votes += of_lists.unflatten(1, (voting.ids.shape[1], -1)).sum(dim=2)
 
     def _by_group(self, lists: torch.Tensor) -> torch.Tensor:
         """[B, H, M] as [B, Hkv, 1 or G, M]."""
@@ -68,9 +66,8 @@ class Compressor:
         """[B, H, n] bool: which of the tokens on the device, in their order, each list holds."""
         list_ids, resident = ascending(residents.all(lengths)), residents.of_kv_heads(lengths)
         slots = slots_of(list_ids, resident).masked_fill(list_ids == NO_TOKEN, resident.shape[2])
-        present = torch.zeros(
-            *list_ids.shape[:2], resident.shape[2] + 1, dtype=torch.bool, device=list_ids.device
-        )
+        sizes = *list_ids.shape[:2], resident.shape[2] + 1
+        present = torch.zeros(sizes, dtype=torch.bool, device=list_ids.device)
         return present.scatter(2, slots, True)[..., :-1]
 
     def pop_best(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,20 +123,16 @@ class Voting:
             none.
         """
         there = self.ids != NO_TOKEN
-        smoothed = avg_pool1d(
-            self.votes, options.vote_kernel, stride=1, padding=options.vote_kernel // 2
-        )
-        ranks = (
-            smoothed.masked_fill(~there, -torch.inf)
-            .argsort(dim=2, descending=True, stable=True)
-            .argsort(dim=2)
-        )
+        kernel = options.vote_kernel
+        smoothed = avg_pool1d(self.votes, kernel, stride=1, padding=kernel // 2)
+        smoothed = smoothed.masked_fill(~there, -torch.inf)
+        ranks = smoothed.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
         sizes = there.sum(dim=2)
         counts = [[share(options.alpha, size) for size in heads] for heads in sizes.tolist()]
         chosen = ranks < torch.tensor(counts, device=ranks.device)[..., None]
         lost = self.ids[:, :, :0]
         if options.shifted:
-            chosen = torch.nn.functional.pad(chosen[:, :, 1:], (0, 1))
+            chosen = pad(chosen[:, :, 1:], (0, 1))
             last = self.ids.gather(2, (sizes - 1).clamp(min=0)[..., None])
             lost = torch.where(sizes[..., None] > 0, last, -1)
         retained = packed(torch.where(chosen, self.ids, -1))

@@ -30,7 +30,8 @@ Tokens = NDArray[np.int64]
 CENTROIDS = 256  # of one subspace: a code is a byte; so many keys are needed to train on, at least
 KEYS_PER_LIST = 39  # fewer to train on, and faiss warns
 LISTS, PROBES = 100, 10  # of ivfpq: lists at most, and lists looked into
-NEIGHBOURS, BUILD_BEAM, SEARCH_BEAM = 32, 200, 100  # of hnsw: M, and the widths of its beams
+NEIGHBOURS = 32  # M of hnsw
+BUILD_BEAM, SEARCH_BEAM = 200, 100  # of hnsw, their widths
 
 
 def augmented(keys: Floats, bound: float) -> Floats:
@@ -127,9 +128,9 @@ class KeyIndex:
         if self._index is None or not k:
             return np.empty(0, np.int64)
         point = np.zeros((1, self._index.d), np.float32)  # upsilon(q), and zeros beyond
-        point[0, : len(query)] = (
-            _normalised(query[None])[0] if self.options.metric == "cosine" else query
-        )
+        if self.options.metric == "cosine":
+            query = _normalised(query[None])[0]
+        point[0, : len(query)] = query
         nearest = self._index.search(point, min(k, len(self)))[1][0]
         return self.tokens[nearest[nearest >= 0]]
 
@@ -171,10 +172,9 @@ class KeyIndex:
         return index
 
     def _points(self, keys: Floats) -> Floats:
-        points = (
-            _normalised(keys) if self.options.metric == "cosine" else augmented(keys, self._bound)
-        )
-        return self._widened(points)
+        if self.options.metric == "cosine":
+            return self._widened(_normalised(keys))
+        return self._widened(augmented(keys, self._bound))
 
     def _widened(self, points: Floats) -> Floats:
         """With zeros up to a width that the subspaces divide: with phi's entry, 128 becomes 144."""

@@ -54,10 +54,14 @@ class RACC(Method):
     def __init__(self, options: RACCOptions) -> None:
         self.requested_options, window = options, options.prompt_window
         kind = {"snapkv": SnapKV, "pyramidkv": PyramidKV, "none": None}[options.compressor]
-        settings: dict[str, Any] = {
-            name: getattr(options, name) for name in ("kernel", "pooling", "granularity")
-        }
-        self.compressor = kind(window=window, **settings) if kind else None
+        self.compressor: SnapKV | None = None
+        if kind is not None:
+            self.compressor = kind(
+                window=window,
+                kernel=options.kernel,
+                pooling=options.pooling,
+                granularity=options.granularity,
+            )
         self.needs = Needs(
             query_window=window if kind else 0, queries=True, on_drop="offload", host_keys=True
         )
@@ -75,9 +79,8 @@ class RACC(Method):
         # what was found returns to the cache
         self.moves = options.link == "compress" and self.scenario != "liso"
         # lists of a KV head: under unified accounting those of a group are joined
-        self.group = (
-            shape.group if options.granularity == "query_head" and not budget.unified else 1
-        )
+        per_query_head = options.granularity == "query_head" and not budget.unified
+        self.group = shape.group if per_query_head else 1
         self.steps = self.compressions = 0
         self.residents: dict[int, Residents] = {}
         self.of_generated = Compressor(options, shape, view) if options.alpha < 1 else None
@@ -94,9 +97,8 @@ class RACC(Method):
     def check_budget(self) -> None:
         """Settle the scenario, and refuse a budget that it has no rule for."""
         answer = self.context.new_tokens
-        self.scenario = settled(
-            self.requested_options.scenario, self.budget, self.shape.lengths, answer
-        )
+        requested = self.requested_options.scenario
+        self.scenario = settled(requested, self.budget, self.shape.lengths, answer)
         if self.scenario == "liso":
             super().check_budget()
         else:
@@ -186,11 +188,9 @@ class RACC(Method):
 
     def _for_all(self, retrieved: RetrievedTokens) -> torch.Tensor:
         """What a search found, for each list of a KV head: [B, H, k]."""
-        return (
-            retrieved.tokens
-            if self.group == 1
-            else retrieved.tokens.repeat_interleave(self.group, dim=1)
-        )
+        if self.group == 1:
+            return retrieved.tokens
+        return retrieved.tokens.repeat_interleave(self.group, dim=1)
 
     def _retrieved(self, layer: int, query: torch.Tensor) -> RetrievedTokens | None:
         """Ask if it is time to; what to attend of earlier answers, if they do not return to the
@@ -199,10 +199,8 @@ class RACC(Method):
         if layer not in self.retrieval.layers:
             return None
         if self.options.asks(self.steps):
-            counts = [
-                self._retrieval_count(row, length)
-                for row, length in enumerate(self.view.lengths(layer))
-            ]
+            lengths = self.view.lengths(layer)
+            counts = [self._retrieval_count(row, length) for row, length in enumerate(lengths)]
             self.retrieval.ask(layer, self.steps, query, counts)
         return None if self.moves else self.retrieval.layers[layer].latest(self.steps)
 
@@ -217,16 +215,10 @@ class RACC(Method):
 
     def _of_long_rows(self, layer: int, rolling: torch.Tensor) -> torch.Tensor:
         """What the compressor selected [B, H, M], and all of the rows that fit their budget."""
-        rows = [
-            (
-                torch.arange(length, device=ids.device).expand(len(ids), -1)
-                if self._capacity(prompt) >= length
-                else ids
-            )
-            for prompt, length, ids in zip(
-                self.shape.lengths, self.view.lengths(layer), rolling, strict=True
-            )
-        ]
+        rows = [*rolling]
+        for row, length in enumerate(self.view.lengths(layer)):
+            if self._capacity(self.shape.lengths[row]) >= length:
+                rows[row] = torch.arange(length, device=rolling.device).expand(len(rows[row]), -1)
         return stacked(rows)
 
     def end_step(self) -> None:
@@ -250,55 +242,40 @@ class RACC(Method):
         """
         retrieved = share(self.options.beta, length + generated)
         if self.of_prompt is not None and self.budget.counts_generated:
-            capacity, compressor_budget = (
-                self._capacity(length),
-                self.of_prompt.budget.tokens(length),
-            )
-            return max(
-                capacity,
-                self.of_prompt.rule(layer, length, generated) + capacity - compressor_budget,
-            )
+            capacity = self._capacity(length)
+            others = capacity - self.of_prompt.budget.tokens(length)
+            return max(capacity, self.of_prompt.rule(layer, length, generated) + others)
         if self.scenario == "liso":
-            return (
-                retrieved + self.of_prompt.rule(layer, length, generated)
-                if self.of_prompt
-                else length + generated
-            )
+            if self.of_prompt is None:
+                return length + generated
+            return retrieved + self.of_prompt.rule(layer, length, generated)
         prompt = self.of_prompt.rule(layer, length, 0) if self.of_prompt else length
         if self.options.alpha == 1:
             return prompt + generated
+        done, newest = divmod(generated - 1, self.options.every)
+        on_top = newest + 1 + (0 if self.moves else retrieved)
+        return prompt + self.group * self._older(length, done) + on_top
+
+    def _older(self, length: int, compressions: int) -> int:
+        """Generated tokens of a list right after so many compressions; see `ratio.retained`."""
+        options = self.options
 
         def linked(number: int) -> int:
-            asks = self.moves and number > FIRST_INDEXED
-            return (
-                share(self.options.beta, length + number * self.options.every - self.options.lag)
-                if asks
-                else 0
-            )
+            if not self.moves or number <= FIRST_INDEXED:
+                return 0
+            return share(options.beta, length + number * options.every - options.lag)
 
-        done = (generated - 1) // self.options.every
-        older = retained(done, self.options.alpha, self.options.every, self.options.window, linked)
-        return (
-            prompt
-            + self.group * older
-            + generated
-            - done * self.options.every
-            + (0 if self.moves else retrieved)
-        )
+        return retained(compressions, options.alpha, options.every, options.window, linked)
 
     def _entries(self) -> float:
         """Tokens on the device that the scenario's ratio counts, per list and sparse layer."""
-        residents = {layer: self.residents[layer] for layer in self.shape.sparse_layers}
+        layers = self.shape.sparse_layers
         since = sum(
-            self.view.lengths(layer)[0] - layer_residents.since[0]
-            for layer, layer_residents in residents.items()
+            self.view.lengths(layer)[0] - self.residents[layer].since[0] for layer in layers
         )
-        count = (
-            sum(layer_residents.count for layer_residents in residents.values())
-            + since
-            + sum(self.from_host.values())
-        )
-        return count / len(residents) - self._uncounted()
+        count = sum(self.residents[layer].count for layer in layers)
+        count = count + since + sum(self.from_host.values())
+        return count / len(layers) - self._uncounted()
 
     def _uncounted(self) -> float:
         """Tokens of a mean prompt, which silo's ratio leaves out."""

@@ -48,11 +48,10 @@ def alpha_for(ratio: float, compressions: int, beta: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):  # formula (4) grows with alpha: halve the interval down to the last bit
         middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if compression_ratio(middle, compressions, beta) < ratio
-            else (low, middle)
-        )
+        if compression_ratio(middle, compressions, beta) < ratio:
+            low = middle
+        else:
+            high = middle
     return high
 
 

@@ -54,7 +54,8 @@ class Residents:
         group: int = 1,
         search_prompt: bool = True,
     ) -> None:
-        self._kv_heads, self._heads, self._device = kv_heads, kv_heads * group, device
+        self._kv_heads, self._heads = kv_heads, kv_heads * group
+        self._device = device
         self._searched_from = [0 if search_prompt else length for length in lengths]
         self.lost = torch.empty(len(lengths), self._heads, 0, dtype=torch.int64, device=device)
         self.hold(self.range([0] * len(lengths), lengths), lengths)
@@ -78,9 +79,8 @@ class Residents:
     def of_kv_heads(self, lengths: Sequence[int]) -> torch.Tensor:
         """The same, a group's lists joined, by position: [B, Hkv, M], `NO_TOKEN` after the last."""
         ids = self.all(lengths)
-        return ascending(
-            interleave(ids, self._kv_heads, ids.shape[2] * ids.shape[1] // self._kv_heads)
-        )
+        most = ids.shape[2] * ids.shape[1] // self._kv_heads
+        return ascending(interleave(ids, self._kv_heads, most))
 
     def older(self, lengths: Sequence[int], by_position: bool) -> torch.Tensor:
         """L2, if the window begins after `lengths` tokens: [B, H, M], `NO_TOKEN` after the last.
@@ -97,10 +97,10 @@ class Residents:
         longest = max(self.since)
         gone = torch.ones(*on_device.shape[:2], longest + 1, dtype=torch.bool)
         gone.scatter_(2, torch.where(on_device < 0, longest, on_device), False)
-        return [
-            [first + head[first:length].nonzero()[:, 0].numpy() for head in heads]
-            for heads, first, length in zip(gone, self._searched_from, self.since, strict=True)
-        ]
+        rows = []
+        for heads, first, length in zip(gone, self._searched_from, self.since, strict=True):
+            rows.append([first + head[first:length].nonzero()[:, 0].numpy() for head in heads])
+        return rows
 
     def range(self, first: Sequence[int], last: Sequence[int]) -> torch.Tensor:
         """Tokens first[b] .. last[b] - 1 of each row, [B, H, M] with trailing -1."""

@@ -32,11 +32,15 @@ class Log:
     Attributes
     ----------
     requests
-        in all; late: steps that could not ask, or not link, since a search was still running;
-        failed: raised.
+        searches that were asked for.
+    late
+        steps that could not ask, or not link, since a search was still running.
+    failed
+        searches that raised an error.
     used
-        steps times layers that had an answer; staleness: steps between its request and its use,
-        summed.
+        steps times layers that had an answer.
+    staleness, staleness_max
+        steps between the request of an answer and its use, summed, and at most.
     rebuilds
         see `KeyIndex`.
     """
@@ -114,7 +118,8 @@ class Retriever:
         count_read: Callable[[int], None],
         log: Log,
     ) -> None:
-        self.layer, self.index, self.options, self.log = layer, index, options, log
+        self.layer, self.index = layer, index
+        self.options, self.log = options, log
         self._submit, self._count_read = submit, count_read
         self._pending: deque[tuple[int, Future[_JobResult]]] = deque()
         self._last: Future[_JobResult] | None = None
@@ -199,26 +204,27 @@ class Retriever:
             # one thread at a time in an index; what the other raised it reports itself
             wait([before])
         faiss.omp_set_num_threads(1)
-        indexes = [index for row in self.index for index in row]
-        read, rebuilds = (
-            sum(getattr(key_index, name) for key_index in indexes)
-            for name in ("keys_read", "rebuilds")
-        )
+        read, rebuilds = self._counted()
         if tokens is not None:
-            for evicted, row in zip(tokens, self.index, strict=True):
-                for head, index in enumerate(row):
-                    try:
-                        index.cover(evicted[head])
-                    except ValueError as error:
-                        raise FloatingPointError(
-                            f"layer {self.layer}, KV head {head}: {error}"
-                        ) from error
+            self._cover(tokens)
         nearest = None if queries is None else self._search(queries, counts)
-        return _JobResult(
-            nearest,
-            sum(key_index.keys_read for key_index in indexes) - read,
-            sum(key_index.rebuilds for key_index in indexes) - rebuilds,
-        )
+        now_read, now_rebuilt = self._counted()
+        return _JobResult(nearest, now_read - read, now_rebuilt - rebuilds)
+
+    def _counted(self) -> tuple[int, int]:
+        """Keys that all indexes have read so far, and how often one was made anew."""
+        indexes = [index for row in self.index for index in row]
+        read = sum(index.keys_read for index in indexes)
+        return read, sum(index.rebuilds for index in indexes)
+
+    def _cover(self, tokens: Sequence[Sequence[Tokens]]) -> None:
+        for evicted, row in zip(tokens, self.index, strict=True):
+            for head, index in enumerate(row):
+                try:
+                    index.cover(evicted[head])
+                except ValueError as error:
+                    place = f"layer {self.layer}, KV head {head}"
+                    raise FloatingPointError(f"{place}: {error}") from error
 
     def _search(self, queries: Floats, counts: Sequence[int]) -> torch.Tensor:
         ids = np.full((*queries.shape[:2], max(counts)), -1)
@@ -229,6 +235,7 @@ class Retriever:
         return torch.from_numpy(ids)
 
 
+@dataclass
 class Retrieval:
     """The retrievers of all layers of one generation.
 
@@ -240,11 +247,15 @@ class Retrieval:
         see `Log`.
     """
 
-    def __init__(self, options: RACCOptions, shape: Shape, view: View, context: Context) -> None:
-        self.options, self.shape, self.view, self.context = options, shape, view, context
+    options: RACCOptions
+    shape: Shape
+    view: View
+    context: Context
+
+    def __post_init__(self) -> None:
         self.layers: dict[int, Retriever] = {}
         self.log = Log()
-        self._jobs = Batch(context.pool.submit, torch.get_num_threads())
+        self._jobs = Batch(self.context.pool.submit, torch.get_num_threads())
 
     def cover(self, layer: int, step: int, evicted: Sequence[Sequence[Tokens]], anew: bool) -> None:
         """Index the evicted tokens [B][Hkv] that are not there yet; `anew`: in place of all that
@@ -258,9 +269,8 @@ class Retrieval:
         """Ask for the nearest `counts[b]` tokens to the mean query of each group; `query`: [B, Hq,
         1, D].
         """
-        self.layers[layer].request(
-            step, query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0], counts
-        )
+        means = query.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)[:, :, 0]
+        self.layers[layer].request(step, means, counts)
         if self.options.lag == 0:
             self.flush()
 
@@ -269,22 +279,14 @@ class Retrieval:
         self._jobs.flush()
 
     def _retriever(self, layer: int) -> Retriever:
-        seeds = [self.context.layer_seed(layer, row) for row in range(self.shape.batch)]
-        index = [
-            [
-                KeyIndex(self.options, partial(_keys, self.view, layer, row, head), seed + head)
-                for head in range(self.shape.kv_heads)
-            ]
-            for row, seed in enumerate(seeds)
-        ]
-        return Retriever(
-            layer,
-            index,
-            self._jobs.submit,
-            self.options,
-            partial(self.view.count_read, layer),
-            self.log,
-        )
+        rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
+        index = [[self._index(layer, row, head) for head in heads] for row in rows]
+        count_read = partial(self.view.count_read, layer)
+        return Retriever(layer, index, self._jobs.submit, self.options, count_read, self.log)
+
+    def _index(self, layer: int, row: int, head: int) -> KeyIndex:
+        read = partial(_keys, self.view, layer, row, head)
+        return KeyIndex(self.options, read, self.context.layer_seed(layer, row) + head)
 
 
 def _keys(view: View, layer: int, row: int, head: int, tokens: Tokens) -> Floats:

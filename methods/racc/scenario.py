@@ -72,10 +72,9 @@ def with_share(options: RACCOptions, share: float, new_tokens: int) -> RACCOptio
     ValueError
         the retrieved tokens alone are more.
     """
+    compressions = max(1, new_tokens // options.every)
     try:
-        return replace(
-            options, alpha=alpha_for(share, max(1, new_tokens // options.every), options.beta)
-        )
+        return replace(options, alpha=alpha_for(share, compressions, options.beta))
     except ValueError as error:
         raise ValueError(f"budget={share}: {error}") from error
 

@@ -56,10 +56,8 @@ class FourBitKeys:
             return
         codes, steps = quantised(key)
         for row, token in enumerate(tokens):
-            self.codes[row, :, token], self.steps[row, :, token] = (
-                codes[row, :, 0],
-                steps[row, :, 0],
-            )
+            self.codes[row, :, token] = codes[row, :, 0]
+            self.steps[row, :, token] = steps[row, :, 0]
 
     def top_p(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
@@ -87,24 +85,18 @@ class FourBitKeys:
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on any device."""
-        batch, query_heads, _, head_dim = query.shape
-        kv_heads, per = self.codes.shape[1], query_heads // index.shape[1]
-        lists = index.repeat_interleave(per, dim=1).view(batch, kv_heads, -1)  # [B, Hkv, G * M]
-        at = lists.clamp(min=0)[..., None]
-        codes, steps = (
-            part.gather(2, at.expand(-1, -1, -1, part.shape[3]))
-            for part in (self.codes, self.steps)
-        )
-        keys = restored(codes, steps).view(batch, query_heads, -1, head_dim)
+        lists = index.repeat_interleave(query.shape[1] // index.shape[1], dim=1)  # [B, Hq, M]
+        at = lists.clamp(min=0).unflatten(1, (self.codes.shape[1], -1)).flatten(2)[..., None]
+        codes = self.codes.gather(2, at.expand(-1, -1, -1, self.codes.shape[3]))
+        steps = self.steps.gather(2, at.expand(-1, -1, -1, self.steps.shape[3]))
+        keys = restored(codes, steps).view(*lists.shape, -1)
         logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
-        lists = lists.view(batch, query_heads, -1)
         weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
         ranked_ids = lists.gather(2, order)
-        enough = torch.tensor(
-            [math.inf if share == 1 else share for share in p], device=ranked_ids.device
-        )
-        ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough[:, None, None], -1)
+        shares = [math.inf if share == 1 else share for share in p]
+        enough = torch.tensor(shares, device=ranked_ids.device)[:, None, None]
+        ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough, -1)
         self.counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
         return ids
 
@@ -112,18 +104,14 @@ class FourBitKeys:
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on a CPU."""
-        batch, query_heads, _, head_dim = query.shape
-        ids = torch.empty(batch, query_heads, index.shape[2], dtype=torch.int64)
-        scaled = (query.float() * scaling).view(batch, query_heads, head_dim).numpy()
-        arrays = (
-            scaled,
-            self.codes.numpy(),
-            self.steps.numpy(),
-            index.contiguous().numpy(),
-            np.array(p, float),
-        )
-        threads = min(torch.get_num_threads(), max(1, ids.numel() * head_dim // WORTH_A_THREAD))
-        return ids[..., : kernels.top_p(threads, *arrays, ids.numpy(), self.counted.numpy())]
+        scaled = (query[:, :, 0].float() * scaling).contiguous()
+        ids = torch.empty(*scaled.shape[:2], index.shape[2], dtype=torch.int64)
+        coded = self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy()
+        written = ids.numpy(), self.counted.numpy()
+        threads = max(1, ids.numel() * scaled.shape[2] // WORTH_A_THREAD)
+        threads = min(torch.get_num_threads(), threads)
+        most = kernels.top_p(threads, scaled.numpy(), *coded, np.array(p, float), *written)
+        return ids[..., :most]
 
     def counts(
         self,

@@ -8,7 +8,7 @@ attended.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -38,6 +38,7 @@ class ProposingQuest(Quest):
 SELECTORS = {"quest": ProposingQuest, "topk": TopK}
 
 
+@dataclass(eq=False)
 class Twilight(Method):
     """Attend, of each query head, the fewest of the selector's tokens that hold a share p of their
     estimated attention.
@@ -65,26 +66,24 @@ class Twilight(Method):
         p is outside of (0, 1].
     """
 
-    def __init__(
-        self,
-        selector: Literal["quest", "topk"] = "quest",
-        p: float = 0.85,
-        calibrated: bool = False,
-    ) -> None:
-        if not 0 < p <= 1:
+    selector: Literal["quest", "topk"] = "quest"
+    p: float = 0.85
+    calibrated: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
             raise ValueError(
-                f"p={p}: a share of the attention; expected a number above 0, at most 1"
+                f"p={self.p}: a share of the attention; expected a number above 0, at most 1"
             )
-        self.selector, self.p, self.calibrated = SELECTORS[selector](), p, calibrated
-        self.needs = Needs(query_window=WINDOW if calibrated else 0)
+        self.proposer: Method = SELECTORS[self.selector]()
+        self.needs = Needs(query_window=WINDOW if self.calibrated else 0)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """The selector begins, and no key is coded yet."""
         super().begin(shape, budget, view, context)
         self.calibrates = self.calibrated and not budget.unified
-        self.selector.begin(
-            shape, _times(budget, PROPOSED) if self.calibrates else budget, view, context
-        )
+        proposed = _times(budget, PROPOSED) if self.calibrates else budget
+        self.proposer.begin(shape, proposed, view, context)
         if shape.device.type == "cpu":
             compile_kernels()
         self.coded: dict[int, FourBitKeys] = {}
@@ -94,23 +93,19 @@ class Twilight(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """The selector's index, and every key in four bits."""
-        self.selector.prefill(layer, prompt)
+        self.proposer.prefill(layer, prompt)
         self.coded[layer] = coded = FourBitKeys(prompt.keys, self.context.new_tokens)
-        if self.calibrates:
-            shares = (
-                torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device) / SHARES
-            )
-            for row, (length, capacity) in enumerate(
-                zip(prompt.lengths, self.capacities, strict=True)
-            ):
-                queries = prompt.queries[row, :, -length:]
-                self.sums[row] += coded.counts(
-                    row, queries, length, PROPOSED * capacity, self.shape.scaling, shares
-                ).cpu()
+        if not self.calibrates:
+            return
+        thousandths = torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device)
+        for row, (length, capacity) in enumerate(zip(prompt.lengths, self.capacities, strict=True)):
+            queries, most = prompt.queries[row, :, -length:], PROPOSED * capacity
+            scaling, shares = self.shape.scaling, thousandths / SHARES
+            self.sums[row] += coded.counts(row, queries, length, most, scaling, shares).cpu()
 
     def end_prefill(self) -> None:
         """Where p follows from the budget, find it."""
-        self.selector.end_prefill()
+        self.proposer.end_prefill()
         if self.calibrates:
             means = self.sums / len(self.shape.sparse_layers)
             within = (means <= torch.tensor(self.capacities)[:, None]).sum(dim=1)
@@ -118,12 +113,12 @@ class Twilight(Method):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key, in the selector's index and in four bits."""
-        self.selector.append(layer, key, value)
+        self.proposer.append(layer, key, value)
         self.coded[layer].write([length - 1 for length in self.view.lengths(layer)], key)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What the selector proposes, pruned."""
-        proposed = self.selector.select(layer, query)
+        proposed = self.proposer.select(layer, query)
         assert proposed is not None, "a selector of Twilight names its tokens"
         return Selection(
             self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares)
@@ -131,21 +126,20 @@ class Twilight(Method):
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """The selector's."""
-        return self.selector.rule(layer, length, generated)
+        return self.proposer.rule(layer, length, generated)
 
     def report(self) -> dict[str, float]:
         """Share of the proposed tokens that was attended, the mean over query heads, layers and
         steps; and p.
         """
-        proposed, attended = map(
-            sum, zip(*(coded.counted.tolist() for coded in self.coded.values()), strict=True)
-        )
+        counts = [coded.counted.tolist() for coded in self.coded.values()]
+        proposed, attended = map(sum, zip(*counts, strict=True))
         return {"kept_share": attended / max(proposed, 1), "p": sum(self.shares) / len(self.shares)}
 
 
 def _times(budget: Budget, factor: int) -> Budget:
     """So many times the budget; a share at most 1."""
     size = budget.size
-    return replace(
-        budget, size=min(1.0, factor * size) if isinstance(size, float) else size and factor * size
-    )
+    if size is not None:
+        size = min(1.0, factor * size) if isinstance(size, float) else factor * size
+    return replace(budget, size=size)

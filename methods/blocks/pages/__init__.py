@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from methods.blocks.kernels import is_readable, stored
 from methods.blocks.pages import kernels
@@ -40,9 +41,21 @@ def bounds(
     # a shorter page repeats its last token
     tokens = torch.minimum(pages[:-1, None] + offset, pages[1:, None] - 1)
     paged = [head[tokens] for head in keys]
-    return torch.stack([page.amin(dim=1) for page in paged]), torch.stack(
-        [page.amax(dim=1) for page in paged]
-    )
+    low = torch.stack([pages.amin(dim=1) for pages in paged])
+    high = torch.stack([pages.amax(dim=1) for pages in paged])
+    return low, high
+
+
+def stacked_pages(sides: Sequence[torch.Tensor], empty: float) -> torch.Tensor:
+    """One side of the bounds of each row, [H, P, D], as one tensor [B, H, most P, D].
+
+    Parameters
+    ----------
+    empty
+        the bound of a page without a key: inf of the lower side, -inf of the upper.
+    """
+    most = max(side.shape[1] for side in sides)
+    return torch.stack([pad(side, (0, 0, 0, most - side.shape[1]), value=empty) for side in sides])
 
 
 def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -60,8 +73,7 @@ def upper_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
     torch.Tensor
         [B, Hkv, G, P], unscaled.
     """
-    batch, kv_heads, _, head_dim = low.shape
-    rows = query.view(batch, kv_heads, -1, head_dim)
+    rows = _grouped(query, low)
     # max(q l, q h) is q h where q > 0 and q l elsewhere: two products instead of a [G, P, D] tensor
     return rows.clamp(min=0) @ high.transpose(2, 3) + rows.clamp(max=0) @ low.transpose(2, 3)
 
@@ -80,12 +92,16 @@ def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
     """
     if not is_readable(query):
         return upper_bound(query, low, high).float().mean(dim=(1, 2))
-    batch, kv_heads, pages, head_dim = low.shape
-    scores = np.empty((batch * kv_heads, pages), np.float32)
-    arrays = stored(query.view(batch, kv_heads, -1, head_dim)), stored(low), stored(high)
+    scores = torch.empty(low.shape[:3])
+    arrays = stored(_grouped(query, low)), stored(low), stored(high)
     threads = min(torch.get_num_threads(), max(1, 2 * low.numel() // WORTH_A_THREAD))
-    kernels.mean_bounds(threads, *arrays, scores)
-    return torch.from_numpy(scores).view(batch, kv_heads, pages).mean(dim=1)
+    kernels.mean_bounds(threads, *arrays, scores.flatten(0, 1).numpy())
+    return scores.mean(dim=1)
+
+
+def _grouped(query: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Queries [B, Hq, 1, D] by the KV heads of bounds, [B, Hkv, G, D]."""
+    return query.view(*low.shape[:2], -1, low.shape[3])
 
 
 def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequence[int]) -> None:
@@ -144,24 +160,15 @@ def best_tokens(
     torch.Tensor
         [B, Hq or, with `mean` or `join`, Hkv, n] int64, best page first, trailing -1.
     """
-    batch, kv_heads, _, head_dim = low.shape
-    group = query.shape[1] // kv_heads
-    ids = np.empty(
-        (batch * kv_heads, 1 if mean or join else group, int(rows[:, 2].max())), np.int64
-    )
-    arrays = (
-        stored(query.view(batch, kv_heads, group, head_dim)),
-        stored(low),
-        stored(high),
-        starts,
-        rows,
-    )
-    work = 2 * batch * group * kv_heads * starts.shape[1] * head_dim
-    threads, longest = (
-        min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD)),
-        np.empty(len(ids), np.int64),
-    )
-    kernels.best_tokens(threads, *arrays, mean, join, ids, longest)
+    batch, kv_heads = low.shape[:2]
+    grouped = _grouped(query, low)
+    lists = 1 if mean or join else grouped.shape[2]
+    ids = np.empty((batch * kv_heads, lists, int(rows[:, 2].max())), np.int64)
+    longest = np.empty(len(ids), np.int64)
+    work = 2 * grouped.numel() * starts.shape[1]
+    threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
+    arrays = stored(grouped), stored(low), stored(high)
+    kernels.best_tokens(threads, *arrays, starts, rows, mean, join, ids, longest)
     return torch.from_numpy(ids).view(batch, -1, ids.shape[2])[:, :, : int(longest.max())]
 
 
