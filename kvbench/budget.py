@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvbench.config import ConfigError, show
+from kvbench.config import ConfigError, MethodConfig, show
 
 Accounting = Literal["paper", "unified"]
 
@@ -45,7 +45,7 @@ class Budget:
     def of(
         cls,
         requested: Any,
-        method: Mapping[str, Any],
+        method: MethodConfig,
         accounting: Accounting = "paper",
         generated: Literal["free", "counted"] = "free",
     ) -> Budget:
@@ -56,9 +56,8 @@ class Budget:
         requested
             tokens (int), a fraction of the prompt (float), or None: the preset.
         method
-            its facts, as in its YAML: `name`; `minimum`, the smallest budget in tokens for each
-            accounting, None for any, and no less than for "unified" where generated tokens count;
-            `preset`, its own size, None where it has several. What is absent is unknown.
+            its minimum counts, no less than that for "unified" where generated tokens count; and
+            its preset.
         accounting, generated
             see the attributes.
 
@@ -80,17 +79,17 @@ class Budget:
             and requested < 1
         ):
             raise ConfigError(f"budget={requested}: out of range; expected {right}")
-        name, minimum = str(method.get("name", "the method")), method.get("minimum")
+        name = method.name or "the method"
+        minimum = method.minimum
         if minimum is not None and accounting not in minimum:
             raise ConfigError(
                 f"protocol.accounting={accounting}: {name} has no rule for it; expected"
                 f" {' | '.join(minimum)}"
             )
         if requested is None:
-            _check_preset(name, method.get("preset"))
-        budget = cls(size_of(requested, method), accounting, generated, method=name).of_method(
-            minimum or {}
-        )
+            _check_preset(name, method.preset)
+        size = method.preset if requested is None else requested
+        budget = cls(size, accounting, generated, method=name).of_method(minimum or {})
         if isinstance(budget.size, int) and budget.size < budget.minimum:
             preset = f"null: the preset, {budget.size} tokens, is"
             raise ConfigError(
@@ -167,21 +166,3 @@ def _check_preset(name: str, preset: Any) -> None:
     if preset is not None and not fits:
         right = "tokens (256), a fraction of the prompt in (0, 1], or null"
         raise ConfigError(f"method.preset={show(preset)}: of {name}; expected {right}")
-
-
-def size_of(requested: int | float | None, method: Mapping[str, Any]) -> int | float | None:
-    """The size of a budget: what was asked for, or the preset of the method, whose facts are as in
-    its YAML.
-    """
-    preset: int | float | None = method.get("preset")
-    return preset if requested is None else requested
-
-
-def has_budget(method: Mapping[str, Any]) -> bool:
-    """Whether a budget sets anything in a method, whose facts are as in its YAML.
-
-    One whose `minimum` is null under every accounting, such as full attention, is the same whatever
-    it is given.
-    """
-    minimum = method.get("minimum") or {}
-    return not minimum or any(least is not None for least in minimum.values())

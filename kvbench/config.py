@@ -17,9 +17,20 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from omegaconf import DictConfig, OmegaConf
 from platformdirs import user_cache_dir
@@ -68,12 +79,141 @@ class ConfigError(ValueError):
     """Bad input. The message is one line: the key, its value, and what would be right."""
 
 
-class MethodConfig(NamedTuple):
-    """A method's YAML: what to call, with which options, and what the harness reads of it."""
+class Whole(NamedTuple):
+    """Of a field's type: whole numbers from the lowest on, up to the most."""
 
-    target: str
-    options: dict[str, Any]
-    harness: dict[str, Any]
+    lowest: int
+    most: int | None = None
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Refuse a dataclass with a value that its field's type leaves out.
+
+    Parameters
+    ----------
+    config
+        its fields that are `bool`, `Literal` or `Annotated` with `Whole` are checked.
+    prefix
+        stands before a field's name in messages, "sweep.".
+
+    Raises
+    ------
+    ConfigError
+        names the key, the value and what would be right.
+    """
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        shown = f"{prefix}{name}={show(value)}"
+        if kind is bool and type(value) is not bool:
+            raise ConfigError(f"{shown}: expected true | false")
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise ConfigError(f"{shown}: expected {' | '.join(map(show, get_args(kind)))}")
+        if get_origin(kind) is Annotated:
+            number, (lowest, most) = get_args(kind)
+            null = type(None) in get_args(number)
+            if not (value is None and null) and (type(value) is not int or value < lowest):
+                expected = f"a whole number, {lowest} or more" + ", or null" * null
+                raise ConfigError(f"{shown}: expected {expected}")
+            if most is not None and value is not None and value > most:
+                raise ConfigError(f"{shown}: expected at most {most}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a file of the configuration folder says: what to call, and with which options.
+
+    Attributes
+    ----------
+    name
+        what results call it; "" where it has none.
+    target
+        dotted name of a class or function.
+    options
+        what that is called with.
+    version
+        raised when its numbers change; None of a user's own code.
+    valid
+        rules for options, as `check_valid` reads them.
+    """
+
+    name: str = ""
+    target: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    version: int | None = None
+    valid: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any] | DictConfig) -> Self:
+        """A choice by its keys, of which those are options that the harness does not read."""
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        keys = {str(key): value for key, value in cast(Mapping[str, Any], plain).items()}
+        facts = {key.name: keys[key.name] for key in fields(cls) if key.name in keys}
+        options = {key: value for key, value in keys.items() if key not in HARNESS_KEYS}
+        return cls(**facts | {"target": keys.get("_target_", ""), "options": options})
+
+    def build(self) -> Any:
+        """Import the target and call it with the options, or with its `options_type` made of them.
+
+        Raises
+        ------
+        ConfigError
+            the target is not there, takes no such options, or refuses their values.
+        """
+        factory = locate(self.target)
+        taker = getattr(factory, "options_type", None) or factory
+        accepted = inspect.signature(taker)
+        later = INHERITED & self.options.keys() - accepted.parameters.keys()
+        arguments = {key: value for key, value in self.options.items() if key not in later}
+        try:
+            accepted.bind(**arguments)
+        except TypeError as error:
+            names = ", ".join(arguments) or "nothing"
+            raise ConfigError(f"_target_={self.target}: {error}; given: {names}") from error
+        try:
+            instance = factory(**arguments) if taker is factory else factory(taker(**arguments))
+        except ValueError as error:
+            raise ConfigError(f"{self.name or self.target}: {first_line(error)}") from error
+        for key in later:
+            value = self.options[key]
+            if not hasattr(instance, key):
+                raise ConfigError(f"{key}={show(value)}: _target_={self.target} has no such option")
+            setattr(instance, key, value)
+        return instance
+
+
+@dataclass(frozen=True)
+class MethodConfig(Choice):
+    """A method with its options, and what its file says of it.
+
+    Attributes
+    ----------
+    minimum
+        the smallest budget in tokens for each accounting, None for any; no mapping: not known.
+    preset
+        its own budget, None where it has several or none.
+    published_dense_layers
+        layers that attended everything in its paper.
+    """
+
+    minimum: Mapping[str, int | None] | None = None
+    preset: int | float | None = None
+    published_dense_layers: Sequence[int] | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a budget sets anything.
+
+        A method whose minimum is null under every accounting, such as full attention, is the same
+        under any budget.
+        """
+        return not self.minimum or any(least is not None for least in self.minimum.values())
+
+    def build(self) -> Any:
+        """The method, which refuses a budget below its minimum; see `Choice.build`."""
+        method = super().build()
+        if self.minimum:
+            method.minimum = self.minimum
+        return method
 
 
 def register_resolvers() -> None:
@@ -321,8 +461,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
     Returns
     -------
     MethodConfig
-        The target to call, all its options, and the keys the harness reads (minimum, preset, ...),
-        resolved.
+        All of it, resolved.
 
     Raises
     ------
@@ -340,7 +479,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
     check_types("method", options, node)
     check_rules("method", node)
     check_valid("method", options, node.get("valid") or {})
-    return _split(OmegaConf.create({**node, **options}))
+    return MethodConfig.of(OmegaConf.create({**node, **options}))
 
 
 def check_types(group: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -558,60 +697,6 @@ def searched(group: str) -> str:
     return (
         f"; looked in {conf_dir() / group} and"
         f" {there}{'' if there.is_dir() else ', which is not there'}"
-    )
-
-
-def build(config: Mapping[str, Any] | DictConfig | MethodConfig) -> Any:
-    """Import a method's or a task's target and call it with its options, or with its `options_type`
-    made of them.
-
-    Parameters
-    ----------
-    config
-        `method_config`'s answer; or that part of a composed config, whose harness keys are left
-        out.
-
-    Raises
-    ------
-    ConfigError
-        the target is not there, takes no such options, or refuses their values.
-    """
-    if not isinstance(config, MethodConfig):
-        config = _split(config)
-    target, options, harness = config
-    factory = locate(target)
-    taker = getattr(factory, "options_type", None) or factory
-    signature = inspect.signature(taker)
-    later = {key: options[key] for key in INHERITED & options.keys() - signature.parameters.keys()}
-    taken = {key: value for key, value in options.items() if key not in later}
-    try:
-        signature.bind(**taken)
-    except TypeError as error:
-        raise ConfigError(
-            f"_target_={target}: {error}; given: {', '.join(taken) or 'nothing'}"
-        ) from error
-    try:
-        instance = factory(**taken) if taker is factory else factory(taker(**taken))
-    except ValueError as error:
-        raise ConfigError(f"{harness.get('name', target)}: {first_line(error)}") from error
-    for key, value in later.items():
-        if not hasattr(instance, key):
-            raise ConfigError(f"{key}={show(value)}: _target_={target} has no such option")
-        setattr(instance, key, value)
-    if harness.get("minimum"):
-        instance.minimum = harness["minimum"]
-    return instance
-
-
-def _split(node: Mapping[str, Any] | DictConfig) -> MethodConfig:
-    plain = (
-        OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
-    )
-    assert isinstance(plain, dict)
-    keys = {str(key): value for key, value in plain.items()}
-    options = {key: value for key, value in keys.items() if key not in HARNESS_KEYS}
-    return MethodConfig(
-        keys["_target_"], options, {key: keys[key] for key in keys if key in HARNESS_KEYS}
     )
 
 

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from bench import command_line
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.model import engine_for
@@ -117,8 +116,7 @@ def capture(
     ConfigError
         the overrides are wrong, or the model has no such layer, the task no such sample.
     """
-    config = OmegaConf.to_container(composed("method=full", *overrides), resolve=True)
-    arm = prepare(cast(dict[str, Any], config))
+    arm = prepare(composed("method=full", *overrides))
     count = arm.loaded.card.layers
     wrong = [layer for layer in layers or () if not 0 <= layer < count]
     if wrong:

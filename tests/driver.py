@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from kvbench.attention import executor as attention
 from kvbench.backends.hf.generate import Generation, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for
 from kvbench.budget import Budget
-from kvbench.config import ASSETS, build, method_config
+from kvbench.config import ASSETS, MethodConfig, method_config
 from kvbench.engine.audit import extra_entries
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Template
@@ -42,13 +42,12 @@ class Case:
     file: Path | None = None
 
     @functools.cached_property
-    def config(self) -> Any:
-        return method_config(self.name, **self.options) if self.file is None else OmegaConf.load(self.file)
-
-    @property
-    def facts(self) -> Any:
-        """What the harness reads of the file, such as the least budget."""
-        return self.config.harness if self.file is None else self.config
+    def config(self) -> MethodConfig:
+        return (
+            method_config(self.name, **self.options)
+            if self.file is None
+            else MethodConfig.of(cast(DictConfig, OmegaConf.load(self.file)))
+        )
 
     def build(self) -> Method:
         """The method, with any budget: also below the least of its YAML, as prompts of tests are short."""
@@ -58,7 +57,7 @@ class Case:
 
     def as_configured(self) -> Method:
         """The method, which refuses less than the least of its YAML."""
-        method: Method = build(self.config)
+        method: Method = self.config.build()
         return method
 
 

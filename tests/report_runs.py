@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.budget import Budget, has_budget, size_of
+from kvbench.budget import Budget
 from kvbench.cli.report import main as report
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
@@ -125,7 +125,7 @@ def stored(
     known = {"model_revision": "folder-1", "protocol": "p", "data": "d", "device": "cpu", "dtype": "float32"}
     known |= {"dense_layers": []}
     lines = list(samples) if samples and not isinstance(samples, Mapping) and isinstance(samples[0], dict) else None
-    size = Budget(size_of(budget, own["method"]), minimum=16) if has_budget(own["method"]) else Budget(None)
+    size = Budget(None) if method == "full" else Budget(256 if budget is None else budget, minimum=16)
     written = {**own, **more, "task": {**own["task"], **(paths or {})}}
     with RunFolder.open(
         results, task, model, f"{method}-{budget}", {"config": own, **known, **identity}, written

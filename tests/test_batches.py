@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from driver import slow
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
@@ -105,16 +105,13 @@ def test_an_arm_keeps_no_keys_and_values_of_its_last_sample(configured: Any) -> 
         gc.collect()
         return sum(isinstance(thing, LayerStore) for thing in gc.get_objects())
 
-    arm, before = prepare(OmegaConf.to_container(configured("quest", 1), resolve=True)), stores()
+    arm, before = prepare(configured("quest", 1)), stores()
     (record,) = measure(arm, [prompt_of(arm, next(samples(arm, 1)))])
     assert not record["error"] and record["audit"]["device_kv_bytes"] and stores() == before
 
 
 def test_memory_is_estimated_for_the_whole_batch(configured: Any) -> None:
-    alone, together = (
-        largest_prompts(OmegaConf.to_container(configured("full", batch), resolve=True))  # type: ignore[arg-type]
-        for batch in (1, 4)
-    )
+    alone, together = (largest_prompts(configured("full", batch)) for batch in (1, 4))
     assert (alone.rows, together.rows) == (1, 4) and alone.tokens == together.tokens > 400
 
 

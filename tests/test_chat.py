@@ -191,7 +191,7 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
 @each_method_in_turn
 def test_a_turn_leaves_a_method_as_its_tokens_one_by_one_do(case: Case, accounting: str) -> None:
     """Keys and queries are the stream's, whatever was attended: so the next steps must select the same."""
-    fixed, budget = stream(70, 51, steps=12), max(49, case.facts["minimum"][accounting] or 0)
+    fixed, budget = stream(70, 51, steps=12), max(49, (case.config.minimum or {})[accounting] or 0)
     steps = drive(fixed, case.build(), budget, left=True, accounting=accounting)
     turn = begun(fixed, case, budget, accounting)
     turn.engine.start_turn(new_ids(fixed, 1, 8))

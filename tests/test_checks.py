@@ -22,7 +22,7 @@ from kvbench.backends.vllm import plan
 from kvbench.budget import Budget
 from kvbench.cli import checks
 from kvbench.cli.checks import check
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, MethodConfig
 from kvbench.models import hub
 
 
@@ -114,7 +114,7 @@ def test_a_choice_is_named_as_itself_composed_as_it_is_read_and_passes_with_the_
             check(job)
         return
     check(job)
-    minimum = config.method_config(name).harness["minimum"] if group == "method" else {}
+    minimum = config.method_config(name).minimum if group == "method" else {}
     for accounting, least in minimum.items():
         for job.protocol.accounting, job.budget in ((accounting, None), (accounting, least or 1)):
             check(job)
@@ -177,11 +177,11 @@ def test_a_preset_below_the_minimum_of_its_options_is_refused(refusal):
 
 def test_an_accounting_without_a_rule_is_refused():
     with pytest.raises(ConfigError, match=r"protocol.accounting=unified: racc .*expected paper"):
-        Budget.of(256, {"name": "racc", "minimum": {"paper": 40}}, "unified")
+        Budget.of(256, MethodConfig("racc", minimum={"paper": 40}), "unified")
 
 
 def test_where_generated_tokens_count_the_least_budget_is_that_of_everything_inside():
-    facts = {"name": "knorm", "minimum": {"paper": 1, "unified": 4}}
+    facts = MethodConfig("knorm", minimum={"paper": 1, "unified": 4})
     assert Budget.of(3, facts, "paper").minimum == 1 and Budget.of(4, facts, "paper", "counted").minimum == 4
     with pytest.raises(ConfigError, match=r"^budget=3: below .* 4 tokens .*protocol.generated=counted"):
         Budget.of(3, facts, "paper", "counted")
@@ -195,7 +195,7 @@ def test_a_budget_passes_exactly_where_the_rules_allow_it(budget, least):
     whole = type(budget) is int and budget >= max(1, least or 1)
     fraction = type(budget) is float and not math.isnan(budget) and 0 < budget <= 1
     try:
-        Budget.of(budget, {"minimum": {"paper": least}}, "paper")
+        Budget.of(budget, MethodConfig(minimum={"paper": least}), "paper")
         passed = True
     except ConfigError:
         passed = False

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kvbench import config
-from kvbench.config import ConfigError
+from kvbench.config import Choice, ConfigError, MethodConfig
 from kvbench.models.card import ModelCard
 
 
@@ -67,10 +67,10 @@ def test_one_typo_in_a_name_still_finds_it():
 
 
 def test_a_method_is_read_without_hydra():
-    target, options, harness = config.method_config("quest", page_size=32)
-    assert target == "methods.quest.Quest"
-    assert options == {"page_size": 32, "selection": "query_head"}
-    assert harness["minimum"] == {"paper": 96, "unified": 96}
+    quest = config.method_config("quest", page_size=32)
+    assert quest.target == "methods.quest.Quest"
+    assert quest.options == {"page_size": 32, "selection": "query_head"}
+    assert quest.minimum == {"paper": 96, "unified": 96}
 
 
 def beyond(rule):
@@ -156,9 +156,9 @@ HERE = f"{__name__}.Example"
 
 def test_build_calls_the_target_with_all_but_the_harness_keys():
     node = {"_target_": HERE, "name": "example", "about": "", "minimum": {"paper": 1}, "size": 3}
-    assert config.build(node).size == 3
-    assert config.build(OmegaConf.create({**node, "size": "${minimum.paper}"})).size == 1
-    assert config.build(config.MethodConfig(HERE, {"size": 2}, {})).size == 2
+    assert Choice.of(node).build().size == 3
+    assert Choice.of(OmegaConf.create({**node, "size": "${minimum.paper}"})).build().size == 1
+    assert MethodConfig(target=HERE, options={"size": 2}).build().size == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_build_calls_the_target_with_all_but_the_harness_keys():
 )
 def test_a_target_that_cannot_be_built_says_why(node, line):
     with pytest.raises(ConfigError, match=line):
-        config.build(node)
+        Choice.of(node).build()
 
 
 def test_a_choice_follows_the_files_that_it_differs_from(tmp_path, monkeypatch):

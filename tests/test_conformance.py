@@ -36,7 +36,7 @@ from driver import (
 from kvbench.attention import executor as attention
 from kvbench.backends.hf.generate import Stops
 from kvbench.backends.hf.loading import Loaded
-from kvbench.budget import Budget, has_budget
+from kvbench.budget import Budget
 from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
 from kvbench.memory.view import StoreView
@@ -114,7 +114,7 @@ def test_a_prompt_shorter_than_the_least_budget_may_be_asked_for_whole(
     tiny: Loaded, case: Case, accounting: str
 ) -> None:
     """Of itself, as a fraction: the budget is then the least that the method can keep to, and tokens come until it."""
-    budget = Budget.of(1.0, case.facts, accounting)
+    budget = Budget.of(1.0, case.config, accounting)
     generation, engine = run_loop(tiny, [PROMPT[:length] for length in (1, 7, 20, 40)], case.build(), budget, steps=45)
     assert len(generation.step_ms) == 45 and engine.audit.broken() is None
 
@@ -136,14 +136,14 @@ def test_odd_groups_and_budgets_keep_to_the_rule(case: Case, accounting: str) ->
     kept = 0
     for (kv_heads, group), budget in itertools.product([(2, 3), (1, 5), (1, 7)], [1, 2, 3, 17, 49, 70, 71, 72]):
         try:
-            Budget.of(budget, case.facts, accounting)
+            Budget.of(budget, case.config, accounting)
         except ConfigError as error:
             assert "below the minimum" in str(error)
             continue
         fixed = stream(71, 40, 17, steps=2, kv_heads=kv_heads, query_heads=kv_heads * group, seed=budget)
         driven = drive(fixed, case.build(), budget, accounting=accounting)
         assert driven.engine.audit.broken() is None, f"{budget=} {group=}"
-        if accounting == "unified" and has_budget(case.facts):
+        if accounting == "unified" and case.config.has_budget:
             assert all(limit <= budget for limit in limits(driven)), f"{budget=} {group=}"
         kept += 1
     assert kept >= 3
@@ -152,7 +152,7 @@ def test_odd_groups_and_budgets_keep_to_the_rule(case: Case, accounting: str) ->
 @each_method_in_turn
 def test_an_engine_refuses_less_than_the_least(case: Case, accounting: str) -> None:
     """Whoever makes it: compiled code relies on the room that the least budget leaves."""
-    least = (case.facts.get("minimum") or {}).get(accounting) or 1
+    least = (case.config.minimum or {}).get(accounting) or 1
     if least > 1:
         with pytest.raises(ConfigError, match=f"budget={least - 1}: below the minimum of .*, {least} tokens"):
             drive(stream(60, steps=1), case.as_configured(), least - 1, accounting=accounting, any_budget=False)

@@ -11,7 +11,6 @@ import torch
 from driver import CLOSE, Driven, Stream, drive, head_scores, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
@@ -121,7 +120,7 @@ def test_a_table_is_read_and_is_part_of_what_a_run_is(tmp_path: Path) -> None:
     best = method.rank(scores)
     assert best == [(1, 0), (3, 1), (0, 1), (2, 0), (2, 1), (0, 0), (1, 1), (3, 0)]
     words = ["method=duo", f"method.heads={table}", "model=dummy-tiny", "task=passkey", "task.lengths=[256]"]
-    arm = prepare(OmegaConf.to_container(composed(*words, f"results_dir={tmp_path}"), resolve=True))
+    arm = prepare(composed(*words, f"results_dir={tmp_path}"))
     assert identity(arm)["config"]["method"]["heads"] == heads.read(table).digest
     table.write_text("0.2\t0.5\n1\n")
     with pytest.raises(ConfigError, match=r"heads.tsv: no head scores: .* not a number for each layer.*\(.tsv\)"):

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.method import Method, Prompt
 
 bind_methods()
@@ -476,7 +476,7 @@ def test_memory_does_not_grow_with_the_answer(name: str, options: dict[str, Any]
 )
 def test_bad_options_are_refused_in_one_line(name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        build(method_config(name, **options))
+        method_config(name, **options).build()
     assert "\n" not in str(error.value)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from kvbench.backends.hf.loading import byte_tokenizer
@@ -42,7 +41,7 @@ def test_what_attends_everything_is_full_attention(tmp_path: Path, words: list[s
 
 
 def test_samples_of_given_tokens_have_a_share_in_the_work_by_their_length(tmp_path: Path) -> None:
-    config: Any = OmegaConf.to_container(configured(tmp_path, "task.lengths=[100,200]"), resolve=True)
+    config: Any = configured(tmp_path, "task.lengths=[100,200]")
     work = work_of(prepare(config), None, ())
     shares = {sample.id: work.share(sample) for sample in work.samples}
     assert sum(shares.values()) == pytest.approx(1)
@@ -69,8 +68,7 @@ def test_the_reference_is_the_model_read_in_one_piece(tmp_path: Path) -> None:
 
     config = configured(tmp_path, "method=snapkv", "budget=64", "task.samples=1")
     run(config)
-    model: Any = OmegaConf.to_container(config.model)
-    loaded = load(model, "cpu", "float32")
+    loaded = load(config.model, "cpu", "float32")
     (sample,) = Fidelity([200], steps=12, samples=1).samples(loaded.tokenizer, 0)
     assert sample.forced is not None
     prompt, given = list(sample.forced.prompt), list(sample.forced.tokens)

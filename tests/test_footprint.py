@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kvbench.runs.run
 from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
-from kvbench.config import ConfigError, build, choices, method_config, shipped
+from kvbench.config import ConfigError, choices, method_config, shipped
 from kvbench.models.card import ModelCard
 from kvbench.models.footprint import GIB, Footprint, Prompts, free_memory
 from kvbench.runs.run import run
@@ -46,7 +46,7 @@ def test_the_weights_of_a_shape_are_those_that_are_published(name: str) -> None:
 
 def test_weights_and_cache_are_what_a_model_holds_and_never_more(loaded: Loaded) -> None:
     prompt, steps = numbers(200), 24
-    generation, _ = run_loop(loaded, [prompt], build(method_config("full")), None, steps=steps)
+    generation, _ = run_loop(loaded, [prompt], method_config("full").build(), None, steps=steps)
     found = Footprint.of(ModelCard.of(loaded.model.config.to_dict()), torch.float32, Prompts(len(prompt) + steps))
     weights = sum(each.numel() * each.element_size() for each in loaded.model.parameters())
     assert found is not None and 0.98 * weights < found.weights <= weights

@@ -17,7 +17,7 @@ from driver import Inline, Stream, drive, stream
 
 import kvbench.engine.engine
 from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.method import Prompt
 
 bind_methods()
@@ -341,7 +341,7 @@ def test_reused_layers_attend_what_their_anchor_found(dense_layers: tuple[int, .
 )
 def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        build(method_config("icecache", **options))
+        method_config("icecache", **options).build()
     assert "\n" not in str(error.value)
 
 

@@ -202,7 +202,7 @@ def test_memory_is_flat_over_a_long_answer(name: str, accounting: str) -> None:
 
 
 def test_budgets_below_the_least_are_refused() -> None:
-    facts = method_config("snapkv_decode", window=8).harness
+    facts = method_config("snapkv_decode", window=8)
     with pytest.raises(ConfigError, match="minimum of snapkv_decode, 9 tokens"):
         Budget.of(8, facts)
     with pytest.raises(ConfigError, match="minimum of snapkv_decode, 16 tokens"):

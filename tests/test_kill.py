@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 from kvbench.measure import lane
 from kvbench.runs import run
 from kvbench.runs.shared import run_shared
+from kvbench.cli.checks import read_config
 from kvbench.config import conf_dir
 
 torch.set_num_threads(1)
@@ -45,11 +46,11 @@ broken, unbroken, kills, torn = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(
 methods, words = sys.argv[5].split(","), sys.argv[6:]
 with initialize_config_dir(str(conf_dir()), version_base="1.3"):
     configs = {
-        folder: [compose("config", [*words, f"method={method}", f"results_dir={folder}"]) for method in methods]
+        folder: [read_config(compose("config", [*words, f"method={method}", f"results_dir={folder}"])) for method in methods]
         for folder in (broken, unbroken)
     }
 for config in configs[broken]:
-    run.prepare(OmegaConf.to_container(config, resolve=True))  # imports the rest
+    run.prepare(config)  # imports the rest
 moments = random.Random(5)
 
 

@@ -20,7 +20,6 @@ from kvbench.config import ConfigError
 from kvbench.measure import lane, room
 from kvbench.method import Method, Needs
 from kvbench.runs import shared
-from kvbench.runs.identity import decodes_jointly
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
@@ -181,7 +180,7 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
 
 
 def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = [prepare(OmegaConf.to_container(config, resolve=True)) for config in configs()]  # type: ignore[arg-type]
+    arms = [prepare(config) for config in configs()]  # type: ignore[arg-type]
     full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)
     assert full < quest == snapkv < icecache < 2 * room.prompt_bytes(arms[0], [1000])
     assert room.row_bytes(arms[1], [1000], 8) > quest, "an index that nobody has seen takes something"
@@ -192,7 +191,7 @@ def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: 
 
 def test_what_a_shared_prefill_keeps_for_methods_is_estimated_before_it_is_made(configs: Any) -> None:
     """Queries of the whole prompt and sums, beside keys and values."""
-    arm = prepare(OmegaConf.to_container(configs()[0], resolve=True))  # type: ignore[arg-type]
+    arm = prepare(configs()[0])
     prompt = [[7] * 200]
     for needs in (Needs(), Needs(query_window=16), Needs(query_window=1 << 30, attention_sums=True)):
         prefilled = prefill_once(arm.loaded.model, prompt, [needs], max_new_tokens=1)
@@ -354,7 +353,7 @@ def test_what_cannot_go_together_goes_alone_and_says_so(
 
 def test_timed_tasks_and_others_who_measure_never_share(configs: Any) -> None:
     def of(*words: str) -> bool:
-        return decodes_jointly(OmegaConf.to_container(configs(*words, arms=ARMS[:1])[0], resolve=True))  # type: ignore[arg-type]
+        return configs(*words, arms=ARMS[:1])[0].decodes_jointly  # type: ignore[arg-type]
 
     assert of() and not of("sweep.shared_decode=false") and not of("sweep.shared_prefill=false")
-    assert not decodes_jointly(OmegaConf.to_container(composed("task=latency"), resolve=True))  # type: ignore[arg-type]
+    assert not composed("task=latency").decodes_jointly  # type: ignore[arg-type]

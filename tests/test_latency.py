@@ -17,9 +17,8 @@ import report_runs
 import torch
 import yaml
 from driver import slow
-from omegaconf import OmegaConf
 from twin import Twin, device
-from words import over
+from words import other, over
 
 from kvbench.backends.hf.loading import Loaded, byte_tokenizer
 from kvbench.backends.hf.model import method_named
@@ -100,13 +99,12 @@ def test_random_weights_take_a_longer_window_and_the_refusal_says_so(model: str)
     words = ["task=latency", f"model={model}", "model.weights=dummy", "task.lengths=[524288]"]
     with pytest.raises(ConfigError, match=r"model.config.max_position_embeddings=N"):
         composed(*words)
-    assert composed(*words, "model.config.max_position_embeddings=600000").task.lengths == [524288]
+    assert composed(*words, "model.config.max_position_embeddings=600000").task.token_lengths == [524288]
 
 
 def test_a_prompt_beyond_a_window_that_only_the_model_tells_is_refused(dummies: Callable[[str], Loaded]) -> None:
-    config = OmegaConf.to_container(composed(*SMALL), resolve=True)
-    config["task"]["lengths"] = [32768]  # type: ignore[index,call-overload]
-    arm = prepare(config, dummies("dummy-tiny"))  # type: ignore[arg-type]
+    config = other(composed(*SMALL), task={"lengths": [32768]})
+    arm = prepare(config, dummies("dummy-tiny"))
     with pytest.raises(ConfigError, match="max_position_embeddings=N"):
         prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))
 
@@ -156,7 +154,7 @@ def test_what_full_attention_must_read_by_hand(tmp_path: Path) -> None:
     """7 steps, the first of which attends 301 tokens: 304 in the mean, whatever is dense."""
     words = [*SMALL, f"results_dir={tmp_path}", "method=full", "budget=null", "task.batch=[1,3]", "dtype=float32"]
     found = run(composed(*words, "protocol.dense_layers=[0]"))
-    model = composed(*words).model.config
+    model = composed(*words).model["config"]
     head_dim = model.get("head_dim") or model.hidden_size // model.num_attention_heads
     entry = model.num_hidden_layers * model.num_key_value_heads * 2 * head_dim * 4
     for record, rows in zip(records(tmp_path), (1, 3), strict=True):
@@ -188,7 +186,7 @@ def test_the_warm_up_counts_for_the_second_token_alone(monkeypatch: pytest.Monke
 
 def test_a_stop_token_ends_nothing(dummies: Callable[[str], Loaded]) -> None:
     """Whatever ends an answer elsewhere, a timed row goes on."""
-    arm = prepare(OmegaConf.to_container(composed(*SMALL, "method=full"), resolve=True), dummies("dummy-tiny"))  # type: ignore[arg-type]
+    arm = prepare(composed(*SMALL, "method=full"), dummies("dummy-tiny"))
     arm.loaded = replace(arm.loaded, stop_ids=tuple(range(len(arm.loaded.tokenizer))))
     (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
     assert len(record["output_ids"]) == 8
@@ -483,9 +481,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twin]:
 def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "busy_seconds", lambda call, device: (call(), 1e-3)[1])
     words = (*SMALL, f"method={name}", "budget=64", "task.keys=synthetic_attention", f"task.prefill={prefill}")
-    config: Any = OmegaConf.to_container(composed(*words, "task.lengths=[600]"), resolve=True)
-    config["device"] = "cuda"
-    arm = prepare({**config, "dtype": "float32"})
+    config = other(composed(*words, "task.lengths=[600]"), device="cuda", dtype="float32")
+    arm = prepare(config)
     (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
     told = record["hardware"]
     assert record["error"] is None and len(record["output_ids"]) == 8

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from kvbench.backends.hf.cache import KVCache
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
-from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.config import ConfigError, bind_methods, method_config
 
 bind_methods()
 
@@ -526,7 +526,7 @@ def test_budget_that_holds_no_chunks_says_the_minimum(
 )
 def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build(method_config("lychee", **options))
+        method_config("lychee", **options).build()
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -27,8 +27,8 @@ from kvbench.config import (
     FACTS,
     HARNESS_KEYS,
     INHERITED,
+    Choice,
     ConfigError,
-    build,
     choices,
     conf_dir,
     locate,
@@ -65,18 +65,18 @@ def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any
     assert node.name == "near_sink" and node.minimum == {"paper": 9, "unified": 4}
     assert {"about", "minimum", "valid", "published_dense_layers"} <= node.keys() & FACTS & HARNESS_KEYS
     sys.path.append(str(tmp_path / "mine"))
-    assert build(node).window == 8 and locate("near_sink.NearSink").__doc__
+    assert Choice.of(node).build().window == 8 and locate("near_sink.NearSink").__doc__
 
 
 @pytest.mark.parametrize("name", choices("method"))
 def test_a_method_s_file_has_the_options_of_its_class_and_their_defaults(name: str) -> None:
     """A preset has all of them, too, with other values."""
-    target, options, _ = method_config(name)
-    method = locate(target)
+    chosen = method_config(name)
+    method, options = locate(chosen.target), dict(chosen.options)
     parameters = inspect.signature(getattr(method, "options_type", None) or method).parameters
     inherited = {key: options.pop(key) for key in INHERITED & options.keys()}
     assert options.keys() == parameters.keys()
-    made = build(method_config(name))
+    made = method_config(name).build()
     assert all(getattr(made, key) == getattr(type(made), key) == value for key, value in inherited.items())
     if "defaults" not in read_choice(conf_dir() / "method" / f"{name}.yaml"):
         defaults = [parameters[key].default for key in options]
@@ -105,9 +105,9 @@ def test_options_of_a_dataclass_are_refused_as_those_of_a_constructor(
             self.options = options
 
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Mine=Mine))  # type: ignore[arg-type]
-    assert build({"name": "mine", "_target_": "mine.Mine", "pages": 3}).options == Options(3)
+    assert Choice.of({"name": "mine", "_target_": "mine.Mine", "pages": 3}).build().options == Options(3)
     with pytest.raises(ConfigError, match=f"^{line}$"):
-        build({"name": "mine", "_target_": "mine.Mine", option: -1})
+        Choice.of({"name": "mine", "_target_": "mine.Mine", option: -1}).build()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvbench.backends.hf.loading import EOS, byte_tokenizer
 from kvbench.backends.hf.replay import template_of
 from kvbench.config import ConfigError
-from kvbench.measure.protocol import render
+from kvbench.measure.render import render
 from kvbench.models import prompts
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import counter

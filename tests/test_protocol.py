@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.measure.protocol import Protocol, render
+from kvbench.backends.protocol import Protocol
+from kvbench.measure.render import render
 from kvbench.tasks import Sample
 
 TEMPLATE = (

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from driver import SMALL, Case, each_method, numbers, scores_of, slow
-from omegaconf import OmegaConf
 from test_shared import records
 from zoo import random_model
 
@@ -19,12 +18,12 @@ import kvbench.measure.arm
 from kvbench.backends.hf.generate import QuestionTokens, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
+from kvbench.backends.protocol import Protocol
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.measure.arm import prompt_of, read
-from kvbench.measure.protocol import Protocol
 from kvbench.method import Method
 from kvbench.runs.run import prepare, work_of
 from kvbench.runs.shared import run_arms, run_shared
@@ -125,7 +124,7 @@ def test_questions_of_one_context_stay_together_where_the_longest_run_first(conf
     """The longest question about one context makes a longer prompt than the shortest about a context that is longer."""
     monkeypatch.setattr(Colours, "stored", True)
     (config,) = configs("task.lengths=[300,305]", arms=["full"])
-    arm = prepare(OmegaConf.to_container(config, resolve=True))
+    arm = prepare(config)
     batches = list(read(arm, work_of(arm, None, ()).samples))
     assert len({len(batch.prompts[0].ids) for batch in batches}) == 2
     assert [batch.again for batch in batches] == [True, True, False] * 2
@@ -199,7 +198,7 @@ def test_a_run_that_goes_on_makes_what_a_whole_one_makes(configs: Any, tmp_path:
 
 def test_rows_of_a_batch_have_questions_of_one_length(configs: Any, tmp_path: Path) -> None:
     (config,) = configs("batch=6", arms=["snapkv"])
-    arm = prepare(OmegaConf.to_container(config, resolve=True))
+    arm = prepare(config)
     found = list(read(arm, arm.task.samples(arm.loaded.tokenizer, 0)))
     assert sorted(len(batch.prompts) for batch in found) == [2, 2, 2]
     assert all(len({len(prompt.question) for prompt in batch.prompts}) == 1 for batch in found)
@@ -240,23 +239,23 @@ def test_what_asks_nothing_apart_is_refused_with_the_tokenizer_there(tmp_path: P
     """And before weights are read."""
     (tmp_path / "test.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "unique_id": "a"}) + "\n")
     words = ("model=dummy-tiny", "task=math500", f"task.data_dir={tmp_path}", "task.max_new_tokens=8")
-    config = OmegaConf.to_container(composed(*words, "protocol.question=after"), resolve=True)
+    config = composed(*words, "protocol.question=after")
     with pytest.raises(ConfigError, match="protocol.question=after: task=math500 .*with"):
-        prepare(config)  # type: ignore[arg-type]
+        prepare(config)
 
 
 @pytest.mark.parametrize("question", ["after", "decode"])
 def test_a_slow_tokenizer_is_named_before_weights_are_read(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", False)
     monkeypatch.setattr("kvbench.backends.hf.loading._loaded", lambda *_: pytest.fail("reads weights"))
-    config = OmegaConf.to_container(composed("model=dummy-tiny", f"protocol.question={question}"), resolve=True)
+    config = composed("model=dummy-tiny", f"protocol.question={question}")
     with pytest.raises(ConfigError, match=f"protocol.question={question}: .*slow.*with"):
-        prepare(config)  # type: ignore[arg-type]
+        prepare(config)
 
 
 def test_a_sample_without_a_question_is_named(tiny: Loaded) -> None:
     config = composed("model=dummy-tiny", "protocol.question=after")
-    arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    arm = prepare(config)
     whole = "A question, and no context."  # but for the tokens of a chat template
     for question in ("", whole):
         with pytest.raises(ConfigError, match="protocol.question=after: strange .*with"):

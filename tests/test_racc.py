@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from driver import CLOSE, Driven, Inline, Stream, drive, each_accounting, same_attended, stream
-from omegaconf import OmegaConf
 
 import kvbench.engine.engine
 from kvbench.backends.hf.cache import KVCache
@@ -23,7 +22,7 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
-from kvbench.config import ConfigError, bind_methods, build, method_config
+from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.engine.engine import Engine
 from kvbench.measure.arm import measure, prompt_of
 from kvbench.runs.run import prepare, samples
@@ -482,7 +481,7 @@ def test_auto_takes_liso_where_the_answer_is_shorter_than_the_prompt() -> None:
 def test_the_answer_s_length_reaches_the_method_in_a_run() -> None:
     """Samples say how many tokens they may generate."""
     words = ["model=dummy-tiny", "method=racc", "method.prompt_window=16", "budget=null", "task.lengths=[300]"]
-    arm = prepare(OmegaConf.to_container(composed(*words, "task.limit=1"), resolve=True))  # type: ignore[arg-type]
+    arm = prepare(composed(*words, "task.limit=1"))
     prompt = prompt_of(arm, next(samples(arm, 1)))
     for tokens, scenario in ((10, "liso"), (400, "silo")):
         sample = replace(prompt.sample, max_new_tokens=tokens)
@@ -567,7 +566,7 @@ def drive_with_minimum(fixed: Stream, method: Any, budget: float, minimum: int) 
 )
 def test_bad_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        build(method_config("racc", **options))
+        method_config("racc", **options).build()
     assert "\n" not in str(error.value)
 
 

@@ -187,8 +187,8 @@ def test_a_key_that_is_no_number_is_named(value: float) -> None:
 
 @pytest.mark.slow
 def test_without_faiss_the_message_names_the_package() -> None:
-    code = "import sys; sys.modules['faiss'] = None\nfrom kvbench.config import build, method_config\n"
-    code += "from kvbench.config import ConfigError\ntry:\n    build(method_config('racc'))\n"
+    code = "import sys; sys.modules['faiss'] = None\nfrom kvbench.config import method_config\n"
+    code += "from kvbench.config import ConfigError\ntry:\n    method_config('racc').build()\n"
     code += "except ConfigError as error:\n    print(error)"
     root = Path(__file__).parent.parent
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout

@@ -12,7 +12,6 @@ import torch
 from driver import CLOSE, Driven, Stream, drive, head_scores, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from kvbench import KVCache
 from kvbench.backends.hf.loading import Loaded, load
@@ -211,7 +210,7 @@ def test_the_shipped_scores_are_of_the_shipped_models(tmp_path: Path, monkeypatc
         assert {(len(part), len(part[0])) for part in (one.query_means, one.query_sizes)} == {heads_of}
         assert len(one.query_means[0][0]) == 2 * len(one.query_sizes[0][0])
     for name in ("tiny", "dummy-tiny"):
-        source = hub.source_of(OmegaConf.to_container(composed("method=full", f"model={name}").model, resolve=True))
+        source = hub.source_of(composed("method=full", f"model={name}").model)
         assert heads.calibration_of(source, "auto", "") == found[name]
 
 
@@ -231,7 +230,7 @@ def test_a_user_s_own_model_is_calibrated_once_and_found(
     assert calibrate.main(["method=razor", "model=dummy-qwen3", "dtype=float32"]) == 0
     file = tmp_path / "heads" / "dummy-qwen3.json"
     assert capsys.readouterr().out.strip() == str(file)
-    arm = prepare(OmegaConf.to_container(composed(*words, "dtype=float32"), resolve=True))
+    arm = prepare(composed(*words, "dtype=float32"))
     assert arm.calibration == heads.read(file)
     assert identity(arm)["config"]["method"]["heads"] == arm.calibration.digest
 
@@ -262,7 +261,7 @@ def test_heads_of_another_model_and_no_heads_are_refused_in_one_line(tmp_path: P
 
 
 def test_kvcache_finds_the_heads_of_a_model_read_from_a_folder() -> None:
-    loaded = load(OmegaConf.to_container(composed("method=full").model, resolve=True), "cpu", "float32")
+    loaded = load(composed("method=full").model, "cpu", "float32")
     cache = KVCache(loaded.model, "razor", 64, dense_layers=())
     prompt = torch.arange(10, 170)[None]
     loaded.model.generate(prompt, past_key_values=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)

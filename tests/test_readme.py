@@ -131,7 +131,7 @@ def test_every_choice_is_described_on_its_folder_s_page(page: str, group: str) -
 
 
 def test_the_tables_of_budgets_have_every_method_with_its_minimum() -> None:
-    minima = {name: method_config(name).harness["minimum"] for name in choices("method")}
+    minima = {name: method_config(name).minimum for name in choices("method")}
     for accounting, page_part in zip(
         ("paper", "unified"), ("C, as published", "C, with unified accounting"), strict=True
     ):

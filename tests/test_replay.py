@@ -24,7 +24,7 @@ from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Pass, Template
-from kvbench.measure.protocol import render
+from kvbench.measure.render import render
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 from kvbench.tasks import Sample
 

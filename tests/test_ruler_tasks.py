@@ -13,8 +13,8 @@ import pytest
 
 from kvbench import config
 from kvbench.backends.hf.loading import byte_tokenizer
-from kvbench.config import build
-from kvbench.measure.protocol import render
+from kvbench.config import Choice
+from kvbench.measure.render import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ANY_ANSWER_COUNTS, SUBSETS, Niah, Ruler, cleaned
 from kvbench.tasks.ruler.writers import LISTS, SINGLE_WORDS, FrequentWords, RulerCell, Variables
@@ -143,7 +143,7 @@ def test_the_global_random_state_is_left_alone():
 
 
 def test_the_configuration_builds_the_task():
-    task = build(config.shipped("task", "ruler"))
+    task = Choice.of(config.shipped("task", "ruler")).build()
     assert (task.name, task.metric, task.subsets, task.sources) == ("ruler", "score", ALL_SUBSETS, [])
     assert not task.stored
     found = list(islice(task.samples(words_as_tokens, 0), 13))

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from driver import slow
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from words import other
 
 from kvbench.backends.hf.generate import generate
+from kvbench.backends.run_config import RunConfig
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, ConfigError, conf_dir, shipped
-from kvbench.memory.kinds import kv_in
 from kvbench.models import hub
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
@@ -34,17 +34,15 @@ TOKENS = 10  # new tokens of a passkey sample
 
 
 @pytest.fixture
-def configured(tmp_path: Path) -> Callable[..., DictConfig]:
+def configured(tmp_path: Path) -> Callable[..., RunConfig]:
     """Compose a small passkey run as the command line does, with some keys changed."""
 
-    def make(*overrides: str) -> DictConfig:
+    def make(*overrides: str) -> RunConfig:
         model = [] if any(word.startswith("model=") for word in overrides) else ["model=dummy-tiny"]
         small = ["task.lengths=[512]", f"task.limit={SAMPLES}", "budget=64", f"results_dir={tmp_path}"]
         words = [*small, *model, *overrides]
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = compose("config", words)
-        check(config)
-        return config
+            return check(compose("config", words))
 
     return make
 
@@ -133,8 +131,7 @@ def test_a_folder_that_another_process_holds_is_refused_before_kernels_are_compi
 ) -> None:
     config = configured()
     monkeypatch.setattr("kvbench.runs.run.compile_for", lambda *_: pytest.fail("compiles"))
-    plain: Any = OmegaConf.to_container(config, resolve=True)
-    with open_folder(prepare(plain)), pytest.raises(ResultsError, match="in use"):
+    with open_folder(prepare(config)), pytest.raises(ResultsError, match="in use"):
         run(config)
 
 
@@ -152,7 +149,7 @@ def test_every_stored_sample_is_read_before_the_weights_are(
     monkeypatch.setattr("kvbench.backends.hf.loading._loaded", lambda *_: pytest.fail("reads weights"))
     words = ("task=fidelity", "task.lengths=[64]", "task.samples=3", "task.steps=4")
     for limit, fails in (("null", True), ("3", False)):
-        config: Any = OmegaConf.to_container(configured(*words, f"task.limit={limit}"), resolve=True)
+        config: Any = configured(*words, f"task.limit={limit}")
         with pytest.raises(ConfigError if fails else pytest.fail.Exception):
             prepare(config)
 
@@ -354,8 +351,8 @@ def test_the_command_that_makes_a_run_again_makes_the_same_one(
     monkeypatch.setattr("kvbench.backends.backend._VLLM.refuse", lambda *_: None)  # it need not be installed here
 
     def made_by(*words: str) -> dict[str, Any]:
-        config: Any = OmegaConf.to_container(composed(*words), resolve=True)
-        return {**config, "kv": kv_in(config)._asdict()}
+        config = composed(*words)
+        return {**config.resolved, "kv": config.kv._asdict()}
 
     config = made_by(*words, f"results_dir={tmp_path}")
     folder = tmp_path / "runs" / "task" / "model" / "arm" / "id"
@@ -374,8 +371,8 @@ def test_the_command_that_makes_a_run_again_names_a_model_s_folder_unless_kvbenc
     folder = tmp_path / "runs" / "task" / "model" / "arm" / "id"
     folder.mkdir(parents=True)
     for words, said in ((["model=tiny"], False), ([f"model.path='{tmp_path / name}'"], True)):
-        config = OmegaConf.to_container(composed(*words, f"results_dir={tmp_path}"), resolve=True)
-        (folder / "run.yaml").write_text(yaml.safe_dump({"format": 1, "identity": {}, "config": config}))
+        config = composed(*words, f"results_dir={tmp_path}")
+        (folder / "run.yaml").write_text(yaml.safe_dump({"format": 1, "identity": {}, "config": dict(config.resolved)}))
         assert (f"model.path={tmp_path / name}" in shlex.split(command_of(folder))) is said
 
 
@@ -439,8 +436,7 @@ def test_a_length_that_no_prompt_fits_is_refused_before_weights_are_made(
 
 
 def test_prompt_beyond_the_window_is_refused_before_it_runs(configured: Any, generated: Generated) -> None:
-    config = configured()
-    OmegaConf.update(config, "model.config.max_position_embeddings", 515)
+    config = other(configured(), model={"config": {"max_position_embeddings": 515}})
     with pytest.raises(ConfigError, match="task.lengths"):
         run(config)
     assert generated.since() == []
@@ -461,8 +457,8 @@ def test_a_line_of_no_sample_of_the_task_is_named_by_run_and_report_and_counted_
 
 
 def test_what_a_file_says_of_itself_is_in_no_identity() -> None:
-    made: Any = OmegaConf.to_container(composed("method=full", "model=dummy-tiny", "task.lengths=[256]"), resolve=True)
+    made: Any = composed("method=full", "model=dummy-tiny", "task.lengths=[256]")
     arm = prepare(made)
     config = identity(arm)["config"]
     assert [group for group in ("backend", "method", "task") if "about" in config[group]] == []
-    assert config["backend"]["name"] == "hf" and "about" in arm.config["backend"]
+    assert config["backend"]["name"] == "hf" and arm.config.backend.about

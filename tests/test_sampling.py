@@ -21,10 +21,10 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.sampling import Sampler
+from kvbench.backends.protocol import Protocol
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.measure.protocol import Protocol
 from kvbench.method import Needs
 from kvbench.report.data.frame import collect
 from kvbench.report.tables.runs import summary as summary_tables

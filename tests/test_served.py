@@ -63,7 +63,7 @@ def test_another_vllm_or_none_is_refused(monkeypatch: pytest.MonkeyPatch, found:
 
 def test_the_engine_is_named_and_its_arms_run_together() -> None:
     arms = [composed("backend=vllm", f"method={method}", "sweep.shared_prefill=false") for method in ("full", "quest")]
-    assert [arm_name(dict(arm)) for arm in arms] == ["full-vllm", "quest-256-vllm"]
+    assert [arm_name(arm) for arm in arms] == ["full-vllm", "quest-256-vllm"]
     assert grouped(arms) == [[0, 1]] and grouped([*arms, composed("method=quest")]) == [[0, 1], [2]]
 
 

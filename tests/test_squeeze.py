@@ -14,7 +14,6 @@ import torch
 from driver import CLOSE, Driven, Stream, drive, numbers, rotate, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from zoo import random_model
 
 from kvbench import KVCache
@@ -285,4 +284,4 @@ def test_a_prompt_that_nothing_reads_has_no_similarity(tmp_path: Path) -> None:
     words = ("task=latency", "model=dummy-tiny", "method=squeeze", f"results_dir={tmp_path}", "task.lengths=[300]")
     config = composed(*words, "task.keys=synthetic_attention", "task.prefill=false")
     with pytest.raises(ConfigError, match="^task.prefill=false: squeeze"):
-        prepare(OmegaConf.to_container(config, resolve=True), loaded=None)  # type: ignore[arg-type]
+        prepare(config, loaded=None)

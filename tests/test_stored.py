@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench.backends.hf.generate import Generation, Stops
 from kvbench.backends.hf.loading import byte_tokenizer
-from kvbench.cli.checks import check
+from kvbench.cli.checks import check, read_config
 from kvbench.config import ConfigError, conf_dir
 from kvbench.measure.arm import stops
-from kvbench.runs.run import run
+from kvbench.runs import run as runs
 from kvbench.tasks import Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
@@ -51,6 +51,10 @@ class Lines(Task):
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         return {self.metric: float(sample.answers[0] == output)}
+
+
+def run(config: DictConfig) -> dict[str, Any]:
+    return runs.run(read_config(config))
 
 
 PROMPTS = ["short one. " * 3, "the longest one. " * 40, "a middle one. " * 10]

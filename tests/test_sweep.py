@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
 from words import over
 
 import kvbench.measure.arm
@@ -162,7 +161,7 @@ def test_each_local_job_has_a_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_arm_in_use_elsewhere_is_left_to_whoever_holds_it(sweep: Any, tmp_path: Path) -> None:
     config = composed(*WORDS, f"results_dir={tmp_path / 'results'}", "method=quest")
-    arm = prepare(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    arm = prepare(config)
     with open_folder(arm):
         done = sweep("method=full,quest,snapkv", "sweep.shared_decode=false")
     assert done.code == 1 and "method=quest: " in done.err and " is in use by process " in done.err

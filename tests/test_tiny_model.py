@@ -80,14 +80,8 @@ def test_it_generates_alike_with_and_without_padding():
 def arms():
     """Full attention and StreamingLLM on the small model, a passkey at 1,024 tokens each."""
     words = ["task.lengths=[1024]", "threads=null"]
-    full = prepare(_plain(composed("method=full", "budget=null", *words)))
-    return full, prepare(_plain(composed("method=streaming_llm", "budget=128", *words)), full.loaded)
-
-
-def _plain(config):
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(config, resolve=True)
+    full = prepare(composed("method=full", "budget=null", *words))
+    return full, prepare(composed("method=streaming_llm", "budget=128", *words), full.loaded)
 
 
 @pytest.mark.slow

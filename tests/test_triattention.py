@@ -14,7 +14,6 @@ import torch
 from driver import Driven, LlamaRotary, Stream, drive, head_scores, rotate, stream
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from waves import waves
 
 from kvbench.backends.hf.loading import Loaded
@@ -216,10 +215,10 @@ def test_scores_without_queries_and_those_of_another_model_are_refused(tmp_path:
     with pytest.raises(ConfigError, match="mean queries of 4 heads of 8 dims, and the model has 4 of 16"):
         drive(stream(40), method_named("triattention"), 20, scores=head_scores(2, 2, 4, 8))
     words = ["task=passkey", "task.lengths=[256]", f"results_dir={tmp_path}"]
-    other = composed("method=full").model.name
+    other = composed("method=full").model["name"]
     with pytest.raises(ConfigError, match=f"made of .*, and the model is {other}"):
         composed("method=triattention", "method.heads=kvbench/assets/heads/dummy-tiny.json", *words)
-    arm = prepare(OmegaConf.to_container(composed("method=triattention", "model=dummy-tiny", *words), resolve=True))
+    arm = prepare(composed("method=triattention", "model=dummy-tiny", *words))
     assert arm.calibration is not None and len(arm.calibration.query_means) == 4
 
 

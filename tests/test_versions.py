@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from report_runs import stored
 
+from kvbench.cli.compose import composed
 from kvbench.config import PACKAGE, shipped
 from kvbench.report.data.frame import collect
 from kvbench.runs import identity, versions
@@ -60,7 +61,7 @@ def test_an_installed_package_counts_without_its_neighbours(folder: Path, monkey
 
 @pytest.mark.parametrize("edited", ["mine/method.py", "mine/blocks/votes.py"])
 def test_an_edit_of_users_code_is_another_version(folder: Path, edited: str) -> None:
-    choice = {"_target_": "mine.method.Mine", "version": 1}
+    choice = Choice("mine", "mine.method.Mine", version=1)
     before = version_of(choice)
     (folder / edited).write_text(FILES[edited] + "\nLIMIT = 3\n")
     assert version_of(choice) != before != 1
@@ -68,9 +69,13 @@ def test_an_edit_of_users_code_is_another_version(folder: Path, edited: str) -> 
 
 def test_kvbenchs_code_is_known_by_its_version_wherever_it_stands() -> None:
     quest = shipped("method", "quest") or {}
-    assert version_of(quest) == version_of({**quest, "_target_": "methods.elsewhere.Quest"}) == quest["version"]
+    assert (
+        version_of(Choice.of(quest))
+        == version_of(Choice.of({**quest, "_target_": "methods.elsewhere.Quest"}))
+        == quest["version"]
+    )
     unversioned = {key: value for key, value in quest.items() if key != "version"}
-    assert version_of(unversioned) == files_digest(files_of(quest["_target_"]))
+    assert version_of(Choice.of(unversioned)) == files_digest(files_of(quest["_target_"]))
 
 
 def test_code_that_is_nowhere_is_named() -> None:
@@ -136,12 +141,7 @@ def test_coded_runs_are_paired_with_full_attention_whatever_their_version(
 
 
 def test_a_raised_harness_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {
-        "backend": shipped("backend", "hf"),
-        "method": shipped("method", "quest"),
-        "task": shipped("task", "passkey"),
-        "kv": shipped("kv", "int8"),
-    }
+    config = composed("method=quest", "kv=int8")
     before = versions.versions_of(config)
     assert before["kv"] == {"int8": 1}
     monkeypatch.setattr(versions, "HARNESS", versions.HARNESS + 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from kvbench.backends.run_config import RunConfig
 from kvbench.cli import main as cli
 from kvbench.cli.compose import arm_config, combinations, compose_request, loader_of, run_of
 
@@ -23,3 +25,8 @@ def configs(*words: str) -> list[DictConfig]:
     if asked.arms is None:
         return [run_of(asked.config)]
     return [arm_config(asked, arm) for arm in combinations(asked.arms)]
+
+
+def other(config: RunConfig, **values: Any) -> RunConfig:
+    """A config with other values of its keys, group by group."""
+    return RunConfig.of(OmegaConf.to_container(OmegaConf.merge(config.resolved, values)))  # type: ignore[arg-type]

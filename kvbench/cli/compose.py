@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.backends.run_config import RunConfig
 from kvbench.cli import smoke
 from kvbench.cli.checks import check, leaves
 from kvbench.cli.words import (
@@ -314,7 +315,7 @@ def _unknown_key(loader: ConfigLoader, name: str, words: Sequence[str]) -> str |
     return None
 
 
-def composed(*words: str, here: bool = True) -> DictConfig:
+def composed(*words: str, here: bool = True) -> RunConfig:
     """The checked config that these words make on the command line, for scripts and notebooks.
 
     Parameters
@@ -331,6 +332,4 @@ def composed(*words: str, here: bool = True) -> DictConfig:
     """
     loader = loader_of()
     refuse_several_choices(loader, parsed(loader, words))
-    config = run_of(compose(loader, "config", words))
-    check(config, here)
-    return config
+    return check(run_of(compose(loader, "config", words)), here)

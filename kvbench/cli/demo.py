@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-from omegaconf import DictConfig
 from rich.table import Table
 
+from kvbench.backends.run_config import RunConfig
 from kvbench.cli.compose import composed
 from kvbench.cli.fetch import DEFAULT as MODEL
 from kvbench.cli.fetch import fetch
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [*model_words(words), *words]
         configs = {task: [config(words, task, method) for method in METHODS] for task in TASKS}
         rows = demo(configs, console)
-        folder = Path(configs[FIDELITY][0]["results_dir"], "demo")
+        folder = Path(configs[FIDELITY][0].results_dir, "demo")
         picture = folder / "tradeoff.png"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -176,14 +176,14 @@ def model_words(words: Sequence[str]) -> list[str]:
     return [f"model={MODEL}"]
 
 
-def config(words: Sequence[str], task: str, method: str) -> DictConfig:
+def config(words: Sequence[str], task: str, method: str) -> RunConfig:
     """The config of an arm; `words` have the last word."""
     size = "null" if method == "full" else str(BUDGET)
     sizes = [f"task.lengths=[{LENGTH}]", *TASKS[task]]
     return composed(f"task={task}", f"method={method}", f"budget={size}", *sizes, *words)
 
 
-def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[DemoRow]:
+def demo(configs: dict[str, list[RunConfig]], console: Console) -> list[DemoRow]:
     """Run all arms on both tasks."""
     from kvbench.runs.shared import run_shared
 
@@ -194,9 +194,9 @@ def demo(configs: dict[str, list[DictConfig]], console: Console) -> list[DemoRow
     return [row(*arm) for arm in zip(METHODS, summaries[FIDELITY], summaries[NEEDLES], strict=True)]
 
 
-def model_name(configs: dict[str, list[DictConfig]]) -> str:
+def model_name(configs: dict[str, list[RunConfig]]) -> str:
     """What the model of all arms is called."""
-    return source_of(configs[FIDELITY][0]["model"]).name
+    return source_of(configs[FIDELITY][0].model).name
 
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> DemoRow:

@@ -19,14 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig
-
-from kvbench.cli.checks import check
+from kvbench.backends.run_config import RunConfig
+from kvbench.cli.checks import check_run
 from kvbench.cli.plan import counted
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show
 from kvbench.runs.folder import WHOLE, ResultsError, Shard, writing
-from kvbench.runs.identity import decodes_jointly
 from kvbench.runs.table import Ended
 from kvbench.runs.terminal import Console, fit_streams
 
@@ -60,7 +58,7 @@ class SweepJob:
 
     def __init__(
         self,
-        configs: Sequence[DictConfig],
+        configs: Sequence[RunConfig],
         shard: Shard = WHOLE,
         title: str = "",
         checked: bool = False,
@@ -73,8 +71,8 @@ class SweepJob:
             print(self.title, flush=True)
         try:
             for config in [] if self.checked else self.configs:
-                check(config)
-            if len(self.configs) == 1 and not decodes_jointly(self.configs[0]):
+                check_run(config)
+            if len(self.configs) == 1 and not self.configs[0].decodes_jointly:
                 from kvbench.runs.run import run
 
                 return [Ended(run(self.configs[0], self.shard) or {})]

@@ -17,13 +17,14 @@ from importlib.util import find_spec
 from itertools import takewhile
 from typing import Any
 
-from kvbench.cli.checks import check_setup
+from kvbench.backends.protocol import GREEDY
+from kvbench.backends.run_config import RunConfig
+from kvbench.cli.checks import check_setup, read_config
 from kvbench.cli.compose import compose_request, loader_of, run_of
 from kvbench.cli.greedy import refuse_settings
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError, bind_methods, first_line, show
-from kvbench.measure.protocol import GREEDY
 from kvbench.models import hub
 from kvbench.runs.identity import run_id
 from kvbench.runs.versions import versions_of
@@ -111,16 +112,18 @@ def main(arguments: Sequence[str]) -> int:
     return _hand_to_lm_eval(settings, device, theirs)
 
 
-def cache_of(file: str, config: Mapping[str, Any]) -> str:
+def cache_of(file: str, config: RunConfig) -> str:
     """The file of answers of what generates, its code and weights: lm-eval keeps those of all its
     models alike.
     """
     what = {
         "config": {
-            key: value for key, value in config.items() if key not in ("threads", "memory_check")
+            key: value
+            for key, value in config.resolved.items()
+            if key not in ("threads", "memory_check")
         },
         "versions": versions_of(config),
-        "weights": hub.source_of(config["model"]).content(config["seed"]),
+        "weights": hub.source_of(config.model).content(config.seed),
     }
     return f"{file}-{run_id(what)}"
 
@@ -164,7 +167,7 @@ def _setting(word: str) -> tuple[str, str]:
     return key, value
 
 
-def setup_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+def setup_config(settings: Mapping[str, Any]) -> RunConfig:
     """The checked config of what generates; its task is nobody's.
 
     Parameters
@@ -201,7 +204,9 @@ def setup_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     request = compose_request(
         loader_of(config_dir), "config", [_word(*item) for item in settings.items()], multirun=False
     )
-    return check_setup(run_of(request.config))[0]
+    config = read_config(run_of(request.config))
+    check_setup(config)
+    return config
 
 
 def _word(key: str, value: Any) -> str:

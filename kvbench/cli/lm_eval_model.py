@@ -34,14 +34,13 @@ from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.together import concluded
 from kvbench.cli.greedy import refuse_settings, refuse_shipped
 from kvbench.cli.lm_eval import LM_EVAL_KEYS, setup_config
-from kvbench.config import HARNESS_KEYS, ConfigError, build
+from kvbench.config import ConfigError
 from kvbench.measure.arm import Setup, ends_at
 from kvbench.measure.lane import Admission, Lane
 from kvbench.measure.room import prompt_bytes, recorded_bytes, row_bytes
-from kvbench.memory.kinds import kv_in
 from kvbench.models.footprint import Prompts
 from kvbench.runs.kernels import compile_for
-from kvbench.runs.run import set_up
+from kvbench.runs.run import build_method, load_model, set_up
 from kvbench.runs.summary import summarise
 from kvbench.runs.terminal import Console
 
@@ -124,9 +123,10 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             raise ConfigError(f"--batch_size={batch_size}: expected a whole number, 1 or more")
         options = {key: settings.pop(key) for key in HF_OPTIONS if key in settings}
         config = setup_config({"device": device or "auto", **settings})
-        if config["threads"]:
-            torch.set_num_threads(config["threads"])
-        self.setup: Setup = set_up(config, Prompts(0))
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        method = build_method(config)
+        self.setup: Setup = set_up(config, method, load_model(config, method, Prompts(0)))
         compile_for([self.setup], Console())
         loaded = self.setup.loaded
         options["max_length"] = options.get("max_length") or loaded.card.context_length
@@ -155,7 +155,6 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         summary, with `attended_share`, the entries attended over C.
         """
         setup, config = self.setup, self.setup.config
-        options = {key: value for key, value in config["method"].items() if key not in HARNESS_KEYS}
         protocol = asdict(setup.protocol).items()
         return {
             "model_num_parameters": self._parameters,
@@ -164,14 +163,14 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             "kvbench": {
                 "version": kvbench.__version__,
                 "model": setup.loaded.name,
-                "method": {"name": config["method"]["name"], **options},
+                "method": {"name": config.method.name, **config.method.options},
                 "budget": setup.budget.size,
-                "kv": str(kv_in(config)),
+                "kv": str(config.kv),
                 "protocol": {
                     key: value for key, value in protocol if f"protocol.{key}" not in LM_EVAL_KEYS
                 },
                 "dense_layers": list(setup.dense_layers),
-                "seed": config["seed"],
+                "seed": config.seed,
                 "audit": {kind: _combined(audits) for kind, audits in self._audits.items()},
             },
         }
@@ -362,7 +361,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         answer: Answer,
     ) -> None:
         setup, likelihoods = (
-            replace(self.setup, method=build(self.setup.config["method"])),
+            replace(self.setup, method=self.setup.config.method.build()),
             Likelihoods(now.forced),
         )
         lengths = list(map(len, now.rows))

@@ -209,12 +209,12 @@ def _run(flags: Namespace) -> int:
     return 0
 
 
-def _run_single(config: DictConfig) -> int:
+def _run_single(cfg: DictConfig) -> int:
     from kvbench.cli.checks import check
     from kvbench.models.hub import named
     from kvbench.runs.identity import arm_name
 
-    check(config)
+    config = check(cfg)
     # torch takes seconds to import, and a cold disk many.
     print(f"{config.task.name}, {arm_name(config)} on {named(config.model)}: loading", flush=True)
     from kvbench.runs.run import run

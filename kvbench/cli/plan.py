@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
-
+from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError
 from kvbench.runs.folder import Shard
-from kvbench.runs.identity import MAY_DIFFER, backend_name, budget_of, decodes_jointly, starts_alone
+from kvbench.runs.identity import MAY_DIFFER, starts_alone
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
@@ -61,13 +60,13 @@ class PlannedJob(NamedTuple):
     title: str
 
 
-def planned(arms: Sequence[DictConfig], words: Sequence[str], most: int) -> list[Group]:
+def planned(arms: Sequence[RunConfig], words: Sequence[str], most: int) -> list[Group]:
     """The groups of a sweep, split into at least `most` jobs as far as there are arms to split.
 
     Parameters
     ----------
     arms
-        distinct composed configs.
+        distinct configs.
     words
         of each of them, those that not all have.
     most
@@ -92,17 +91,17 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number != 1)
 
 
-def _why(config: DictConfig, arms: int) -> str:
+def _why(config: RunConfig, arms: int) -> str:
     if arms > 1:
-        shared = "each prefill" if backend_name(config) == "hf" else "one engine"
-        return f"{arms} arms share {shared}" + " and decode together" * decodes_jointly(config)
-    if starts_alone(cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))):
+        shared = "each prefill" if config.backend.name == "hf" else "one engine"
+        return f"{arms} arms share {shared}" + " and decode together" * config.decodes_jointly
+    if starts_alone(config):
         return "1 arm, whose engine frees what its method drops"
-    if config.task.get("own_prefill"):
+    if config.task.own_prefill:
         return f"1 arm, as task={config.task.name} times a prefill of its own"
     if not config.sweep.shared_prefill:
         return "1 arm, as sweep.shared_prefill=false"
-    samples = ", its samples decode together" * decodes_jointly(config)
+    samples = ", its samples decode together" * config.decodes_jointly
     return f"1 arm, which no other shares a prefill with{samples}"
 
 
@@ -156,15 +155,17 @@ def described(groups: Sequence[Group]) -> Iterator[str]:
         yield f"  and {len(groups) - MOST_SHOWN} groups more"
 
 
-def distinct(jobs: Sequence[DictConfig]) -> dict[int, DictConfig]:
+def distinct(jobs: Sequence[RunConfig]) -> dict[int, RunConfig]:
     """Jobs by their index, without those that repeat an earlier one: full attention under another
     budget, say, and a sweep's models are one model under `smoke`.
     """
-    same = _group_by_key(jobs, lambda config, _: {**config, "budget": budget_of(config)})
+    same = _group_by_key(
+        jobs, lambda config, _: {**config.resolved, "budget": config.requested_budget}
+    )
     return {first: jobs[first] for first, *_ in same}
 
 
-def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> None:
+def refuse_repeated_runs(jobs: Sequence[RunConfig], words: Sequence[str]) -> None:
     """Refuse distinct jobs that are one run all the same, of which the first would do what the
     others ask for.
 
@@ -179,9 +180,10 @@ def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> No
         names them.
     """
 
-    def run_settings(config: dict[str, Any], _: int) -> dict[str, Any]:
-        derived = {"budget": budget_of(config), "decode": decodes_jointly(config)}
-        return {key: config[key] for key in config.keys() - OF_NO_RUN} | derived
+    def run_settings(config: RunConfig, _: int) -> dict[str, Any]:
+        derived = {"budget": config.requested_budget, "decode": config.decodes_jointly}
+        resolved = config.resolved
+        return {key: resolved[key] for key in resolved.keys() - OF_NO_RUN} | derived
 
     for first, *others in _group_by_key(jobs, run_settings):
         if others:
@@ -191,17 +193,21 @@ def refuse_repeated_runs(jobs: Sequence[DictConfig], words: Sequence[str]) -> No
             )
 
 
-def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
+def grouped(jobs: Sequence[RunConfig]) -> list[list[int]]:
     """Indices of the jobs that one prefill can serve, in the order of their first; a task may want
     each arm its own.
     """
 
-    def common(config: dict[str, Any], index: int) -> list[Any]:
-        shared = config["sweep"]["shared_prefill"] and not config["task"].get("own_prefill")
-        if backend_name(config) != "hf":  # which share the engine, and prefill for themselves
+    def common(config: RunConfig, index: int) -> list[Any]:
+        shared = config.sweep.shared_prefill and not config.task.own_prefill
+        if config.backend.name != "hf":  # which share the engine, and prefill for themselves
             shared = not starts_alone(config)
         return [
-            {key: config[key] for key in config if not shared or key not in MAY_DIFFER},
+            {
+                key: value
+                for key, value in config.resolved.items()
+                if not shared or key not in MAY_DIFFER
+            },
             None if shared else index,
         ]
 
@@ -209,15 +215,14 @@ def grouped(jobs: Sequence[DictConfig]) -> list[list[int]]:
 
 
 def _group_by_key(
-    jobs: Sequence[DictConfig], key: Callable[[dict[str, Any], int], Any]
+    jobs: Sequence[RunConfig], key: Callable[[RunConfig, int], Any]
 ) -> list[list[int]]:
-    """Indices of the jobs whose key, of the resolved config and its index, is the same; in the
-    order of their first.
+    """Indices of the jobs whose key, of the config and its index, is the same; in the order of
+    their first.
     """
     groups: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
-        config = cast(dict[str, Any], OmegaConf.to_container(job, resolve=True))
-        groups.setdefault(json.dumps(key(config, index), sort_keys=True), []).append(index)
+        groups.setdefault(json.dumps(key(job, index), sort_keys=True), []).append(index)
     return list(groups.values())
 
 

@@ -26,6 +26,7 @@ from kvbench.cli.report import user_folders
 from kvbench.cli.words import refuse_twice
 from kvbench.config import (
     HARNESS_KEYS,
+    Choice,
     ConfigError,
     check_rules,
     check_types,
@@ -394,7 +395,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
                 f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where"
                 f" nothing is secret, give task.{key}={show(config[key])} on the command line"
             )
-    return task_of({**config, **options})
+    return task_of(Choice.of({**config, **options}))
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
@@ -425,7 +426,7 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
 
 def _version(config: Mapping[str, Any]) -> int | str:
     """That of the task that scores now, whatever a stored run had."""
-    return version_of({**config, **(shipped("task", str(config.get("name"))) or {})})
+    return version_of(Choice.of({**config, **(shipped("task", str(config.get("name"))) or {})}))
 
 
 def as_json(rescored: Rescored, written: bool) -> dict[str, Any]:

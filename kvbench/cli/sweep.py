@@ -24,7 +24,7 @@ from kvbench.cli.plan import (
     planned,
     refuse_repeated_runs,
 )
-from kvbench.config import ConfigError, build, choices
+from kvbench.config import Choice, ConfigError, choices
 from kvbench.runs.table import Ended, print_ends
 
 
@@ -44,10 +44,7 @@ def run_sweep(request: RunRequest) -> None:
     if not folder:
         raise ConfigError("hydra.sweep.dir=: expected a folder for the jobs' own files")
     arm_words = combinations(request.arms or [])
-    configs = list[DictConfig]()
-    for words in arm_words:
-        configs.append(arm_config(request, words))
-        check(configs[-1], launcher.here)
+    configs = [check(arm_config(request, words), launcher.here) for words in arm_words]
     arms = distinct(configs)
     names, chosen = differing([arm_words[index] for index in arms]), list(arms.values())
     refuse_repeated_runs(chosen, names)
@@ -75,7 +72,7 @@ def _launcher(config: DictConfig) -> InTurn:
     ConfigError
         no launcher of kvbench's, or a key has a wrong value.
     """
-    launcher = build(config.hydra.launcher)
+    launcher = Choice.of(config.hydra.launcher).build()
     if not isinstance(launcher, InTurn):
         chosen = config.hydra.runtime.choices["hydra/launcher"]
         raise ConfigError(

@@ -29,13 +29,14 @@ from kvbench.backends.hf.generate import (
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.sampling import Sampler
+from kvbench.backends.protocol import Protocol
+from kvbench.backends.run_config import RunConfig
 from kvbench.budget import Budget
-from kvbench.config import ConfigError, build
+from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.measure import fidelity, latency, machine
-from kvbench.measure.protocol import Protocol, Rendered, render
+from kvbench.measure.render import Rendered, render
 from kvbench.measure.synthetic import SyntheticEngine
-from kvbench.memory.kinds import kv_in
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.heads import Calibration
@@ -57,7 +58,7 @@ class Setup:
     `calibration` is the model's, where the method needs it.
     """
 
-    config: dict[str, Any]
+    config: RunConfig
     protocol: Protocol
     loaded: models.Loaded
     method: Method
@@ -84,11 +85,11 @@ class Setup:
             self.loaded.tokenizer,
             kind,
             new_tokens=new_tokens,
-            attention=self.config["attention"],
-            kv=kv_in(self.config),
-            seed=self.config["seed"],
+            attention=self.config.attention,
+            kv=self.config.kv,
+            seed=self.config.seed,
             samples=samples,
-            probe_every=self.config["probe"]["every"],
+            probe_every=self.config.probe.every,
             head_scores=None if self.calibration is None else self.calibration.scores,
         )
 
@@ -215,7 +216,7 @@ def prompt_of(arm: Arm, sample: Sample) -> TokenizedSample:
         ids, question = ids[: rendered.question_start], ids[rendered.question_start :]
         record["question_tokens"] = len(question)
     if window is not None and len(rendered.ids) + sample.max_new_tokens > window:
-        key = "task.lengths" if "lengths" in arm.config["task"] else "task"
+        key = "task.lengths" if "lengths" in arm.config.task.options else "task"
         raise ConfigError(
             f"{key}: {sample.id} takes {len(rendered.ids)} tokens and {sample.max_new_tokens} new"
             f" ones, more than the {window} of {arm.loaded.name}; choose a shorter prompt or"
@@ -307,7 +308,7 @@ def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[Batch]:
         a sample cannot run as the protocol asks, or not in a batch; after all before it.
     """
     waiting: list[TokenizedSample] = []
-    prompt_batches = _by_question_length(arm, batches(samples, arm.config["batch"]))
+    prompt_batches = _by_question_length(arm, batches(samples, arm.config.batch))
     while True:
         try:
             prompts = next(prompt_batches, [])
@@ -465,7 +466,7 @@ def _scored(
             **({"batch": len(prompts)} if len(prompts) > 1 else {}),
             **measured(
                 generation,
-                bool(arm.config["probe"]["every"]),
+                bool(arm.config.probe.every),
                 sample.timed.warmup if sample.timed else 0,
             ),
             **more,
@@ -580,7 +581,7 @@ class Begun:
             as `measure` meets them; `is_failed_sample` says which are the samples' own.
         """
         loaded = self.arm.loaded
-        arm = replace(self.arm, method=build(self.arm.config["method"]))
+        arm = replace(self.arm, method=self.arm.config.method.build())
         request, self._comparison = _request(arm, self.prompts, self._prefilled, owner=id(self.arm))
         self._machine = self._observed.enter_context(
             machine.observed(loaded.device, loaded.devices)
@@ -620,7 +621,7 @@ def _timed(
         progress,
         # a share of a shorter prompt may be less than the method can do with
         len(prompt.ids) if isinstance(arm.budget.size, float) else latency.REHEARSED,
-        probed=bool(arm.config["probe"]["every"]),
+        probed=bool(arm.config.probe.every),
     )
     return GeneratedBatch.by(engine, generation, 1), more
 
@@ -630,7 +631,7 @@ def draw_of(arm: Arm, samples: Sequence[Sample]) -> Sampler | None:
     protocol = arm.protocol
     if not protocol.temperature:
         return None
-    seeds = [f"{arm.config['seed']}/{sample.base_id}/{sample.answer}" for sample in samples]
+    seeds = [f"{arm.config.seed}/{sample.base_id}/{sample.answer}" for sample in samples]
     return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
 
 

@@ -13,7 +13,7 @@ from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.prefilled import union
 from kvbench.measure.arm import Setup
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.kinds import KV, NATIVE, Tier, kv_in
+from kvbench.memory.kinds import KV, NATIVE, Tier
 from kvbench.memory.large import shares_pages
 from kvbench.method import Needs, Shape
 from kvbench.models.footprint import free_memory
@@ -72,7 +72,7 @@ def row_bytes(
     index_share
         what the method's index took of the keys and values of an earlier prompt; None: not known.
     """
-    shape, kv, size = _shape(setup, lengths), kv_in(setup.config), setup.budget.size
+    shape, kv, size = _shape(setup, lengths), setup.config.kv, setup.budget.size
     layers = len(shape.sparse_layers)
     sparse, plain = _entries(shape, layers), _token_bytes(shape)
     total = shape.batch * len(shape.full_layers) * new_tokens * plain

@@ -170,8 +170,8 @@ def calibration_of(
     )
 
 
-def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
-    """The calibration that the method of a composed run needs by its key `heads`.
+def calibration_for(model: Mapping[str, Any], choice: object, seed: int) -> Calibration | None:
+    """The calibration of a model that a method needs by its option `heads`, the choice.
 
     None: it needs none, or the weights are not on this machine yet.
 
@@ -180,10 +180,8 @@ def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
     ConfigError
         as `calibration_of`.
     """
-    choice = config["method"].get("heads")
     if not isinstance(choice, str):
         return None
-    model = config["model"]
     original = shipped("model", str(model["name"]))
     words = f"model={model['name']}"
     source = hub.source_of(model)
@@ -191,4 +189,4 @@ def calibration_for(config: Mapping[str, Any]) -> Calibration | None:
         words = f"model.path={source.path}"
     elif source.path is None and original["path"] is not None:
         words += " model.weights=dummy"
-    return calibration_of(source, choice, words, config["seed"])
+    return calibration_of(source, choice, words, seed)

@@ -12,45 +12,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.budget import has_budget
-from kvbench.memory.kinds import kv_in
+from kvbench.backends.run_config import RunConfig
 
 
-def arm_name(config: Mapping[str, Any]) -> str:
+def arm_name(config: RunConfig) -> str:
     """The folder of a run's method and budget, for people: "quest-256", "full" of a method without
     a budget, "quest-256-int8" where keys and values are coded, and "quest-256-vllm" in vLLM.
     """
-    budget = f"-{_size(config)}" if has_budget(config["method"]) else ""
-    return f"{config['method']['name']}{budget}{_accounting(config)}{_kv(config)}{_backend(config)}"
+    name, kv = config.method.name, f"-{config.kv}" if config.kv.coded else ""
+    size = "preset" if config.budget is None else config.budget
+    budget = f"-{size}" if config.method.has_budget else ""
+    accounting = "-unified" if config.protocol.accounting == "unified" else ""
+    backend = "" if config.backend.name == "hf" else f"-{config.backend.name}"
+    return f"{name}{budget}{accounting}{kv}{backend}"
 
 
-def backend_name(config: Mapping[str, Any]) -> str:
-    """What runs the model, "hf" or "vllm"."""
-    return str(config["backend"]["name"])
-
-
-def _size(config: Mapping[str, Any]) -> Any:
-    return "preset" if config["budget"] is None else config["budget"]
-
-
-def _accounting(config: Mapping[str, Any]) -> str:
-    return "-unified" if config["protocol"]["accounting"] == "unified" else ""
-
-
-def _kv(config: Mapping[str, Any]) -> str:
-    kv = kv_in(config)
-    return f"-{kv}" if kv.coded else ""
-
-
-def _backend(config: Mapping[str, Any]) -> str:
-    return "" if backend_name(config) == "hf" else f"-{backend_name(config)}"
-
-
-def budget_of(config: Mapping[str, Any]) -> Any:
-    """The budget that a run was asked for; None where its method has none: whatever was asked for
-    is one run.
-    """
-    return config["budget"] if has_budget(config["method"]) else None
+def backend_name(stored: Mapping[str, Any]) -> str:
+    """What ran the model of a stored config, "hf" or "vllm"."""
+    return str(stored["backend"]["name"])
 
 
 LOCAL = "local"  # an identity's word for a path to data: what it leads to counts, not where it lies
@@ -59,22 +38,11 @@ LOCAL = "local"  # an identity's word for a path to data: what it leads to count
 MAY_DIFFER = ("method", "budget", "kv", "probe")
 
 
-def decodes_jointly(config: Mapping[str, Any]) -> bool:
-    """Whether an arm of a sweep is to be decoded beside others, as far as its config says."""
-    sweep, separate = config["sweep"], config["task"].get("own_prefill")
-    return bool(
-        sweep["shared_prefill"]
-        and sweep["shared_decode"]
-        and not separate
-        and backend_name(config) == "hf"
-    )
-
-
-def starts_alone(config: Mapping[str, Any]) -> bool:
+def starts_alone(config: RunConfig) -> bool:
     """Whether an arm is served by an engine that serves no other arm: vLLM's, where it frees what
     the method drops.
     """
-    if backend_name(config) == "hf":
+    if config.backend.name == "hf":
         return False
     from kvbench.backends.vllm.plan import plan_of_run
 

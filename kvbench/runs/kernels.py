@@ -11,16 +11,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from kvbench.kernels.listed import compile_listed, missing, required_by
 from kvbench.kernels.often import LINE_SECONDS
 from kvbench.measure.arm import Setup
-from kvbench.memory.kinds import kv_in
 from kvbench.runs.terminal import Console
 
 
 def compile_for(arms: Sequence[Setup], console: Console) -> None:
     """Compile what runs of one model need, before their time is taken."""
-    kinds = {name for arm in arms for name in kv_in(arm.config).listed}
+    kinds = {name for arm in arms for name in arm.config.kv.listed}
     dtype = str(arms[0].loaded.dtype).removeprefix("torch.")
     compile_kernels(
-        required_by(dtype, {*kinds, *(arm.config["method"]["name"] for arm in arms)}), console
+        required_by(dtype, {*kinds, *(arm.config.method.name for arm in arms)}), console
     )
 
 

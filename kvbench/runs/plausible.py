@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvbench.budget import Budget, has_budget
-from kvbench.config import ConfigError, show
+from kvbench.budget import Budget
+from kvbench.config import ConfigError, MethodConfig, show
 from kvbench.runs.identity import earlier_ids
 from kvbench.runs.quantities import MS, QUANTITIES, SECONDS, find, is_number
 from kvbench.runs.stored import Record, ResultsError, archive_of, printable
@@ -93,14 +93,12 @@ def _budget(config: Mapping[str, Any]) -> Budget:
     ConfigError
         there is no such budget.
     """
-    protocol, size = config["protocol"], config["budget"]
+    method, protocol, size = MethodConfig.of(config["method"]), config["protocol"], config["budget"]
     if is_number(size) and size > MOST_TOKENS:
         raise ConfigError(f"budget={size}: more tokens than a prompt has")
-    if not has_budget(config["method"]):
+    if not method.has_budget:
         return Budget(None)
-    return Budget.of(
-        size, config["method"], protocol["accounting"], protocol.get("generated", "free")
-    )
+    return Budget.of(size, method, protocol["accounting"], protocol.get("generated", "free"))
 
 
 def _of_record(record: Record, budget: Budget, unified: bool) -> Iterator[str]:

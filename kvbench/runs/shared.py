@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any, NamedTuple
 
 from kvbench.backends.hf import together
+from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError, bind_methods
 from kvbench.measure.arm import Arm, read
 from kvbench.measure.machine import threads
@@ -25,7 +24,7 @@ from kvbench.runs.arms import Arms, in_turn
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.handles import folders_at_once
 from kvbench.runs.heartbeat import beating
-from kvbench.runs.identity import MAY_DIFFER, arm_name, decodes_jointly, starts_alone
+from kvbench.runs.identity import MAY_DIFFER, arm_name, starts_alone
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
 from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
@@ -55,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def run_shared(
-    configs: Sequence[DictConfig], console: Console | None = None
+    configs: Sequence[RunConfig], console: Console | None = None
 ) -> list[dict[str, Any]]:
     """As `run_arms`, for who wants all arms or none; returns each one's summary.
 
@@ -72,9 +71,9 @@ def run_shared(
 
 
 def run_arms(
-    configs: Sequence[DictConfig], console: Console | None = None, shard: Shard = WHOLE
+    configs: Sequence[RunConfig], console: Console | None = None, shard: Shard = WHOLE
 ) -> list[Outcome]:
-    """Run composed configs together to their end, or from where they were interrupted.
+    """Run configs together to their end, or from where they were interrupted.
 
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
 
@@ -95,35 +94,32 @@ def run_arms(
         the system allows too few open files for a single one.
     """
     bind_methods()
-    plain = [
-        cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) for config in configs
-    ]
-    refuse_different(plain)
-    size = folders_at_once(len(plain), shard)
+    refuse_different(configs)
+    size = folders_at_once(len(configs), shard)
     console, loaded = console or Console(), None
-    if size < len(plain):
+    if size < len(configs):
         console.print(
-            f"{len(plain)} arms, {size} at a time: no more files can be open (ulimit -n)",
+            f"{len(configs)} arms, {size} at a time: no more files can be open (ulimit -n)",
             soft_wrap=True,
         )
     outcomes: list[Outcome] = []
-    with threads(plain[0]["threads"]):
-        for start in range(0, len(plain), size):
-            new_outcomes, loaded = _at_once(plain[start : start + size], console, shard, loaded)
+    with threads(configs[0].threads):
+        for start in range(0, len(configs), size):
+            new_outcomes, loaded = _at_once(configs[start : start + size], console, shard, loaded)
             outcomes += new_outcomes
     return outcomes
 
 
 def _at_once(
-    plain: Sequence[dict[str, Any]], console: Console, shard: Shard, loaded: Any
+    configs: Sequence[RunConfig], console: Console, shard: Shard, loaded: Any
 ) -> tuple[list[Outcome], Any]:
     """As many arms as can hold their folders at once, from one prefill of each sample; and the
     model that they ran.
     """
-    outcomes = [Outcome(arm_name(config)) for config in plain]
+    outcomes = [Outcome(arm_name(config)) for config in configs]
     with ExitStack() as open_folders:
         running: dict[int, tuple[Arm, RunFolder]] = {}
-        for index, config in enumerate(plain):
+        for index, config in enumerate(configs):
             try:
                 arm = _decoding(prepare(config, loaded), console)
                 loaded = arm.loaded
@@ -146,7 +142,7 @@ def _at_once(
     return outcomes, loaded
 
 
-def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
+def refuse_different(configs: Sequence[RunConfig]) -> None:
     """Refuse configs that no common prefill can serve.
 
     Raises
@@ -157,11 +153,12 @@ def refuse_different(configs: Sequence[dict[str, Any]]) -> None:
     for config in configs if len(configs) > 1 else ():
         if starts_alone(config):
             raise ConfigError(
-                f"method={config['method']['name']}: vLLM frees what it drops, in an engine for"
+                f"method={config.method.name}: vLLM frees what it drops, in an engine for"
                 " this arm alone; expected a run of its own"
             )
     first, *others = (
-        {key: value for key, value in config.items() if key not in MAY_DIFFER} for config in configs
+        {key: value for key, value in config.resolved.items() if key not in MAY_DIFFER}
+        for config in configs
     )
     for other in others:
         for key in sorted(first.keys() | other.keys()):
@@ -175,7 +172,7 @@ def _decoding(arm: Arm, console: Console) -> Arm:
     """An arm that decodes together with others where that is asked for and can be; what cannot is
     said.
     """
-    if not decodes_jointly(arm.config):
+    if not arm.config.decodes_jointly:
         return arm
     reason = together.unfit(arm.loaded.model)
     if reason is not None:
@@ -190,7 +187,7 @@ def _run(
     """Every sample through every arm that lacks it; returns what ended arms, and what was to do."""
     first, _ = next(iter(running.values()))
     done = set.intersection(*(set(folder.done) for _, folder in running.values()))
-    work = work_of(first, first.config["task"].get("limit"), done, shard)
+    work = work_of(first, first.config.task.limit, done, shard)
     for _, folder in running.values():
         if folder.tear:
             console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)

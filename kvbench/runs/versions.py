@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.memory.kinds import kv_in
+from kvbench.backends.run_config import RunConfig
+from kvbench.config import Choice
 
 # Raised when a change of the engine, the store, an executor, the loading of models or the protocol
 # changes numbers of methods and tasks that are themselves unchanged.
@@ -25,13 +26,14 @@ HARNESS = 1
 OURS = ("kvbench", "methods")
 
 
-def versions_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The versions of all that makes the numbers of a composed run; of users' code a digest."""
+def versions_of(config: RunConfig) -> dict[str, Any]:
+    """The versions of all that makes the numbers of a run; of users' code a digest."""
     return {
         "harness": HARNESS,
-        "backend": config["backend"]["version"],
-        **{group: version_of(config[group]) for group in ("method", "task")},
-        **({"kv": kv.versions} if (kv := kv_in(config)).coded else {}),
+        "backend": config.backend.version,
+        "method": version_of(config.method),
+        "task": version_of(config.task),
+        **({"kv": config.kv.versions} if config.kv.coded else {}),
     }
 
 
@@ -53,14 +55,17 @@ def versions_in(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_ours(choice: Mapping[str, Any]) -> bool:
-    """Whether a method or task of a config is kvbench's own, with a version."""
-    return _top(choice["_target_"]) in OURS and "version" in choice
+def is_ours(choice: Choice) -> bool:
+    """Whether a method or task is kvbench's own, with a version."""
+    return _top(choice.target) in OURS and choice.version is not None
 
 
-def version_of(choice: Mapping[str, Any]) -> int | str:
-    """Of a method or task of a config: its `version`, or the digest of its code."""
-    return choice["version"] if is_ours(choice) else files_digest(files_of(choice["_target_"]))
+def version_of(choice: Choice) -> int | str:
+    """Of a method or task: its `version`, or the digest of its code."""
+    if is_ours(choice):
+        assert choice.version is not None
+        return choice.version
+    return files_digest(files_of(choice.target))
 
 
 def files_digest(paths: Iterable[Path]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.config import ConfigError, build
+from kvbench.config import Choice, ConfigError
 from kvbench.tasks.sources import DataFile
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Task(ABC):
         return {}
 
 
-def task_of(config: Mapping[str, Any]) -> Task:
+def task_of(config: Choice) -> Task:
     """The task that the `task` group of a run asks for.
 
     Raises
@@ -210,10 +210,10 @@ def task_of(config: Mapping[str, Any]) -> Task:
     ConfigError
         it cannot be built, or is no `Task`.
     """
-    task = build(config)
+    task = config.build()
     if not isinstance(task, Task):
         raise ConfigError(
-            f"_target_={config['_target_']}: no task; expected a subclass of kvbench.tasks.Task"
+            f"_target_={config.target}: no task; expected a subclass of kvbench.tasks.Task"
         )
     return task
 

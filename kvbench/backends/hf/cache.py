@@ -98,7 +98,7 @@ class KVCache(WatchedCache):
         **options: Any,
     ) -> None:
         model = inner_model(model)
-        chosen, harness, self._name = method_of(method, options)
+        chosen, config, self._name = method_of(method, options)
         _check_options(question, prompt_length)
         settings: dict[str, Any] = {
             "attention": attention,
@@ -106,7 +106,7 @@ class KVCache(WatchedCache):
             "seed": seed,
             "audit_every": AUDIT_EVERY,
         }
-        sizes = Budget.of(budget, harness, accounting)
+        sizes = Budget.of(budget, config, accounting)
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         shape, self.model, self._method = self._plan.shape, model, chosen
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers

@@ -24,7 +24,7 @@ from kvbench.backends.hf.layers import (
 from kvbench.backends.hf.replay import template_of
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
-from kvbench.config import ConfigError, build, method_config, show
+from kvbench.config import ConfigError, MethodConfig, method_config, show
 from kvbench.engine.engine import Engine
 from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
 from kvbench.method import HeadScores, Method, Shape
@@ -358,7 +358,7 @@ _texts: WeakKeyDictionary[PreTrainedTokenizerBase, list[str]] = WeakKeyDictionar
 
 def method_named(name: str, **options: Any) -> Method:
     """The method called `name` in conf/method, built with its defaults and `options`."""
-    method: Method = build(method_config(name, **options))
+    method: Method = method_config(name, **options).build()
     return method
 
 
@@ -386,8 +386,8 @@ def head_scores_of(model: PreTrainedModel, method: Method) -> HeadScores | None:
     return calibration.scores
 
 
-def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, Any], str]:
-    """A method, what the harness reads of its YAML, and its name.
+def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, MethodConfig, str]:
+    """A method, what its YAML says, and its name.
 
     Raises
     ------
@@ -396,7 +396,7 @@ def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, A
     """
     if isinstance(method, str):
         config = method_config(method, **options)
-        return build(config), config.harness, method
+        return config.build(), config, method
     if not isinstance(method, Method):
         raise ConfigError(
             f"method={show(method)}: expected the name of a method, such as 'quest', or a Method"
@@ -406,4 +406,4 @@ def method_of(method: Any, options: dict[str, Any]) -> tuple[Method, dict[str, A
         raise ConfigError(
             f"{', '.join(options)}: no such argument; give a Method object its options yourself"
         )
-    return method, {}, type(method).__name__
+    return method, MethodConfig(), type(method).__name__

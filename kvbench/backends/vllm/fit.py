@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError
-from kvbench.memory.kinds import kv_in
 from kvbench.models import hub
 
 
-def refuse_unfit(run: Mapping[str, Any], source: hub.ModelSource) -> None:
+def refuse_unfit(run: RunConfig, source: hub.ModelSource) -> None:
     """Refuse a config that `backend=vllm` cannot run.
 
     Parameters
     ----------
     run
-        composed, its values checked one by one.
+        its config.
     source
         where its model comes from.
 
@@ -29,21 +28,20 @@ def refuse_unfit(run: Mapping[str, Any], source: hub.ModelSource) -> None:
         raise ConfigError(f"{reason} (backend=vllm)")
 
 
-def _unfit(run: Mapping[str, Any], source: hub.ModelSource) -> Iterator[str]:
-    protocol, task = run["protocol"], run["task"]
-    if task.get("one_by_one"):
+def _unfit(run: RunConfig, source: hub.ModelSource) -> Iterator[str]:
+    if run.task.one_by_one:
         yield (
-            f"task={task['name']}: its steps are given or timed one by one; expected a task whose"
+            f"task={run.task.name}: its steps are given or timed one by one; expected a task whose"
             " outputs are scored"
         )
     expected = {
-        "attention": (run["attention"], ("auto",)),
-        "kv": (str(kv_in(run)), ("native",)),
-        "device": (run["device"], ("auto", "cpu")),
-        "model.device_map": (run["model"]["device_map"], (None,)),
-        "probe.every": (run["probe"]["every"], (0,)),
-        "protocol.question": (protocol["question"], ("with",)),
-        "protocol.temperature": (protocol["temperature"], (0,)),
+        "attention": (run.attention, ("auto",)),
+        "kv": (str(run.kv), ("native",)),
+        "device": (run.device, ("auto", "cpu")),
+        "model.device_map": (run.model["device_map"], (None,)),
+        "probe.every": (run.probe.every, (0,)),
+        "protocol.question": (run.protocol.question, ("with",)),
+        "protocol.temperature": (run.protocol.temperature, (0,)),
     }
     for key, (value, right) in expected.items():
         if value not in right:

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from kvbench.budget import Accounting, Budget, has_budget
+from kvbench.backends.run_config import RunConfig
+from kvbench.budget import Accounting, Budget
 from kvbench.config import (
-    HARNESS_KEYS,
     ConfigError,
-    build,
     how_to_have_vllm,
     method_config,
     nearest,
@@ -81,7 +80,7 @@ class Plan:
 
     def build(self) -> Method:
         """A method object, which serves one request."""
-        method: Method = build(method_config(self.method, **(self.options or {})))
+        method: Method = method_config(self.method, **(self.options or {})).build()
         return method
 
     @property
@@ -96,8 +95,8 @@ class Plan:
 
     def sizes(self) -> Budget:
         """The budget of every request."""
-        harness = method_config(self.method, **(self.options or {})).harness
-        return Budget.of(self.budget, harness, self.accounting, self.generated)
+        config = method_config(self.method, **(self.options or {}))
+        return Budget.of(self.budget, config, self.accounting, self.generated)
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of a vLLM engine that runs the plan; see `vllm_options`.
@@ -147,13 +146,13 @@ def vllm_options(
     return plan.engine_options()
 
 
-def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> Plan:
+def plan_of_run(run: RunConfig, dense_layers: Collection[int] = ()) -> Plan:
     """The plan of a run, whose audit counts every step.
 
     Parameters
     ----------
     run
-        composed.
+        its config.
     dense_layers
         what `protocol.dense_layers` came to.
 
@@ -162,21 +161,19 @@ def plan_of_run(run: Mapping[str, Any], dense_layers: Collection[int] = ()) -> P
     ConfigError
         the method is not one of kvbench's; or as `Plan`.
     """
-    method, protocol = run["method"], run["protocol"]
-    config = shipped("method", str(method["name"])) or {}
-    if config.get("_target_") != method["_target_"]:
+    name, ours = run.method.name, shipped("method", run.method.name) or {}
+    if ours.get("_target_") != run.method.target:
         raise ConfigError(
-            f"method={method['name']}: backend=vllm runs the methods of conf/method; use backend=hf"
+            f"method={name}: backend=vllm runs the methods of conf/method; use backend=hf"
         )
-    options = {key: value for key, value in method.items() if key in config.keys() - HARNESS_KEYS}
     return Plan(
-        str(method["name"]),
-        run["budget"] if has_budget(method) else None,
-        protocol["accounting"],
+        name,
+        run.requested_budget,
+        run.protocol.accounting,
         list(dense_layers),
-        run["seed"],
-        options,
-        protocol["generated"],
+        run.seed,
+        {key: value for key, value in run.method.options.items() if key in ours},
+        run.protocol.generated,
         audit_every=1,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf.generate import Generation, Progress, Stops
+from kvbench.backends.run_config import RunConfig
 from kvbench.backends.vllm.plan import Plan, plan_of_run
 from kvbench.config import ConfigError, first_line
 from kvbench.models import hub
@@ -182,18 +183,18 @@ def _extra_tokens(plan: Plan, tokens: int, layers: int) -> int:
     return min(ROOM * int(budget or 0) + EXTRA, tokens) + tokens * short // layers
 
 
-def _dense_layers(run: Mapping[str, Any], source: hub.ModelSource) -> Sequence[int]:
+def _dense_layers(run: RunConfig, source: hub.ModelSource) -> Sequence[int]:
     """What `protocol.dense_layers` of a run names, before the model is there to be counted."""
     named = {
         "auto": source.dense_layers,
-        "method": run["method"].get("published_dense_layers") or (),
+        "method": run.method.published_dense_layers or (),
     }
-    requested = run["protocol"]["dense_layers"]
+    requested = run.protocol.dense_layers
     return named[requested] if isinstance(requested, str) else requested
 
 
 def load(
-    run: Mapping[str, Any],
+    run: RunConfig,
     prompts: Prompts,
     try_out: Callable[[PreTrainedTokenizerBase], None] = lambda tokenizer: None,
 ) -> Served:
@@ -207,7 +208,7 @@ def load(
     Parameters
     ----------
     run
-        composed, and checked.
+        its config, checked.
     prompts
         the largest to come.
     try_out
@@ -218,14 +219,18 @@ def load(
     ConfigError
         no such model, no vLLM, or vLLM refuses what it is asked for.
     """
-    source = hub.source_of(run["model"])
+    source = hub.source_of(run.model)
     assert source.path is not None and source.gguf is None, (
         "check has let a model through that vLLM cannot run"
     )
-    dtype = models.dtype_of(run["dtype"], torch.device("cpu"))
+    dtype = models.dtype_of(run.dtype, torch.device("cpu"))
     described = models.describe(source, try_out)
     llm = _start(
-        described, dtype, prompts, plan_of_run(run, _dense_layers(run, source)), run["backend"]
+        described,
+        dtype,
+        prompts,
+        plan_of_run(run, _dense_layers(run, source)),
+        run.backend.tensor_parallel,
     )
     try:
         generation = GenerationConfig.from_pretrained(described.where_from, **described.settings)
@@ -247,11 +252,9 @@ def _start(
     dtype: torch.dtype,
     prompts: Prompts,
     plan: Plan,
-    backend: Mapping[str, Any],
+    tensor_parallel: int,
 ) -> Any:
     """vLLM's `LLM`, the one of this process, which frees prompts if the plan does.
-
-    `backend` is that of the run.
 
     Raises
     ------
@@ -273,7 +276,7 @@ def _start(
             described.where_from,
             revision=described.settings.get("revision"),
             dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=backend["tensor_parallel"],
+            tensor_parallel_size=tensor_parallel,
             seed=0,
             generation_config="vllm",
             enforce_eager=True,

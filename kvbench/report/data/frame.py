@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvbench.budget import has_budget, size_of
-from kvbench.config import FACTS, first_line, show
-from kvbench.measure.protocol import GREEDY
+from kvbench.backends.protocol import GREEDY
+from kvbench.config import FACTS, MethodConfig, first_line, show
 from kvbench.memory.kinds import kv_in
 from kvbench.report.data.run import (
     PROTOCOL,
@@ -291,11 +290,10 @@ def _whole(arm_config: Mapping[str, Any], key: str) -> int:
 
 def _budget(arm_config: Mapping[str, Any]) -> int | float | None:
     """The budget that a run had: a preset's size where none was set; None: it has none."""
-    return (
-        size_of(arm_config["budget"], arm_config["method"])
-        if has_budget(arm_config["method"])
-        else None
-    )
+    method = MethodConfig.of(arm_config["method"])
+    if not method.has_budget:
+        return None
+    return method.preset if arm_config["budget"] is None else arm_config["budget"]
 
 
 def _scores(records: Iterable[Record], metric: str, seed: str) -> Scores:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from kvbench.backends.protocol import GREEDY
 from kvbench.config import show
-from kvbench.measure.protocol import GREEDY
 from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import (
     FEWEST,

@@ -8,8 +8,8 @@ from typing import get_args
 import pandas as pd
 from matplotlib.figure import Figure
 
+from kvbench.backends.protocol import Question
 from kvbench.config import ConfigError
-from kvbench.measure.protocol import Question
 from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import intervals
 from kvbench.report.figures.panels import (

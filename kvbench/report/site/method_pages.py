@@ -92,13 +92,13 @@ def _options(rows: Sequence[Row]) -> str:
 
 def _settings(method: str) -> str:
     """The least budget, the preset, and the method's file as it is."""
-    harness = method_config(method).harness
-    least = harness.get("minimum") or {}
+    config = method_config(method)
+    least = config.minimum or {}
     facts = {
         "least C, as published": least.get("paper"),
         "least C, everything counted": least.get("unified"),
-        "C where none is given": harness.get("preset"),
-        "layers that its paper leaves dense": harness.get("published_dense_layers"),
+        "C where none is given": config.preset,
+        "layers that its paper leaves dense": config.published_dense_layers,
     }
     listed = "".join(
         f"<dt>{name}</dt><dd><code>{escape(show(value))}</code></dd>"

@@ -320,7 +320,7 @@ def code_of(run: Run) -> str:
     )
     if run.arm["method"] not in choices("method"):
         return f"a method of its own, {show(versions['method'])[:12]}; {harness}"
-    same = versions["method"] == method_config(run.arm["method"]).harness["version"]
+    same = versions["method"] == method_config(run.arm["method"]).version
     return f"{'the method of this kvbench' if same else 'a method of another version'}; {harness}"
 
 

@@ -1,9 +1,7 @@
 """The protocol of a run: all that changes a score and is not the method, the budget or the task's
 own data.
 
-Two results may stand in one table only if their protocols have the same digest. Here too a sample's
-prompt becomes token ids, raw or through the chat template, the same way for every method. Nothing
-imports torch.
+Two results may stand in one table only if their protocols have the same digest. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvbench.models.prompts import appended, chat_text
+from kvbench.config import ConfigError
 
 if TYPE_CHECKING:
     from kvbench.budget import Accounting
@@ -67,7 +65,7 @@ class Protocol:
 
     Raises
     ------
-    ValueError
+    ConfigError
         a value outside these, named by its key.
     """
 
@@ -90,7 +88,7 @@ class Protocol:
         if self.prefill_chunk is not None and (
             not _is_int(self.prefill_chunk) or self.prefill_chunk < 1
         ):
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.prefill_chunk={self.prefill_chunk!r}: a number of tokens, 1 or more, or"
                 " null"
             )
@@ -103,27 +101,27 @@ class Protocol:
         if not _is_real(self.temperature) or not (
             self.temperature == 0 or COLDEST <= self.temperature < math.inf
         ):
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.temperature={self.temperature!r}: 0 (greedy), or {COLDEST:g} and more,"
                 " such as 0.6"
             )
         if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.top_p={self.top_p!r}: a probability above 0, 1 at most (all tokens)"
             )
         if not _is_int(self.top_k) or self.top_k < 0:
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.top_k={self.top_k!r}: a number of tokens, 1 or more, or 0 (all)"
             )
         if not _is_int(self.samples) or self.samples < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.samples={self.samples!r}: a number of answers to each prompt, 1 or more"
             )
         object.__setattr__(self, "temperature", float(self.temperature))
         object.__setattr__(self, "top_p", float(self.top_p))
         needless = next((key for key, value in self.drawn().items() if key != "temperature"), None)
         if needless and not self.temperature:
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.{needless}={getattr(self, needless)}: nothing is drawn with"
                 " protocol.temperature=0; set a temperature, such as 0.6"
             )
@@ -163,7 +161,7 @@ class Protocol:
 
         Raises
         ------
-        ValueError
+        ConfigError
             one of them is not a layer of the model.
         """
         choices = {"auto": auto, "method": published}
@@ -174,7 +172,7 @@ class Protocol:
         outside = [layer for layer in dense if not 0 <= layer < layers]
         if outside:
             where = "" if dense == self.dense_layers else f" ({self.dense_layers})"
-            raise ValueError(
+            raise ConfigError(
                 f"protocol.dense_layers={list(dense)}{where}: the model has layers 0 to"
                 f" {layers - 1}, not {outside}"
             )
@@ -193,130 +191,18 @@ class Protocol:
 
         Raises
         ------
-        ValueError
+        ConfigError
             chat is "on" and there is no template; "auto" then means a raw prompt (base models).
         """
         if self.chat == "on" and not tokenizer.chat_template:
-            raise ValueError(
+            raise ConfigError(
                 "protocol.chat=on: this model's tokenizer has no chat template; use auto or off"
             )
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt as the model sees it.
-
-    Attributes
-    ----------
-    ids
-        token ids, special tokens included, BOS at most once.
-    question_start
-        index of the token that holds the first character of `Sample.question`; None where the
-        sample has no question or the tokenizer (a slow one) keeps no offsets.
-    cut
-        tokens that the middle of the raw prompt lost.
-    """
-
-    ids: list[int]
-    question_start: int | None = None
-    cut: int = 0
-
-
-def render(sample: Sample, tokenizer: Tokenizer, chat: bool, window: int | None = None) -> Rendered:
-    """Token ids of a sample's prompt.
-
-    Parameters
-    ----------
-    sample
-        its prompt is used as it is, or as the one user message of the chat template.
-    tokenizer
-        adds its own special tokens to a raw prompt; a template's text brings its own, so there it
-        adds none.
-    chat
-        what `Protocol.uses_chat` says.
-    window
-        tokens that the model's positions reach; a prompt that may be cut, is cut until it and the
-        new tokens fit. None: no end.
-
-    Raises
-    ------
-    ValueError
-        the template does not keep the question as it was, or the window has no room for any prompt.
-    """
-    whole = _rendered(sample, sample.prompt, tokenizer, chat)
-    if not sample.truncate:
-        return whole
-    # LongBench cuts the raw prompt, special tokens counted, before it meets the template.
-    raw: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
-    room = math.inf if window is None else window - sample.max_new_tokens
-    most = min(
-        len(raw), sample.max_length or len(raw), room - (len(whole.ids) - len(raw) if chat else 0)
-    )
-    rendered = whole if most == len(raw) else None
-    # Two halves of a text may make a few tokens more than they were.
-    while rendered is None or len(rendered.ids) > room:
-        if rendered is not None:
-            most -= len(rendered.ids) - room
-        if most < 2:
-            raise ValueError(
-                f"the model's window of {window} tokens has no room for a prompt beside"
-                f" {sample.max_new_tokens} new tokens; choose another model"
-            )
-        half = int(most) // 2
-        rendered = _rendered(
-            sample, _halves(raw, half, tokenizer), tokenizer, chat, len(raw) - 2 * half
-        )
-    return rendered
-
-
-def _halves(ids: list[int], half: int, tokenizer: Tokenizer) -> str:
-    """The text of the first and the last `half` tokens."""
-    parts = (ids[:half], ids[len(ids) - half :])
-    return "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
-
-
-def _rendered(
-    sample: Sample, prompt: str, tokenizer: Tokenizer, chat: bool, cut: int = 0
-) -> Rendered:
-    text = (chat_text(prompt, tokenizer) if chat else prompt) + sample.answer_prefix
-    locate = bool(sample.question) and tokenizer.is_fast
-    encoded = tokenizer(
-        text, add_special_tokens=not chat, return_offsets_mapping=locate, verbose=False
-    )
-    ids = list(encoded["input_ids"])
-    if not chat:
-        ids = ids[: len(ids) - appended(tokenizer)]
-    start = _question_character(text, sample.question) if locate else None
-    if start is None and locate and not cut:
-        raise ValueError(
-            f"the chat template changed the question {sample.question!r}: use protocol.chat=off"
-        )
-    if start is None:
-        return Rendered(ids, cut=cut)
-    # Special tokens have empty offsets: they hold no character and are passed over.
-    offsets = enumerate(encoded["offset_mapping"])
-    question = next((index for index, (_, end) in offsets if end > start), None)
-    if question is None:
-        raise ValueError(
-            f"the tokenizer drops the question {sample.question!r}; expected a tokenizer that keeps"
-            " texts"
-        )
-    return Rendered(ids, question, cut)
-
-
-def _question_character(text: str, question: str) -> int | None:
-    """Where the question starts in the rendered text; the last place, since a prompt may repeat it
-    (few-shot).
-    """
-    start = text.rfind(question)
-    if start < 0:  # many templates trim the message
-        start = text.rfind(question.strip())
-    return None if start < 0 else start
-
-
 def _layers(values: object) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_int, values)):
-        raise ValueError(
+        raise ConfigError(
             f"protocol.dense_layers={values!r}: auto, method, or a list of layer indices"
         )
     return tuple(sorted(set(values)))
@@ -332,4 +218,4 @@ def _is_real(value: object) -> bool:
 
 def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{key}={value!r}: one of {', '.join(choices)}")
+        raise ConfigError(f"{key}={value!r}: one of {', '.join(choices)}")
