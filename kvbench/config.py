@@ -101,8 +101,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
     ConfigError
         names the key, the value and what would be right.
     """
-    for name, kind in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
+    kinds = get_type_hints(type(config), include_extras=True)
+    for name in (key.name for key in fields(config) if key.init):
+        kind, value = kinds[name], getattr(config, name)
         shown = f"{prefix}{name}={show(value)}"
         if kind is bool and type(value) is not bool:
             raise ConfigError(f"{shown}: expected true | false")
@@ -149,7 +150,7 @@ class Choice:
         keys = {str(key): value for key, value in cast(Mapping[str, Any], plain).items()}
         facts = {key.name: keys[key.name] for key in fields(cls) if key.name in keys}
         options = {key: value for key, value in keys.items() if key not in HARNESS_KEYS}
-        return cls(**facts | {"target": keys.get("_target_", ""), "options": options})
+        return cls(**facts | {"target": str(keys.get("_target_", "")), "options": options})
 
     def build(self) -> Any:
         """Import the target and call it with the options, or with its `options_type` made of them.
@@ -168,6 +169,8 @@ class Choice:
             accepted.bind(**arguments)
         except TypeError as error:
             names = ", ".join(arguments) or "nothing"
+            if len(names) > MOST_LISTED // 2:
+                names = _first([*arguments])
             raise ConfigError(f"_target_={self.target}: {error}; given: {names}") from error
         try:
             instance = factory(**arguments) if taker is factory else factory(taker(**arguments))
@@ -400,21 +403,43 @@ def sweep_words(
     ]
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest valid ones, and all of them."""
+LISTING = "kvbench --help lists"  # the choices of each group
+MOST_LISTED = 155  # characters of a hint and all valid names in a message
+
+
+def nearest(name: str, valid: Iterable[str], where: str = "") -> str:
+    """The end of a message about an unknown name: the nearest valid ones, and all of them.
+
+    Parameters
+    ----------
+    name
+        what was typed.
+    valid
+        all names there are.
+    where
+        what lists them where they are too many for a message, such as "--help lists".
+    """
     names = sorted(valid)
     # of a long name, what was typed may be the beginning
     begins = {word[: len(name)]: word for word in names}
-    if not name:
-        return f"(valid: {', '.join(names) or 'none'})"
     holding = [word for word in names if len(name) > 2 and name in word]
     close = sorted(holding, key=lambda word: (not word.startswith(name), len(word)))[:3]
     close = close or difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     close = close or [
         begins[word] for word in difflib.get_close_matches(name, begins, n=2, cutoff=0.75)
     ]
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}(valid: {', '.join(names) or 'none'})"
+    hint = f"did you mean {' or '.join(close)}? " if name and close else ""
+    listed, more = ", ".join(names) or "none", f"{where} all {len(names)}"
+    if len(hint + listed) <= MOST_LISTED:
+        return f"{hint}(valid: {listed})"
+    if not where:
+        return f"{hint}(valid: {_first(names)})"
+    return f"{hint}({more})" if hint else f"(valid: {_first(names)}; {more})"
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 # Groups and keys that had another name.
@@ -429,14 +454,15 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
     """As `nearest`, for dotted keys: `page_size` finds `method.page_size`, and facts are no
     suggestion.
     """
-    group, dot, rest = key.partition(".")
     if key in RENAMED:
         return f"did you mean {RENAMED[key]}?"
+    group = key.split(".")[0]
     if group in RENAMED:
-        return f"did you mean {RENAMED[group]}{dot}{rest}?"
+        return f"did you mean {RENAMED[group]}{key.removeprefix(group)}?"
     leaf_of = {valid_key: valid_key.rpartition(".")[2] for valid_key in valid}
     leaf_of = {valid_key: leaf for valid_key, leaf in sorted(leaf_of.items()) if leaf not in FACTS}
-    section, _, leaf = key.rpartition(".")
+    section, leaf = f".{key}".rsplit(".", 1)
+    section = section.removeprefix(".")
     elsewhere = [valid_key for valid_key in leaf_of if leaf_of[valid_key] == leaf]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
@@ -445,7 +471,7 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
     siblings = [
         leaf_of[valid_key] for valid_key in leaf_of if valid_key.rpartition(".")[0] == section
     ]
-    return nearest(leaf, siblings) if siblings else nearest(key, leaf_of)
+    return nearest(*((leaf, siblings) if siblings else (key, leaf_of)), "--cfg job prints")
 
 
 def method_config(name: str, **options: Any) -> MethodConfig:
@@ -471,7 +497,9 @@ def method_config(name: str, **options: Any) -> MethodConfig:
     """
     node = shipped("method", name)
     if node is None:
-        raise ConfigError(f"method={name}: no such method; {nearest(name, choices('method'))}")
+        raise ConfigError(
+            f"method={name}: no such method; {nearest(name, choices('method'), LISTING)}"
+        )
     valid = node.keys() - HARNESS_KEYS
     for key in options:
         if key not in valid:
@@ -582,11 +610,8 @@ def check_valid(group: str, options: Mapping[str, Any], valid: Mapping[str, Any]
             continue
         value = options[key]
         if isinstance(rule, Mapping) and rule.keys() & {"above", "from"}:
-            above, least, most = (
-                rule.get("above", -math.inf),
-                rule.get("from", -math.inf),
-                rule.get("at_most", math.inf),
-            )
+            above, least = rule.get("above", -math.inf), rule.get("from", -math.inf)
+            most = rule.get("at_most", math.inf)
             fits = (
                 type(value) in (int, float)
                 and math.isfinite(value)
@@ -692,12 +717,9 @@ def searched(group: str) -> str:
     """
     folder = os.environ.get(USER_CONF)
     if folder is None:
-        return f"; looked in {conf_dir() / group}; --config-dir FOLDER adds FOLDER/{group}"
+        return f"; --config-dir FOLDER adds FOLDER/{group}"
     there = Path(folder, group)
-    return (
-        f"; looked in {conf_dir() / group} and"
-        f" {there}{'' if there.is_dir() else ', which is not there'}"
-    )
+    return f"; looked in conf/{group} and {there}{'' if there.is_dir() else ', which is not there'}"
 
 
 def locate(target: str) -> Any:
@@ -709,9 +731,9 @@ def locate(target: str) -> Any:
         no such module, or no such name in it.
     """
     bind_methods()
-    module_name, _, attribute = str(target).rpartition(".")
-    if not module_name:
+    if not re.search(r".\.", target):
         raise ConfigError(f"_target_={target}: expected module.Class, such as methods.quest.Quest")
+    module_name, attribute = target.rsplit(".", 1)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

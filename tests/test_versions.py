@@ -11,7 +11,7 @@ import pytest
 from report_runs import stored
 
 from kvbench.cli.compose import composed
-from kvbench.config import PACKAGE, shipped
+from kvbench.config import PACKAGE, Choice, shipped
 from kvbench.report.data.frame import collect
 from kvbench.runs import identity, versions
 from kvbench.runs.folder import RunFolder

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, Self, get_args
 
 from kvbench.backends.protocol import Protocol
-from kvbench.budget import Budget
+from kvbench.budget import Accounting, Budget
 from kvbench.config import (
     Choice,
     ConfigError,
@@ -97,8 +96,9 @@ class RunConfig:
     ----------
     model
         the keys of its file, as `kvbench.models.hub` reads them.
-    budget
-        as asked for: tokens, a fraction of the prompt, or None, the method's preset.
+    budget, sizes
+        as asked for: tokens, a fraction of the prompt, or None, the method's preset; and as the
+        method counts it.
     resolved
         all keys as they were composed: what run.yaml records and run ids are made of.
 
@@ -129,6 +129,7 @@ class RunConfig:
     memory_check: bool
     smoke: bool
     resolved: Mapping[str, Any]
+    sizes: Budget = field(init=False)
 
     @classmethod
     def of(cls, resolved: Mapping[str, Any]) -> Self:
@@ -170,21 +171,15 @@ class RunConfig:
                 f"protocol.question={self.protocol.question}: task={self.task.name} asks none;"
                 " expected with"
             )
+        _check_minimum(self.method.minimum)
+        object.__setattr__(self, "sizes", self._sizes())
 
     @property
     def requested_budget(self) -> int | float | None:
         """What was asked for; None where the method has no budget: all are one run."""
         return self.budget if self.method.has_budget else None
 
-    @cached_property
-    def sizes(self) -> Budget:
-        """The budget, as the method counts it.
-
-        Raises
-        ------
-        ConfigError
-            the method cannot keep to it.
-        """
+    def _sizes(self) -> Budget:
         rule = self.protocol.accounting, self.protocol.generated
         budget = Budget.of(self.budget, self.method, *rule)
         return budget if self.method.has_budget else Budget.of(None, self.method, *rule)
@@ -223,6 +218,17 @@ def _check_name(group: str, name: object) -> None:
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(
             f"{group}.name={show(name)}: expected a name, which results are kept under"
+        )
+
+
+def _check_minimum(minimum: Any) -> None:
+    right = isinstance(minimum, Mapping) and all(
+        least is None or type(least) is int for least in minimum.values()
+    )
+    if minimum is not None and not (right and minimum.keys() <= set(get_args(Accounting))):
+        raise ConfigError(
+            f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1,"
+            " unified: 1}"
         )
 
 

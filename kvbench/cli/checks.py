@@ -17,7 +17,7 @@ from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.backends.backend import backend_of
 from kvbench.backends.run_config import RunConfig, TaskConfig
-from kvbench.budget import Accounting
 from kvbench.config import (
     FACTS,
     ConfigError,
@@ -139,7 +138,6 @@ def check_setup(config: RunConfig, here: bool = True) -> tuple[hub.ModelSource, 
     ):
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
     _check_kv(config, card)
-    assert config.sizes  # which refuses a budget that the method cannot keep to
     backend_of(config).refuse(config, source, here)
     if here:
         calibration_for(config.model, config.method.options.get("heads"), config.seed)
@@ -207,18 +205,7 @@ def _valid_keys(group: str, chosen: Mapping[str, Any]) -> set[str]:
 
 
 def _check_method(method: MethodConfig) -> None:
-    """What the file of a method of one's own can have wrong: its minimum, and the module that it
-    names.
-    """
-    minimum: Any = method.minimum
-    right = isinstance(minimum, Mapping) and all(
-        least is None or type(least) is int for least in minimum.values()
-    )
-    if minimum is not None and not (right and minimum.keys() <= set(get_args(Accounting))):
-        raise ConfigError(
-            f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1,"
-            " unified: 1}"
-        )
+    """The module of a method of one's own is there."""
     module = method.target.rpartition(".")[0]
     try:
         there = not module or find_spec(module.partition(".")[0]) is not None

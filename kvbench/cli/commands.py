@@ -55,7 +55,7 @@ def other_command(words: Sequence[str]) -> int | None:
     """
     first = words[0] if words else ""
     if first in COMMANDS:
-        module, _, function = COMMANDS[first][0].partition(":")
+        module, function = COMMANDS[first][0].split(":")
         code: int = getattr(importlib.import_module(module), function)(words[1:])
         return code
     close = "" if first in RUN_WORDS else nearest(first, COMMANDS)

@@ -243,7 +243,7 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
     try:
         return loader.load_configuration(name, list(words), run_mode=RunMode.RUN)
     except MissingConfigException as error:
-        group, _, choice = _split_choice(str(error.missing_cfg_file))
+        group, choice = _split_choice(str(error.missing_cfg_file))
         if not group:
             raise ConfigError(f"--config-name={name}: {reason(error)}") from error
         raise no_such_choice(group, choice, loader.get_group_options(group)) from error
@@ -258,14 +258,13 @@ def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig
         raise ConfigError(unknown or reason(error)) from error
 
 
-def _split_choice(path: str) -> tuple[str, str, str]:
-    """The group, "/" and the choice, which may have a / itself where somebody took it for
-    a path.
-    """
+def _split_choice(path: str) -> tuple[str, str]:
+    """The group and the choice, which may have a / itself where somebody took it for a path."""
     for group in (*groups(), ON_TOP):
         if path.startswith(f"{group}/"):
-            return path.partition("/")
-    return path.rpartition("/")
+            return group, path.removeprefix(f"{group}/")
+    group = path.rpartition("/")[0]
+    return group, path.removeprefix(f"{group}/")
 
 
 def _refuse_no_name(loader: ConfigLoader, words: Sequence[str]) -> None:

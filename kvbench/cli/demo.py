@@ -1,8 +1,8 @@
 """The demo: how near to full attention methods stay on a real model, and what they find, in minutes
 and without a GPU.
 
-    kvbench demo                             results in results/, table.json and tradeoff.png in results/demo/
-    kvbench demo model=tiny results_dir=out  settings for every arm, as `python -m kvbench` takes them
+    kvbench demo                             table.json and tradeoff.png go to results/demo/
+    kvbench demo model=tiny results_dir=out  settings for every arm, as of a run
 
 Its model is SmolLM2-135M, which is fetched at the first start; where that cannot be had, the small
 model of the package takes its place, and a line says so. Its runs are runs as any other: a second
@@ -226,8 +226,8 @@ def needle_share(score: float, n: int) -> tuple[float, float, float]:
     certainty.
     """
     hits = round(score * n / 100)
-    mean, low, high, *_ = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
-    return mean, low, high  # type: ignore[return-value]  # Wilson's interval is always there
+    interval = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
+    return interval[:3]  # type: ignore[return-value]  # Wilson's interval is always there
 
 
 def table(rows: Sequence[DemoRow]) -> Table:

@@ -63,7 +63,10 @@ class SweepJob:
         title: str = "",
         checked: bool = False,
     ) -> None:
-        self.configs, self.shard, self.title, self.checked = configs, shard, title, checked
+        self.configs = configs
+        self.shard = shard
+        self.title = title
+        self.checked = checked
 
     def __call__(self) -> list[Ended]:
         fit_streams()  # of the process that it runs in
@@ -296,7 +299,9 @@ class Slurm(SubmititLauncher):
     linger = 600.0
 
     def __init__(self, requeues: int = 3, jobs: int | None = None, **parameters: Any) -> None:
-        self.requeues, self.jobs, self.parameters = requeues, jobs, parameters
+        self.requeues = requeues
+        self.jobs = jobs
+        self.parameters = parameters
 
     def most(self) -> int:
         """As many as were asked for."""

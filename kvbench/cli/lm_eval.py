@@ -50,7 +50,8 @@ LM_EVAL_KEYS = {
 CLIENTS = ("huggingface_hub", "httpx", "requests", "urllib3", "datasets")
 
 USAGE = """\
-kvbench lm-eval [key=value ...] [--method NAME] [--budget C] [--model-path FOLDER] --tasks TASK,... [lm-eval's options]
+kvbench lm-eval [key=value ...] [--method NAME] [--budget C] [--model-path FOLDER]
+                --tasks TASK,... [lm-eval's options]
 """
 
 
@@ -159,11 +160,11 @@ def refuse_missing() -> None:
 
 
 def _setting(word: str) -> tuple[str, str]:
-    key, separator, value = word.partition("=")
-    if not separator:
+    if "=" not in word:
         raise ConfigError(
             f"lm-eval {word}: expected key=value before the options, as in method=quest"
         )
+    key, value = word.split("=", 1)
     return key, value
 
 

@@ -329,15 +329,16 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             for context, row, by_index in zip(contexts, rows, continuations, strict=True)
         ]
         longest = max(len(tokens) for by_index in forced for tokens in by_index.values())
-        chunk, needs, lengths = (
-            setup.protocol.prefill_chunk,
-            [setup.method.needs],
-            list(map(len, rows)),
-        )
+        needs = [setup.method.needs]
+        lengths = [len(row) for row in rows]
         lane.clear(
             2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows)
         )
-        more = {"max_new_tokens": longest, "chunk": chunk, "tokenizer": setup.loaded.tokenizer}
+        more = {
+            "max_new_tokens": longest,
+            "chunk": setup.protocol.prefill_chunk,
+            "tokenizer": setup.loaded.tokenizer,
+        }
         prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
         prefilled.divide()
         for turn in zip_longest(*(by_index.items() for by_index in forced), fillvalue=(None, [0])):

@@ -37,13 +37,13 @@ kvbench: KV-cache methods compared on the same model, prompt, attention kernel a
 usage: kvbench [run] [-m] [key=value ...]          `python -m kvbench` is the same
        kvbench COMMAND ...
 
-  python -m kvbench                                          one run with the defaults
-  python -m kvbench method=snapkv budget=512 task.limit=5    another method, a bigger budget, five samples
-  python -m kvbench -m method=full,quest budget=64,128       a sweep: each method with each budget
-  python -m kvbench model.path=FOLDER                        your own model: a folder, or a hub id such as org/name
-  python -m kvbench --cfg job method=quest                   print the config of a run, options of the method included
-  python -m kvbench +experiment=reference_tiny               a sweep from a file of conf/experiment
-  python -m kvbench --config-dir FOLDER method=mine          with your own FOLDER/method/mine.yaml
+  python -m kvbench                                        one run with the defaults
+  python -m kvbench method=snapkv budget=512 task.limit=5  another method and budget, five samples
+  python -m kvbench -m method=full,quest budget=64,128     a sweep: each method with each budget
+  python -m kvbench model.path=FOLDER                      your own model, or a hub id: org/name
+  python -m kvbench --cfg job method=quest                 print a config, with the method's options
+  python -m kvbench +experiment=reference_tiny             a sweep from a file of conf/experiment
+  python -m kvbench --config-dir FOLDER method=mine        with your own FOLDER/method/mine.yaml
 
 flags:
   -m, --multirun          a sweep: keys may have several values, budget=64,128
@@ -164,7 +164,6 @@ def flags_in(words: Sequence[str]) -> Namespace:
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
     flags, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         raise ConfigError(
@@ -184,11 +183,6 @@ def _run(flags: Namespace) -> int:
     from kvbench.cli.compose import as_yaml, compose_request, loader_of, run_of
 
     loader = loader_of(flags.config_dir)
-    if flags.shell_completion:
-        from kvbench.cli.shell import complete
-
-        complete(loader, flags.config_name, flags.words)
-        return 0
     request = compose_request(
         loader, flags.config_name, flags.words, flags.multirun and not flags.cfg
     )

@@ -60,8 +60,8 @@ EXAMPLES = """\
   kvbench report --paper icecache_table1 --format latex  ours beside the published numbers
   kvbench report --figure tradeoff --size column --out tradeoff.pdf
   kvbench report --out report.html                       one page with all tables and pictures
-  kvbench report --out site/                             a folder: leaderboard, a page a method, samples
-  kvbench report --claims                                 which of the papers' claims hold in your runs
+  kvbench report --out site/                             leaderboard, a page a method, samples
+  kvbench report --claims                                which of the papers' claims hold
   kvbench report --list                                  what can be made
 """
 

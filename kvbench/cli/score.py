@@ -144,7 +144,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     except (ConfigError, ResultsError) as error:
         return _refused(error)
     console = Console(highlight=False)
-    entries, unchanged, code, compact = [], [], 0, []
+    entries, compact = [], []
+    unchanged, code = [], 0
     for folder in folders:
         try:
             make = rewrite if flags.write else rescore
@@ -404,7 +405,8 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
     """
     if record.get("error"):
         return record
-    key, answers, output = record["id"], record.get("answers"), record.get("output")
+    key = record["id"]
+    answers, output = record.get("answers"), record.get("output")
     if answers is None:
         raise NoAnswers(f"{folder}: {key} is stored without its answers")
     if output is None:

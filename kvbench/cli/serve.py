@@ -2,10 +2,10 @@
 selects.
 
     kvbench serve model=smollm2-135m-instruct method=snapkv budget=256
-    kvbench serve model.path=FOLDER method=quest --port 8001 -- --max-model-len 4096     vLLM's own arguments after --
+    kvbench serve model.path=FOLDER method=quest --port 8001 -- --max-model-len 4096
 
-vLLM has an environment of its own (`make setup-vllm`): that of `$KVBENCH_VLLM`, or `.venv-vllm`
-beside kvbench.
+What follows -- are arguments of vLLM's own server. vLLM has an environment of its own (`make
+setup-vllm`): that of `$KVBENCH_VLLM`, or `.venv-vllm` beside kvbench.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kvbench.report.data.run import Runs
 
 DESCRIPTION = """\
-Pack finished runs into one file for a board: settings, machine, summaries, and of each sample scores, audit and times,
-without prompts, answers and outputs. A manifest has the SHA-256 of every file.
+Pack finished runs into one file for a board: settings, machine, summaries, and of each sample
+scores, audit and times, without prompts, answers and outputs. A manifest has the SHA-256 of every
+file.
 """
 ANONYMOUS = "anonymous"
 

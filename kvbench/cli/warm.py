@@ -1,8 +1,8 @@
 """`kvbench warm`: compile the kernels of methods before anything waits for them, side by side.
 
-    kvbench warm                                 of all methods
-    kvbench warm method=icecache,quest           of these
-    kvbench warm dtype=bfloat16 kv=int8,kivi4    for another dtype, and for keys and values held so, too
+    kvbench warm                               of all methods
+    kvbench warm method=icecache,quest         of these
+    kvbench warm dtype=bfloat16 kv=int8,kivi4  for another dtype and coded keys and values, too
 
 A run does the same for what it needs itself. What is compiled lies beside the sources or, where
 these cannot be written to, in the user's cache folder, and stays until sources or Numba change.
@@ -75,7 +75,7 @@ def _chosen(words: Sequence[str]) -> dict[str, list[str]]:
     refuse_twice(words)
     chosen = {key: list(choices(key)) if value is None else [value] for key, value in KEYS.items()}
     for word in words:
-        key, _, value = word.partition("=")
+        key, value = word.split("=", 1) if "=" in word else (word, "")
         if key not in KEYS or not value:
             raise ConfigError(
                 f"{word}: expected {', '.join(f'{key}=' for key in KEYS)} and names, as in"

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.config import ConfigError, groups, nearest, root_keys, searched, show
+from kvbench.config import LISTING, ConfigError, groups, nearest, root_keys, searched, show
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -53,9 +53,9 @@ def parsed(loader: ConfigLoader, words: Sequence[str]) -> list[Override]:
 
 def _unreadable(loader: ConfigLoader, word: str) -> str:
     """What is wrong with a word that is no key=value."""
-    key, equals, value = word.partition("=")
-    if not equals:
+    if "=" not in word:
         return _no_key(loader, word)
+    key, value = word.split("=", 1)
     if value.startswith("="):
         return f"two =; expected {key}={value.lstrip('=')}"
     if "=" in value:
@@ -74,8 +74,9 @@ def _no_key(loader: ConfigLoader, word: str) -> str:
     """What is wrong with a word without =: a choice without its group, a key without its value, or
     what it is near.
     """
-    head, colon, rest = word.partition(":")
-    if colon and rest and is_key(head):
+    head = word.split(":")[0]
+    rest = word.removeprefix(f"{head}:")
+    if rest and rest != word and is_key(head):
         return f"expected {head}={rest}"
     if is_key(word):
         example = (
@@ -128,9 +129,9 @@ def refuse_twice(words: Iterable[str], hint: str = "") -> None:
     """
     first_values: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.lstrip("+").partition("=")
-        if not equals or key.startswith("~"):
+        if "=" not in word or word.startswith("~"):
             continue
+        key, value = word.lstrip("+").split("=", 1)
         first = first_values.setdefault(key, value)
         if first != value:
             more = hint.format(key=key, values=f"{first},{value}")
@@ -149,9 +150,10 @@ def refuse_numbers(overrides: Iterable[Override]) -> None:
         says what was typed, and how it is quoted.
     """
     for override in overrides:
-        key, _, typed = str(override.input_line).lstrip("+").partition("=")
+        key = override.key_or_group
         if key not in FOLDERS or override.is_sweep_override() or override.is_delete():
             continue
+        typed = str(override.input_line).split("=", 1)[1]
         value = override.value()
         if type(value) in (int, float, bool) and (show(value) != typed or key == "results_dir"):
             raise ConfigError(
@@ -226,7 +228,7 @@ def refuse_sweep(loader: ConfigLoader, overrides: Iterable[Override]) -> None:
 
     for override in overrides:
         if override.is_sweep_override():
-            key, _, value = str(override.input_line).partition("=")
+            key, value = str(override.input_line).split("=", 1)
             swept = override.value()
             plain = isinstance(swept, ChoiceSweep) and swept.simple_form
             number = type(root_keys().get(key)) in (int, float, bool)
@@ -260,9 +262,11 @@ def no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError
         return ConfigError(
             f"model={choice}: no name of conf/model; a folder or a hub id is model.path={choice}"
         )
-    others = "; model.path=FOLDER or a hub id takes any other" if group == "model" else ""
+    others = searched(group)
+    if group == "model":
+        others = "; model.path=FOLDER or a hub id takes any other"
     return ConfigError(
-        f"{group}={choice}: no such {group}; {nearest(choice, valid)}{others}{searched(group)}"
+        f"{group}={choice}: no such {group}; {nearest(choice, valid, LISTING)}{others}"
     )
 
 
@@ -275,7 +279,8 @@ def refuse_flag(words: Sequence[str]) -> None:
         says how it is written.
     """
     for word, following in itertools.zip_longest(words, words[1:], fillvalue="-"):
-        key, _, value = word.lstrip("-").partition("=")
+        key = word.lstrip("-").split("=")[0]
+        value = word.lstrip("-").removeprefix(key).removeprefix("=")
         if word.startswith("-") and is_key(key):
             value = value or (
                 following if not following.startswith("-") and "=" not in following else "VALUE"

@@ -6,7 +6,7 @@ together, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvbench.config import ConfigError, show
@@ -128,6 +128,14 @@ def native_layers(kind: str) -> int:
     return 2 if kind in PUBLISHED else 0
 
 
+def _listed(kinds: Sequence[str]) -> str:
+    """Kinds for a message; those of TurboQuant in short."""
+    short = [kind for kind in kinds if not kind.startswith("turboquant")]
+    return " | ".join(
+        [*short, *(["turboquant_3bit, ... (kvbench --help)"] if len(short) < len(kinds) else [])]
+    )
+
+
 def kv_of(choice: str | Mapping[str, Any]) -> KV:
     """What is asked for: one kind for both tiers, or some of the keys of `KV`.
 
@@ -138,13 +146,13 @@ def kv_of(choice: str | Mapping[str, Any]) -> KV:
     """
     if isinstance(choice, str):
         if choice not in EVERY:
-            raise ConfigError(f"kv={choice}: expected {' | '.join(EVERY)}")
+            raise ConfigError(f"kv={choice}: expected {_listed(EVERY)}")
         return KV(
             choice, choice if choice in ROWS else "native", native_layers=native_layers(choice)
         )
     if not isinstance(choice, Mapping):
         raise ConfigError(
-            f"kv={show(choice)}: expected {' | '.join(EVERY)}, or some of {', '.join(KV._fields)}"
+            f"kv={show(choice)}: expected {_listed(EVERY)}, or some of {', '.join(KV._fields)}"
         )
     for key, value in choice.items():
         if key not in KV._fields:
@@ -153,7 +161,7 @@ def kv_of(choice: str | Mapping[str, Any]) -> KV:
             )
         expected = KINDS.get(key)
         if expected and value not in expected and not (value is None and key in SIDES):
-            raise ConfigError(f"kv.{key}={show(value)}: expected {' | '.join(expected)}")
+            raise ConfigError(f"kv.{key}={show(value)}: expected {_listed(expected)}")
     kv = KV(**choice)
     if type(kv.native_layers) is not int or kv.native_layers < 0:
         raise ConfigError(
@@ -178,12 +186,12 @@ def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]
     if kv.grouped and (needs.home != "device" or needs.on_drop == "offload"):
         yield (
             f"kv={kv}: {name} keeps tokens on the host, which leave their groups; expected"
-            f" {' | '.join(ROWS)}"
+            f" {_listed(ROWS)}"
         )
     elif kv.grouped and evicts:
         yield (
             f"kv={kv}: {name} drops tokens out of their groups as it generates; expected"
-            f" {' | '.join(ROWS)}"
+            f" {_listed(ROWS)}"
         )
 
 

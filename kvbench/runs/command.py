@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,9 +79,9 @@ def _follows(value: Any, default: Any) -> bool:
     """
     if not isinstance(default, str) or "${" not in default:
         return False
-    kind, _, name = default.strip("${}").partition(":")
-    if kind not in ("kvbench.assets", "kvbench.fetched"):
+    if not re.match(r"\$\{kvbench\.(assets|fetched):", default):
         return True
+    kind, name = default.strip("${}").split(":")
     ours = ASSETS / name if kind == "kvbench.assets" else fetched_folder(name)
     path = Path(str(value))
     return path == ours or (path.name == name and not path.exists())

@@ -33,16 +33,16 @@ def statistics(texts: Sequence[Mapping[str, Sequence[float]]], same: int) -> dic
     same
         tokens of all texts at which both have the same top token.
     """
-    kl, nll, nll_full = (
-        np.concatenate([text[name] for text in texts]) for name in ("kl", "nll", "nll_full")
-    )
+    steps = {
+        name: np.concatenate([text[name] for text in texts]) for name in ("kl", "nll", "nll_full")
+    }
+    kl = steps["kl"]
+    nll, nll_full = steps["nll"], steps["nll_full"]
     n, delta_p = len(kl), np.exp(-nll) - np.exp(-nll_full)
-    ln_ratio, perplexity, perplexity_full = (
-        nll - nll_full,
-        np.exp(nll.mean()),
-        np.exp(nll_full.mean()),
-    )
-    ratio, rms, share = np.exp(ln_ratio.mean()), np.sqrt((delta_p**2).mean()), same / n
+    ln_ratio = nll - nll_full
+    perplexity, perplexity_full = np.exp(nll.mean()), np.exp(nll_full.mean())
+    ratio = np.exp(ln_ratio.mean())
+    rms, share = np.sqrt((delta_p**2).mean()), same / n
     numbers = {
         "tokens": n,
         "kl_max": kl.max(),

@@ -121,7 +121,9 @@ class RunFolder:
             path if shard == WHOLE else path / SHARDS / f"{shard.number + 1}-of-{shard.of}"
         )
         self._mine, self._run_lock = ExitStack(), ExitStack()
-        self._state, self._total, self._ran, self._share = "running", 0, 0, 0.0
+        self._state = "running"
+        self._total = self._ran = 0
+        self._share = 0.0
         self._began = self._started = _now()
         self._others = (0, 0)
 
@@ -289,7 +291,9 @@ class RunFolder:
                 self.done[key] = plain
             # Most of the time passes here: Ctrl-C now leaves the record where it is.
             os.fsync(samples)
-        self._state, self._ran, self._share = "running", self._ran + 1, share
+        self._state = "running"
+        self._ran += 1
+        self._share = share
         self._write_status()
 
     def gathered(self, ids: Collection[str]) -> bool:

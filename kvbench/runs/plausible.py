@@ -93,7 +93,8 @@ def _budget(config: Mapping[str, Any]) -> Budget:
     ConfigError
         there is no such budget.
     """
-    method, protocol, size = MethodConfig.of(config["method"]), config["protocol"], config["budget"]
+    method = MethodConfig.of(config["method"])
+    protocol, size = config["protocol"], config["budget"]
     if is_number(size) and size > MOST_TOKENS:
         raise ConfigError(f"budget={size}: more tokens than a prompt has")
     if not method.has_budget:

@@ -139,7 +139,8 @@ class Reporter:
     """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
-        self.bars, self.share, self.part = bars, 0.0, 0.0
+        self.bars = bars
+        self.share = self.part = 0.0
         self.joint_decode, self.compiles = JointDecodeProgress(), False
         self._samples = bars.add_task("samples", total=total, completed=min(done, total))
         bars.update(self._samples, report=self)  # which is drawn at once
@@ -148,16 +149,19 @@ class Reporter:
             "tokens of this sample", total=None, visible=False, pace=self._pace
         )
         self._printed: set[str] = set()
-        self._at, self._of, self._reads = 0, 0, False
+        self._at = self._of = 0
+        self._reads = False
 
     def begin(self, at: int = 0) -> None:
         """A generation begins, with `at` tokens of its prompt read already."""
-        self._at, self._of, self._reads = at, 0, not at
+        self._at, self._of = at, 0
+        self._reads = not at
 
     def tokens(self, done: int, total: int) -> None:
         """`done` of `total` tokens of the current generation are read or written."""
         self._pace.add(done - self._at, self.bars.get_time())
-        self._at, self._of, self._reads = done, total, False
+        self._at, self._of = done, total
+        self._reads = False
         self.bars.update(self._inside, completed=done, total=total, visible=True)
 
     def rows(self, count: int, seconds: float) -> None:
@@ -166,7 +170,8 @@ class Reporter:
         """
         joint = self.joint_decode
         self._pace.add(count, self.bars.get_time())
-        self._at, self._of, joint.rows = 0, 0, count
+        self._at = self._of = 0
+        joint.rows = count
         joint.decoded, joint.seconds = joint.decoded + count, joint.seconds + seconds
         self.bars.update(
             self._inside,
