@@ -307,7 +307,7 @@ def test_each_run_is_composed_and_checked_once(command, monkeypatch):
 
 
 def test_a_mistyped_choice_of_a_large_sweep_is_met_before_its_runs_are_composed(refusal, monkeypatch):
-    monkeypatch.setattr(sweep, "arm_config", lambda *_: pytest.fail("composed"))
+    monkeypatch.setattr(compose.RunRequest, "arm_config", lambda *_: pytest.fail("composed"))
     assert refusal("-m", "seed=range(1000)", "method=topk,qest").startswith("method=qest: no such method")
 
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kvbench.backends.run_config import RunConfig
 from kvbench.cli import main as cli
-from kvbench.cli.compose import arm_config, combinations, compose_request, loader_of, run_of
+from kvbench.cli.compose import combinations, compose_request, loader_of, run_of
 
 
 def over(defaults: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -24,7 +24,7 @@ def configs(*words: str) -> list[DictConfig]:
     asked = compose_request(loader_of(flags.config_dir), flags.config_name, flags.words, flags.multirun)
     if asked.arms is None:
         return [run_of(asked.config)]
-    return [arm_config(asked, arm) for arm in combinations(asked.arms)]
+    return [asked.arm_config(arm) for arm in combinations(asked.arms)]
 
 
 def other(config: RunConfig, **values: Any) -> RunConfig:

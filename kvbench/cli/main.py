@@ -180,14 +180,14 @@ def flags_in(words: Sequence[str]) -> Namespace:
 
 
 def _run(flags: Namespace) -> int:
-    from kvbench.cli.compose import as_yaml, compose_request, loader_of, run_of
+    from kvbench.cli.compose import compose_request, loader_of, run_of
 
     loader = loader_of(flags.config_dir)
     request = compose_request(
         loader, flags.config_name, flags.words, flags.multirun and not flags.cfg
     )
     if flags.cfg:
-        print(as_yaml(request, flags.cfg, flags.package, flags.resolve))
+        print(request.as_yaml(flags.cfg, flags.package, flags.resolve))
         return 0
     if request.arms is None:
         return _run_single(run_of(request.config))

@@ -117,6 +117,56 @@ class Rescored:
     changed: list[Record]
     end: int
 
+    def as_json(self, written: bool) -> dict[str, Any]:
+        """What `--json` prints of a run; `before` is null where the main score was not stored."""
+        return {
+            "run": str(self.folder),
+            "metric": self.metric,
+            "before": _only_scores(self.before) or None,
+            "after": _only_scores(self.after),
+            "changed": len(self.changed),
+            "written": written,
+        }
+
+    def table(self) -> Table:
+        """Scores before and after, 0-100: groups, their mean, all samples, the other scores."""
+        drawn = Table(
+            title=printable(" / ".join(self.folder.resolve().parts[-4:])), title_justify="left"
+        )
+        for heading in (self.metric, "samples", "failed", "before", "now"):
+            drawn.add_column(heading, justify="left" if heading == self.metric else "right")
+        before, after = self.before, self.after
+        for name, group in after.get("groups", {}).items():
+            row = _pair(before.get("groups", {}).get(name), group)
+            drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
+        if "macro" in after:
+            drawn.add_row(
+                f"mean of {len(after['groups'])} groups",
+                "",
+                "",
+                *_pair(before.get("macro"), after["macro"]),
+            )
+        drawn.add_section()
+        drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
+        for name, score in after["scores"].items():
+            if name != self.metric:
+                old = before.get("scores", {}).get(name)
+                drawn.add_row(printable(name), "", "", *_pair({"score": old}, {"score": score}))
+        return drawn
+
+    def outcome(self, written: bool) -> str:
+        """What became of a run, in a line."""
+        count = len(self.changed)
+        if not count:
+            return f"{self.folder}: no score changed, {self.metric} {_with_error(self.after)}"
+        changed = f"{count} of {self.after['n']} scores changed"
+        if not written:
+            return f"{self.folder}: {changed}; nothing is written"
+        finished = (
+            "" if (self.folder / "summary.json").exists() else "; unfinished, so without a summary"
+        )
+        return f"{self.folder}: {changed} and written{finished}"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 130 after Ctrl-C."""
@@ -157,17 +207,17 @@ def _main(arguments: Sequence[str] | None) -> int:
             code = _refused(error, folder)
             continue
         if flags.json:
-            entries.append(as_json(rescored, flags.write))
+            entries.append(rescored.as_json(flags.write))
         elif rescored.changed:
-            console.print(table(rescored))
-            console.print(printable(outcome(rescored, flags.write)), soft_wrap=True)
+            console.print(rescored.table())
+            console.print(printable(rescored.outcome(flags.write)), soft_wrap=True)
         else:
             unchanged.append(rescored)
     if unchanged:
         line = (
             f"no score of {len(unchanged)} runs changed"
             if len(unchanged) > 1
-            else outcome(unchanged[0], flags.write)
+            else unchanged[0].outcome(flags.write)
         )
         console.print(printable(line), soft_wrap=True)
     if flags.json:
@@ -431,65 +481,8 @@ def _version(config: Mapping[str, Any]) -> int | str:
     return version_of(Choice.of({**config, **(shipped("task", str(config.get("name"))) or {})}))
 
 
-def as_json(rescored: Rescored, written: bool) -> dict[str, Any]:
-    """What `--json` prints of a run; `before` is null where the main score was not stored."""
-    return {
-        "run": str(rescored.folder),
-        "metric": rescored.metric,
-        "before": _only_scores(rescored.before) or None,
-        "after": _only_scores(rescored.after),
-        "changed": len(rescored.changed),
-        "written": written,
-    }
-
-
 def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {key: summary[key] for key in SCORES if key in summary}
-
-
-def table(rescored: Rescored) -> Table:
-    """Scores of a run before and after, each 0-100: groups, their plain mean, all samples, and the
-    other scores.
-    """
-    drawn = Table(
-        title=printable(" / ".join(rescored.folder.resolve().parts[-4:])), title_justify="left"
-    )
-    for heading in (rescored.metric, "samples", "failed", "before", "now"):
-        drawn.add_column(heading, justify="left" if heading == rescored.metric else "right")
-    before, after = rescored.before, rescored.after
-    for name, group in after.get("groups", {}).items():
-        row = _pair(before.get("groups", {}).get(name), group)
-        drawn.add_row(printable(name), str(group["n"]), str(group["failed"]), *row)
-    if "macro" in after:
-        drawn.add_row(
-            f"mean of {len(after['groups'])} groups",
-            "",
-            "",
-            *_pair(before.get("macro"), after["macro"]),
-        )
-    drawn.add_section()
-    drawn.add_row("all samples", str(after["n"]), str(after["failed"]), *_pair(before, after))
-    for name, score in after["scores"].items():
-        if name != rescored.metric:
-            old = before.get("scores", {}).get(name)
-            drawn.add_row(printable(name), "", "", *_pair({"score": old}, {"score": score}))
-    return drawn
-
-
-def outcome(rescored: Rescored, written: bool) -> str:
-    """What became of a run, in a line."""
-    count = len(rescored.changed)
-    if not count:
-        return (
-            f"{rescored.folder}: no score changed, {rescored.metric} {_with_error(rescored.after)}"
-        )
-    changed = f"{count} of {rescored.after['n']} scores changed"
-    if not written:
-        return f"{rescored.folder}: {changed}; nothing is written"
-    finished = (
-        "" if (rescored.folder / "summary.json").exists() else "; unfinished, so without a summary"
-    )
-    return f"{rescored.folder}: {changed} and written{finished}"
 
 
 def predictions_table(predicted: predictions.Predictions) -> Table:

@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.cli.checks import check
-from kvbench.cli.compose import RunRequest, arm_config, combinations
+from kvbench.cli.compose import RunRequest, combinations
 from kvbench.cli.launchers import InTurn, SweepJob
 from kvbench.cli.plan import (
     counted,
@@ -44,7 +44,7 @@ def run_sweep(request: RunRequest) -> None:
     if not folder:
         raise ConfigError("hydra.sweep.dir=: expected a folder for the jobs' own files")
     arm_words = combinations(request.arms or [])
-    configs = [check(arm_config(request, words), launcher.here) for words in arm_words]
+    configs = [check(request.arm_config(words), launcher.here) for words in arm_words]
     arms = distinct(configs)
     names, chosen = differing([arm_words[index] for index in arms]), list(arms.values())
     refuse_repeated_runs(chosen, names)

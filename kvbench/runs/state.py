@@ -124,6 +124,24 @@ class _Status(NamedTuple):
             return True
         return False
 
+    @property
+    def pace(self) -> tuple[float, float | None] | None:
+        """Samples a minute since its start, and the seconds that it has left; None before its first
+        sample.
+        """
+        says = self.says
+        try:
+            elapsed = (
+                datetime.fromisoformat(says["updated"]) - datetime.fromisoformat(says["began"])
+            ).total_seconds()
+            ran, share = says["ran"], says["share"]
+        except (KeyError, TypeError, ValueError):
+            return None
+        if ran < 1 or elapsed <= 0:
+            return None
+        remaining = elapsed * (1 - share) / share if LEAST_SHARE < share <= 1 else None
+        return 60 * ran / elapsed, remaining
+
 
 def doubtful(folders: Iterable[Path]) -> dict[Path, float]:
     """The status files of runs of which the clocks of two machines may say wrongly that they are
@@ -169,7 +187,7 @@ def state_of(folder: Path, before: Mapping[Path, float] = MappingProxyType({})) 
     statuses = [*([run_status] if run_status else []), *shards]
     running = [status for status in statuses if status.state == "running"]
     totals = [total for status in statuses if (total := status.says.get("total"))]
-    paces = [pace for status in running if (pace := _pace(status))]
+    paces = [pace for status in running if (pace := status.pace)]
     return State(
         folder,
         _overall_state(
@@ -197,24 +215,6 @@ def _overall_state(states: Sequence[str]) -> str:
         if state in states:
             return state
     return "waiting" if len(states) > 1 else next(iter(states), "unknown")
-
-
-def _pace(status: _Status) -> tuple[float, float | None] | None:
-    """Samples a minute since its start, and the seconds that it has left; None before its first
-    sample.
-    """
-    says = status.says
-    try:
-        elapsed = (
-            datetime.fromisoformat(says["updated"]) - datetime.fromisoformat(says["began"])
-        ).total_seconds()
-        ran, share = says["ran"], says["share"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if ran < 1 or elapsed <= 0:
-        return None
-    remaining = elapsed * (1 - share) / share if LEAST_SHARE < share <= 1 else None
-    return 60 * ran / elapsed, remaining
 
 
 def _status(file: Path, before: Mapping[Path, float] = MappingProxyType({})) -> _Status | None:
