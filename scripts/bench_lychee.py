@@ -55,7 +55,7 @@ from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
-from kvbench.config import bind_methods, build
+from kvbench.config import bind_methods
 
 bind_methods()
 
@@ -210,9 +210,8 @@ def answer(
 def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Shares of time where the model reads `count` tokens and answers with --steps."""
     say(f"model: {count} tokens")
-    task = build(
-        composed("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")["task"]
-    )
+    words = ("task=niah", "task.subsets=[niah_single_2]", f"task.lengths=[{count}]")
+    task = composed(*words).task.build()
     prompt = loaded.tokenizer(next(iter(task.samples(loaded.tokenizer, 0))).prompt)["input_ids"]
     steps, budget = arguments.steps, Budget(arguments.budget)
     shared = prefill_once(loaded.model, [prompt], [], max_new_tokens=steps, chunk=4096)
@@ -367,7 +366,7 @@ def main() -> None:
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parts that are asked for."""
-    loaded = load(composed("model=tiny")["model"], device="cpu")
+    loaded = load(composed("model=tiny").model, device="cpu")
     result: dict[str, Any] = {}
     for part in arguments.parts:
         if part == "index":

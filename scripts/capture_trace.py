@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,7 +132,7 @@ def capture(
     generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
     description = {
         "model": arm.loaded.name,
-        "task": arm.config["task"]["name"],
+        "task": arm.config.task.name,
         "sample": prompt.record["id"],
         "dtype": str(arm.loaded.model.dtype).removeprefix("torch."),
         "prompt_tokens": len(ids),

@@ -297,7 +297,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     try:
-        method = composed("+experiment=pariskv_drift", *options.overrides)["method"]
+        method = composed("+experiment=pariskv_drift", *options.overrides).method.options
         sizes = Sizes(
             method["sinks"], method["local"], method["update"], method["k"], options.every
         )

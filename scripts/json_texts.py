@@ -62,7 +62,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="where the .txt files go")
     arguments = parser.parse_args()
-    loaded = load(composed(f"model={arguments.model}")["model"], device="cpu")
+    loaded = load(composed(f"model={arguments.model}").model, device="cpu")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for number in range(arguments.texts):
         layout = list(LAYOUTS)[number % len(LAYOUTS)]

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from bench import command_line, print_result, say
-from omegaconf import OmegaConf
 
 from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
@@ -44,8 +43,7 @@ Cells = dict[str, dict[str, float]]
 def arm(folder: Path, loaded: Loaded | None, *words: str) -> Arm:
     """An arm on the model in a folder."""
     config = composed(f"model.path={folder}", "protocol.dense_layers=[]", f"seed={SEED}", *words)
-    plain: Any = OmegaConf.to_container(config, resolve=True)
-    return prepare(plain, loaded)
+    return prepare(config, loaded)
 
 
 def tasks(lengths: Sequence[int], samples: int) -> list[list[str]]:

@@ -292,9 +292,9 @@ def test_each_run_is_composed_and_checked_once(command, monkeypatch):
     """But for a sweep itself, which is composed to know its arms and its launcher."""
     made, checked = [], []
     check, load = checks.check, type(compose.loader_of()).load_configuration
-    monkeypatch.setattr(sweep, "check", lambda cfg, here: (checked.append(here), check(cfg, here)))
-    monkeypatch.setattr(checks, "check", lambda cfg: (checked.append(True), check(cfg)))
-    monkeypatch.setattr(launchers, "check", lambda cfg: checked.append("again"))
+    monkeypatch.setattr(sweep, "check", lambda cfg, here: (checked.append(here), check(cfg, here))[1])
+    monkeypatch.setattr(checks, "check", lambda cfg: (checked.append(True), check(cfg))[1])
+    monkeypatch.setattr(launchers, "check_run", lambda config: checked.append("again"))
     monkeypatch.setattr(
         type(compose.loader_of()), "load_configuration", lambda *a, **more: (made.append(a[2]), load(*a, **more))[1]
     )
@@ -322,8 +322,9 @@ def test_jobs_that_a_launcher_sends_elsewhere_are_held_against_the_machine_that_
         "    def __init__(self, near):\n        self.here = near\n"
     )
     at_start, at_its_turn = [], []
-    monkeypatch.setattr(sweep, "check", lambda cfg, here: at_start.append(here))
-    monkeypatch.setattr(launchers, "check", lambda cfg: at_its_turn.append(cfg.budget))
+    check = checks.check
+    monkeypatch.setattr(sweep, "check", lambda cfg, here: (at_start.append(here), check(cfg, here))[1])
+    monkeypatch.setattr(launchers, "check_run", lambda config: at_its_turn.append(config.budget))
     words = ["--config-dir", str(tmp_path), "hydra/launcher=far", "budget=64,128"]
     assert command(*words)[0] == 0
     assert (at_start, at_its_turn) == ([False, False], [64, 128])

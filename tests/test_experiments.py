@@ -90,7 +90,11 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | 
 def test_every_job_can_run_where_there_is_a_network(name: str, smoke: str, asked: Any, network: Any) -> None:
     network(None)
     for job in asked(name, smoke):
-        if "fetch" in job.model and hub.source_of(job.model).path is not None and not Path(job.model.path).is_dir():
+        if (
+            "fetch" in job.model
+            and hub.ModelConfig.of(job.model).source.path is not None
+            and not Path(job.model.path).is_dir()
+        ):
             with pytest.raises(ConfigError, match="kvbench fetch"):
                 check(job)
             continue
@@ -104,7 +108,7 @@ def test_without_a_network_a_job_runs_or_names_the_key_of_a_local_copy(
 ) -> None:
     network("nobody answers")
     for job in asked(name, smoke):
-        path = hub.source_of(job.model).path
+        path = hub.ModelConfig.of(job.model).source.path
         if "fetch" in job.model:
             continue  # of the package registry: test_fetch
         if path is not None and "/assets/" not in path:

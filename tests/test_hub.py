@@ -154,14 +154,14 @@ def test_a_model_group_means_random_weights_a_folder_or_a_hub_id(tmp_path: Path)
     tiny = {"name": "dummy-tiny", "path": None, "weights": "dummy", "dense_layers": []}
     real = {"name": "qwen3-8b", "path": "Qwen/Qwen3-8B", "weights": "pretrained", "dense_layers": [0, 1]}
     own = {"name": "mine", "path": "org/mine", "weights": "pretrained", "dense_layers": [3]}
-    assert hub.source_of(tiny) == ("dummy-tiny", None, ())
-    assert hub.source_of({**tiny, "path": "org/name"}) == ("name", "org/name", (0, 1))
-    assert hub.source_of(real) == ("qwen3-8b", "Qwen/Qwen3-8B", (0, 1))
-    assert hub.source_of({**real, "weights": "dummy", "path": "elsewhere/8b"}) == ("qwen3-8b", None, (0, 1))
-    assert hub.source_of(own) == ("mine", "org/mine", (3,))
-    assert hub.source_of({**own, "weights": "dummy"}) == ("mine", None, (3,))
-    assert hub.source_of({**real, "path": str(tmp_path)}).folder == tmp_path
-    assert hub.source_of(real).folder is None
+    assert hub.ModelConfig.of(tiny).source == ("dummy-tiny", None, ())
+    assert hub.ModelConfig.of({**tiny, "path": "org/name"}).source == ("name", "org/name", (0, 1))
+    assert hub.ModelConfig.of(real).source == ("qwen3-8b", "Qwen/Qwen3-8B", (0, 1))
+    assert hub.ModelConfig.of({**real, "weights": "dummy", "path": "elsewhere/8b"}).source == ("qwen3-8b", None, (0, 1))
+    assert hub.ModelConfig.of(own).source == ("mine", "org/mine", (3,))
+    assert hub.ModelConfig.of({**own, "weights": "dummy"}).source == ("mine", None, (3,))
+    assert hub.ModelConfig.of({**real, "path": str(tmp_path)}).source.folder == tmp_path
+    assert hub.ModelConfig.of(real).source.folder is None
 
 
 def test_none_of_this_imports_torch(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvbench.cli import calibrate
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, ConfigError, shipped
 from kvbench.measure import calibration
-from kvbench.models import heads, hub
+from kvbench.models import heads
 from kvbench.runs.run import identity, prepare
 
 LAYERS, KV_HEADS, SINKS = 3, 2, 4
@@ -210,7 +210,7 @@ def test_the_shipped_scores_are_of_the_shipped_models(tmp_path: Path, monkeypatc
         assert {(len(part), len(part[0])) for part in (one.query_means, one.query_sizes)} == {heads_of}
         assert len(one.query_means[0][0]) == 2 * len(one.query_sizes[0][0])
     for name in ("tiny", "dummy-tiny"):
-        source = hub.source_of(composed("method=full", f"model={name}").model)
+        source = composed("method=full", f"model={name}").model.source
         assert heads.calibration_of(source, "auto", "") == found[name]
 
 

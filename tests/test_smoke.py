@@ -63,7 +63,7 @@ def test_every_model_becomes_the_one_that_kvbench_ships(model: str) -> None:
     small = applied(config(f"model={model}", "device=cuda:1", "dtype=bfloat16", "model.weights=dummy", "smoke=true"))
     assert small.model == config("model=tiny").model
     assert (small.device, small.dtype) == ("auto", "auto")
-    assert hub.source_of(small.model).folder, "it lies on this machine"
+    assert hub.ModelConfig.of(small.model).source.folder, "it lies on this machine"
 
 
 def test_texts_are_cut_and_ready_made_samples_stay(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_models_of_a_sweep_are_one_run(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_scripts_and_notebooks_get_the_small_config_too() -> None:
-    assert composed("smoke=true", *LARGE).model["name"] == "tiny"
+    assert composed("smoke=true", *LARGE).model.name == "tiny"
 
 
 def test_a_small_run_is_the_run_of_the_same_settings() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, shipped
 from kvbench.measure.arm import measure, prefill_shared, prompt_of
-from kvbench.models.hub import source_of
+from kvbench.models.hub import ModelConfig
 from kvbench.runs.run import prepare
 
 TINY = ASSETS / "tiny"
@@ -53,9 +53,9 @@ def test_its_shape_stands_in_its_file():
 
 
 def test_a_folder_of_ones_own_over_the_default_is_that_model(tmp_path):
-    source = source_of({**shipped("model", "tiny"), "path": str(tmp_path / "mine")})
+    source = ModelConfig.of({**shipped("model", "tiny"), "path": str(tmp_path / "mine")}).source
     assert (source.name, source.path, source.dense_layers) == ("mine", str(tmp_path / "mine"), (0, 1))
-    own = source_of({**shipped("model", "tiny"), "path": str(TINY)})
+    own = ModelConfig.of({**shipped("model", "tiny"), "path": str(TINY)}).source
     assert (own.name, own.dense_layers) == ("tiny", ())
 
 

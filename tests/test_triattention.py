@@ -215,7 +215,7 @@ def test_scores_without_queries_and_those_of_another_model_are_refused(tmp_path:
     with pytest.raises(ConfigError, match="mean queries of 4 heads of 8 dims, and the model has 4 of 16"):
         drive(stream(40), method_named("triattention"), 20, scores=head_scores(2, 2, 4, 8))
     words = ["task=passkey", "task.lengths=[256]", f"results_dir={tmp_path}"]
-    other = composed("method=full").model["name"]
+    other = composed("method=full").model.name
     with pytest.raises(ConfigError, match=f"made of .*, and the model is {other}"):
         composed("method=triattention", "method.heads=kvbench/assets/heads/dummy-tiny.json", *words)
     arm = prepare(composed("method=triattention", "model=dummy-tiny", *words))

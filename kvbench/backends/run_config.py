@@ -24,6 +24,7 @@ from kvbench.config import (
     show,
 )
 from kvbench.memory.kinds import KV, kv_of
+from kvbench.models.hub import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,6 @@ class RunConfig:
 
     Attributes
     ----------
-    model
-        the keys of its file, as `kvbench.models.hub` reads them.
     budget, sizes
         as asked for: tokens, a fraction of the prompt, or None, the method's preset; and as the
         method counts it.
@@ -110,7 +109,7 @@ class RunConfig:
         names the key, its value and what would be right.
     """
 
-    model: Mapping[str, Any]
+    model: ModelConfig
     method: MethodConfig
     task: TaskConfig
     kv: KV
@@ -143,6 +142,7 @@ class RunConfig:
         return cls(
             **plain
             | {
+                "model": ModelConfig.of(resolved["model"]),
                 "method": MethodConfig.of(resolved["method"]),
                 "task": TaskConfig.of(resolved["task"]),
                 "kv": kv_of(kv),
@@ -155,9 +155,15 @@ class RunConfig:
         )
 
     def __post_init__(self) -> None:
-        _check_model(self.model)
+        layers = self.model.dense_layers
+        if not isinstance(layers, list | None) or any(
+            type(layer) is not int for layer in layers or ()
+        ):
+            raise ConfigError(
+                f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]"
+            )
         check_fields(self)
-        for part in ("task", "backend", "probe", "sweep"):
+        for part in ("model", "task", "backend", "probe", "sweep"):
             check_fields(getattr(self, part), f"{part}.")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={show(self.device)}: expected auto | cpu | cuda | cuda:N")
@@ -191,7 +197,7 @@ class RunConfig:
         return shares and not self.task.own_prefill and self.backend.name == "hf"
 
     def _check_device_map(self) -> None:
-        device_map = self.model.get("device_map")
+        device_map = self.model.device_map
         if device_map is not None and self.device not in ("auto", "cuda"):
             raise ConfigError(
                 f"device={self.device}: model.device_map={device_map} is about all GPUs; expected"
@@ -230,16 +236,3 @@ def _check_minimum(minimum: Any) -> None:
             f"method.minimum={show(minimum)}: expected tokens by accounting, such as {{paper: 1,"
             " unified: 1}"
         )
-
-
-def _check_model(model: Mapping[str, Any]) -> None:
-    layers = model.get("dense_layers")
-    if not isinstance(layers, list | None) or not all(type(layer) is int for layer in layers or ()):
-        raise ConfigError(
-            f"model.dense_layers={show(layers)}: expected a list of layers, such as [0,1]"
-        )
-    allowed = {"weights": ("pretrained", "dummy"), "device_map": (None, "balanced", "auto")}
-    for key, values in allowed.items():
-        if model.get(key, values[0]) not in values:
-            expected = " | ".join(map(show, values))
-            raise ConfigError(f"model.{key}={show(model[key])}: expected {expected}")

@@ -65,11 +65,10 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
         )
     from kvbench.backends.hf.loading import load
     from kvbench.measure.calibration import calibrate
-    from kvbench.models import hub
 
     loaded = load(config.model, config.device, config.dtype, config.seed)
     scores, procedure = calibrate(loaded, config.seed)
-    weights = hub.source_of(config.model).weights(config.seed)
+    weights = config.model.source.weights(config.seed)
     file = out or user_folder() / f"{loaded.name}.json"
     try:
         Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)

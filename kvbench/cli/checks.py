@@ -128,7 +128,7 @@ def check_setup(config: RunConfig, here: bool = True) -> tuple[hub.ModelSource, 
         as `check`.
     """
     _check_method(config.method)
-    source = hub.source_of(config.model)
+    source = config.model.source
     card = _model_card(config.model, source)
     if card.layers:
         published = config.method.published_dense_layers or []
@@ -231,7 +231,7 @@ def _check_kv(config: RunConfig, card: ModelCard) -> None:
         )
 
 
-def _model_card(model: Mapping[str, Any], source: hub.ModelSource) -> ModelCard:
+def _model_card(model: hub.ModelConfig, source: hub.ModelSource) -> ModelCard:
     """The card of the model, as far as it can be known here.
 
     Raises
@@ -239,12 +239,12 @@ def _model_card(model: Mapping[str, Any], source: hub.ModelSource) -> ModelCard:
     ConfigError
         no such folder, not a model folder, or a model that kvbench would run wrong.
     """
-    named = shipped("model", str(model["name"]))
-    if source.path is not None and named is not None and model.get("config") != named.get("config"):
+    named = shipped("model", model.name)
+    if source.path is not None and named is not None and model.config != named.get("config"):
         raise ConfigError(
             f"model.config: sets the shape of random weights; those of {source.name} have their own"
         )
-    card = hub.card_of(model, source)
+    card = model.card()
     card.refuse_unsupported(source.label)
     if source.path is not None and source.folder is not None:
         refuse_no_tokenizer(source.folder, source.path)
@@ -255,7 +255,7 @@ def _check_device(config: RunConfig) -> None:
     """Refuse CUDA where there is plainly none; `engine.models` asks torch itself, which takes long
     to import.
     """
-    device, device_map = config.device, config.model["device_map"]
+    device, device_map = config.device, config.model.device_map
     if device.startswith("cuda") and (reason := _no_cuda()):
         raise ConfigError(f"device={device}: {reason}; use device=cpu or device=auto")
     if device_map is not None and (reason := _no_cuda()):

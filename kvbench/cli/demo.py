@@ -28,7 +28,6 @@ from kvbench.cli.fetch import fetch
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
-from kvbench.models.hub import source_of
 from kvbench.report.data.stats import COVERAGE, proportion
 from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, recorded
@@ -196,7 +195,7 @@ def demo(configs: dict[str, list[RunConfig]], console: Console) -> list[DemoRow]
 
 def model_name(configs: dict[str, list[RunConfig]]) -> str:
     """What the model of all arms is called."""
-    return source_of(configs[FIDELITY][0].model).name
+    return configs[FIDELITY][0].model.source.name
 
 
 def row(method: str, fidelity: dict[str, Any], needles: dict[str, Any]) -> DemoRow:

@@ -124,7 +124,7 @@ def cache_of(file: str, config: RunConfig) -> str:
             if key not in ("threads", "memory_check")
         },
         "versions": versions_of(config),
-        "weights": hub.source_of(config.model).content(config.seed),
+        "weights": config.model.source.content(config.seed),
     }
     return f"{file}-{run_id(what)}"
 

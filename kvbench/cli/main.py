@@ -205,12 +205,11 @@ def _run(flags: Namespace) -> int:
 
 def _run_single(cfg: DictConfig) -> int:
     from kvbench.cli.checks import check
-    from kvbench.models.hub import named
     from kvbench.runs.identity import arm_name
 
     config = check(cfg)
     # torch takes seconds to import, and a cold disk many.
-    print(f"{config.task.name}, {arm_name(config)} on {named(config.model)}: loading", flush=True)
+    print(f"{config.task.name}, {arm_name(config)} on {config.model.title}: loading", flush=True)
     from kvbench.runs.run import run
     from kvbench.runs.table import all_failed
 

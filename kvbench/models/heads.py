@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +169,7 @@ def calibration_of(
     )
 
 
-def calibration_for(model: Mapping[str, Any], choice: object, seed: int) -> Calibration | None:
+def calibration_for(model: hub.ModelConfig, choice: object, seed: int) -> Calibration | None:
     """The calibration of a model that a method needs by its option `heads`, the choice.
 
     None: it needs none, or the weights are not on this machine yet.
@@ -182,10 +181,9 @@ def calibration_for(model: Mapping[str, Any], choice: object, seed: int) -> Cali
     """
     if not isinstance(choice, str):
         return None
-    original = shipped("model", str(model["name"]))
-    words = f"model={model['name']}"
-    source = hub.source_of(model)
-    if source.name != model["name"] or original is None:
+    original = shipped("model", model.name)
+    words, source = f"model={model.name}", model.source
+    if source.name != model.name or original is None:
         words = f"model.path={source.path}"
     elif source.path is None and original["path"] is not None:
         words += " model.weights=dummy"

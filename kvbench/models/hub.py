@@ -12,9 +12,10 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
@@ -138,74 +139,106 @@ class ModelSource(NamedTuple):
         return folder if folder is not None and holds_weights(folder) else None
 
 
-def source_of(model: Mapping[str, Any]) -> ModelSource:
-    """What a composed `model` group means.
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that a run asks for, by the keys of its `model` group.
 
-    `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X
-    itself, under its own name; `model.weights=dummy` over one that has a path asks for random
-    weights in that shape.
-
-    Raises
-    ------
-    ConfigError
-        trained weights without a path.
+    Attributes
+    ----------
+    name
+        of its file.
+    path
+        a folder, a GGUF file or a hub id; None: it has no trained weights.
+    weights
+        "dummy": random ones in the shape of `config`.
+    dense_layers
+        layers that stay dense under `protocol.dense_layers=auto`.
+    config
+        the transformers config of its shape, used for random weights.
+    device_map
+        how its layers lie on several GPUs, see `kvbench.backends.hf.spread`; None: on one device.
     """
-    name, path = str(model["name"]), model.get("path")
-    shipped_model = shipped("model", name)
-    dense_layers = tuple(model.get("dense_layers") or ())
-    ours = shipped_model is not None and (
-        shipped_model["path"] is None or "kvbench.assets" in shipped_model["path"]
-    )
-    if path is not None and ours and Path(str(path)).parent != ASSETS:
-        return ModelSource(Path(str(path)).name, str(path), REAL_DENSE_LAYERS)
-    if model.get("weights") == "dummy":
-        return ModelSource(name, None, dense_layers)
-    if path is None:
-        raise ConfigError(
-            f"model.path=null: {name} has no weights of its own; give a hub id or a folder"
+
+    name: str
+    path: str | None = None
+    weights: Literal["pretrained", "dummy"] = "pretrained"
+    dense_layers: Sequence[int] | None = None
+    config: Mapping[str, Any] | None = None
+    device_map: Literal[None, "balanced", "auto"] = None
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any] | ModelConfig) -> ModelConfig:
+        """The config of these keys, of which what only describes a model is left out."""
+        if isinstance(model, ModelConfig):
+            return model
+        return cls(**{key.name: model[key.name] for key in fields(cls) if key.name in model})
+
+    @property
+    def source(self) -> ModelSource:
+        """Where it comes from.
+
+        `model.path=X` over a model of kvbench's own (random weights, or those it ships) asks for X
+        itself, under its own name; `model.weights=dummy` over one that has a path asks for random
+        weights in that shape.
+
+        Raises
+        ------
+        ConfigError
+            trained weights without a path.
+        """
+        original = shipped("model", self.name)
+        dense_layers = tuple(self.dense_layers or ())
+        ours = original is not None and (
+            original["path"] is None or "kvbench.assets" in original["path"]
         )
-    return ModelSource(name, str(path), dense_layers)
+        if self.path is not None and ours and Path(str(self.path)).parent != ASSETS:
+            return ModelSource(Path(str(self.path)).name, str(self.path), REAL_DENSE_LAYERS)
+        if self.weights == "dummy":
+            return ModelSource(self.name, None, dense_layers)
+        if self.path is None:
+            raise ConfigError(
+                f"model.path=null: {self.name} has no weights of its own; give a hub id or a folder"
+            )
+        return ModelSource(self.name, str(self.path), dense_layers)
 
+    @property
+    def title(self) -> str:
+        """What a user asked for: a path, or the name of the file in `conf/model` that has it."""
+        source, original = self.source, OmegaConf.create(shipped("model", self.name) or {})
+        return source.name if source.path in (None, original.get("path")) else str(source.path)
 
-def named(model: Mapping[str, Any]) -> str:
-    """What a user asked for: a path, or the name of the file in `conf/model` that has this path."""
-    source = source_of(model)
-    shipped_model = OmegaConf.create(shipped("model", str(model["name"])) or {})
-    return source.name if source.path in (None, shipped_model.get("path")) else str(source.path)
+    def card(self) -> ModelCard:
+        """Its card, as far as it can be known before it is loaded.
 
+        Nothing is of a GGUF file, which transformers reads, nor of a hub id never loaded before.
 
-def card_of(model: Mapping[str, Any], source: ModelSource) -> ModelCard:
-    """The card of a model, as far as it can be known before it is loaded.
+        Raises
+        ------
+        ConfigError
+            a folder without config or weights that can be read, or a shape that no model can have.
+        """
+        source, config = self.source, self._transformers_config()
+        if source.path is None and "model_type" not in config:
+            raise ConfigError(
+                f"model.config={show(self.config)}: random weights need a transformers config"
+            )
+        if (folder := source.folder) is not None:
+            refuse_no_weights(folder, str(source.path))
+        where = "model.config." if source.path is None else f"{source.label}: config.json: "
+        refuse_impossible(config, where)
+        return ModelCard.of(config, where)
 
-    Nothing is of a GGUF file, which transformers reads, nor of a hub id never loaded before.
-
-    Raises
-    ------
-    ConfigError
-        a folder without config or weights that can be read, or a shape that no model can have.
-    """
-    config = _config_of(model, source)
-    if source.path is None and "model_type" not in config:
-        raise ConfigError(
-            f"model.config={show(model.get('config'))}: random weights need a transformers config"
-        )
-    if (folder := source.folder) is not None:
-        refuse_no_weights(folder, str(source.path))
-    where = "model.config." if source.path is None else f"{source.label}: config.json: "
-    refuse_impossible(config, where)
-    return ModelCard.of(config, where)
-
-
-def _config_of(model: Mapping[str, Any], source: ModelSource) -> Mapping[str, Any]:
-    """The transformers config of a model; {}: not known."""
-    if source.path is None:
-        return model.get("config") or {}
-    if source.gguf is not None:
-        return {}
-    if (folder := source.folder or cached_folder(source.path)) is not None:
-        return config_in(folder, source.path)
-    original = shipped("model", str(model["name"])) or model
-    return model.get("config") or {} if original["path"] == source.path else {}
+    def _transformers_config(self) -> Mapping[str, Any]:
+        """What its files say, or else its own; {}: not known."""
+        source = self.source
+        if source.path is None:
+            return self.config or {}
+        if source.gguf is not None:
+            return {}
+        if (folder := source.folder or cached_folder(source.path)) is not None:
+            return config_in(folder, source.path)
+        original = shipped("model", self.name) or {"path": self.path}
+        return self.config or {} if original["path"] == source.path else {}
 
 
 def how_to_stretch(random_weights: bool) -> str:

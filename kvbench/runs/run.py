@@ -259,14 +259,14 @@ def refuse_no_room(config: RunConfig, method: Method, prompts: Prompts) -> None:
     ConfigError
         names the key, the estimate, what is free and what would be right.
     """
-    source, home = hub.source_of(config.model), method.needs.home
-    device_map = config.model.get("device_map")
+    source, home = config.model.source, method.needs.home
+    device_map = config.model.device_map
     devices = spread.devices_for(device_map) if device_map else [models.device_of(config.device)]
     device = devices[0]
     # The device holds the whole prompt as it came, and codes what is left of it when it is over.
     kv = config.kv if home == "host" else NATIVE
     dtype = models.dtype_of(config.dtype, device)
-    required = Footprint.of(hub.card_of(config.model, source), dtype, prompts, kv)
+    required = Footprint.of(config.model.card(), dtype, prompts, kv)
     if required is None:
         return
     tokens = prompts.tokens
@@ -496,7 +496,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         "protocol": arm.protocol.digest(),
         "dense_layers": list(arm.dense_layers),
         "model_revision": loaded.revision,
-        "model_shape": config.model["config"] if random_weights else None,
+        "model_shape": config.model.config if random_weights else None,
         "data": files_digest(data),
         "notes": dict(arm.task.notes),
         "device": loaded.device.type,

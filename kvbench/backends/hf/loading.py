@@ -137,7 +137,7 @@ class Described(NamedTuple):
 
 
 def load(
-    config: Mapping[str, Any],
+    model: Mapping[str, Any] | hub.ModelConfig,
     device: str = "auto",
     dtype: str = "auto",
     seed: int = 0,
@@ -147,10 +147,8 @@ def load(
 
     Parameters
     ----------
-    config
-        plain mapping with name, path (hub id, folder or None), weights ("pretrained" or "dummy"),
-        dense_layers, config (transformers' config of the shape, used for random weights) and
-        device_map (see `kvbench.backends.hf.spread`; absent or None: one device).
+    model
+        the group, or a mapping with its keys.
     device
         "auto" (CUDA where there is one), "cpu", "cuda", "cuda:N".
     dtype
@@ -166,25 +164,26 @@ def load(
     ConfigError
         no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
     """
-    if (device_map := config.get("device_map")) is None:
+    config = hub.ModelConfig.of(model)
+    if config.device_map is None:
         where = device_of(device)
         return _load(config, where, dtype_of(dtype, where), seed, try_out)
-    gpus = spread.devices_for(device_map)
+    gpus = spread.devices_for(config.device_map)
     loaded = _load(config, torch.device("cpu"), dtype_of(dtype, gpus[0]), seed, try_out)
-    spread.spread(loaded.model, spread.places_of(loaded.model, device_map, gpus))
+    spread.spread(loaded.model, spread.places_of(loaded.model, config.device_map, gpus))
     return loaded
 
 
 def _load(
-    config: Mapping[str, Any],
+    config: hub.ModelConfig,
     where: torch.device,
     kind: torch.dtype,
     seed: int,
     try_out: TryOut,
 ) -> Loaded:
-    source = hub.source_of(config)
+    source = config.source
     if source.path is None:
-        return _random(source, config["config"], where, kind, seed, try_out)
+        return _random(source, config.config or {}, where, kind, seed, try_out)
     if source.gguf is not None:
         model, tokenizer = read_gguf(source.gguf, kind, source.name, try_out)
         return _loaded(model.to(where), tokenizer, source, fingerprint([source.gguf], "gguf"))

@@ -38,7 +38,7 @@ def _unfit(run: RunConfig, source: hub.ModelSource) -> Iterator[str]:
         "attention": (run.attention, ("auto",)),
         "kv": (str(run.kv), ("native",)),
         "device": (run.device, ("auto", "cpu")),
-        "model.device_map": (run.model["device_map"], (None,)),
+        "model.device_map": (run.model.device_map, (None,)),
         "probe.every": (run.probe.every, (0,)),
         "protocol.question": (run.protocol.question, ("with",)),
         "protocol.temperature": (run.protocol.temperature, (0,)),

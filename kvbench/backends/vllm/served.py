@@ -219,7 +219,7 @@ def load(
     ConfigError
         no such model, no vLLM, or vLLM refuses what it is asked for.
     """
-    source = hub.source_of(run.model)
+    source = run.model.source
     assert source.path is not None and source.gguf is None, (
         "check has let a model through that vLLM cannot run"
     )
