@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from rich.table import Table
 from kvbench.cli.report import user_folders
 from kvbench.cli.words import refuse_twice
 from kvbench.config import (
-    HARNESS_KEYS,
     Choice,
     ConfigError,
     check_rules,
@@ -429,24 +428,24 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
     ConfigError
         as `rescore`.
     """
-    valid = config.keys() - HARNESS_KEYS
+    stored = Choice.of(config)
     for key, value in options.items():
-        if key not in valid:
-            name = config.get("name", config["_target_"])
+        if key not in stored.options:
             raise ConfigError(
-                f"{folder}: task.{key}={show(value)}: no such option of {name};"
-                f" {nearest(key, valid)}"
+                f"{folder}: task.{key}={show(value)}: no such option of"
+                f" {stored.name or stored.target}; {nearest(key, stored.options)}"
             )
-    check_types("task", options, config)
+    check_types("task", options, stored.options)
     check_rules("task", config)
-    check_valid("task", options, config.get("valid") or {})
-    for key in getattr(locate(config["_target_"]), "permissions", ()):
-        if config.get(key) and key not in options:
+    check_valid("task", options, stored.valid or {})
+    for key in getattr(locate(stored.target), "permissions", ()):
+        if stored.options.get(key) and key not in options:
+            setting = f"task.{key}={show(stored.options[key])}"
             raise ConfigError(
-                f"{folder}: config.task.{key}={show(config[key])}: a file is no permission; where"
-                f" nothing is secret, give task.{key}={show(config[key])} on the command line"
+                f"{folder}: config.{setting}: a file is no permission; where nothing is secret,"
+                f" give {setting} on the command line"
             )
-    return task_of(Choice.of({**config, **options}))
+    return task_of(replace(stored, options=stored.options | options))
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:
