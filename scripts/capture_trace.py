@@ -33,7 +33,8 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.measure.arm import Arm, TokenizedSample, prompt_of
 from kvbench.method import Method, Needs, Prompt
-from kvbench.runs.run import prepare, samples
+from kvbench.runs.run import prepare
+from kvbench.runs.work import samples
 
 Floats = NDArray[np.float32]
 

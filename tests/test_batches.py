@@ -17,8 +17,9 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.measure.arm import batches, measure, prompt_of
 from kvbench.memory.store import LayerStore
-from kvbench.runs.run import largest_prompts, prepare, run, samples
+from kvbench.runs.run import largest_prompts, prepare, run
 from kvbench.runs.shared import run_shared
+from kvbench.runs.work import samples
 from kvbench.tasks import Sample, Timed
 
 LENGTHS = "task.lengths=[260,330,400]"  # rows of unequal length

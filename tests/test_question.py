@@ -25,9 +25,10 @@ from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.measure.arm import prompt_of, read
 from kvbench.method import Method
-from kvbench.runs.run import prepare, work_of
+from kvbench.runs.run import prepare
 from kvbench.runs.shared import run_arms, run_shared
 from kvbench.runs.terminal import Console
+from kvbench.runs.work import work_of
 from kvbench.tasks import Sample
 from kvbench.tasks.passkey import Passkey
 from methods.quest import Quest

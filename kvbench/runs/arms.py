@@ -22,7 +22,7 @@ from kvbench.measure.arm import (
 from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import arm_name
 from kvbench.runs.progress import Reporter
-from kvbench.runs.run import Work
+from kvbench.runs.work import Work
 from kvbench.tasks import Sample
 
 

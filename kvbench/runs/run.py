@@ -5,12 +5,10 @@ It wires; every number comes from the parts it calls.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,7 +27,7 @@ from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
-from kvbench.models.prompts import tokenizing, treatment
+from kvbench.models.prompts import treatment
 from kvbench.models.types import Tokenizer
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
 from kvbench.runs.heartbeat import beating
@@ -40,7 +38,8 @@ from kvbench.runs.summary import machine_name, summarise
 from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
 from kvbench.runs.versions import files_digest, is_ours, versions_of
-from kvbench.tasks import Sample, Task, several, take, task_of
+from kvbench.runs.work import Work, work_of
+from kvbench.tasks import Task, take, task_of
 from kvbench.tasks.fidelity import Fidelity
 
 # Keys of a config, and of its groups, that change no number or that `identity` holds in another
@@ -299,187 +298,6 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
     )
 
 
-class Work(NamedTuple):
-    """The samples that a start has before it.
-
-    Attributes
-    ----------
-    samples
-        in the order to run them.
-    ids
-        of all samples of the run, finished ones included; complete once `samples` is used up.
-    whole
-        samples of the run in all.
-    total
-        those of this shard, finished ones included.
-    done
-        of these, finished by an earlier start.
-    everything
-        no limit leaves samples of the task out.
-    share
-        of a sample in the work of this start; they add up to 1.
-    """
-
-    samples: Iterable[Sample]
-    ids: list[str]
-    whole: int
-    total: int
-    done: int
-    everything: bool
-    share: Callable[[Sample], float]
-
-
-def work_of(arm: Arm, limit: int | None, done: Collection[str], shard: Shard = WHOLE) -> Work:
-    """What is left to do: stored samples longest first, so that what does not fit fails early;
-    generated ones as made.
-
-    What is wrong with a task's settings or data shows here or at the first sample.
-    """
-    ids: list[str] = []
-    answers = arm.protocol.samples
-    pending = _pending(samples(arm, limit), ids, done, shard, answers)
-    if not arm.task.stored:
-        prompts = min(len(arm.task), limit or len(arm.task))
-        whole, total = answers * prompts, answers * shard.share(prompts)
-        # Whose a finished sample is shows only when it is made anew: of those there this shard has
-        # its share.
-        finished = total * min(len(done), whole) // max(1, whole)
-        remaining = max(1, total - finished)
-        return Work(
-            pending,
-            ids,
-            whole,
-            total,
-            finished,
-            prompts < (limit or math.inf),
-            lambda sample: 1 / remaining,
-        )
-    # by the contexts
-    longest_first = sorted(pending, key=lambda sample: len(sample.question) - len(sample.prompt))
-    work = sum(map(_length, longest_first))
-    total = answers * shard.share(len(ids) // answers)
-    return Work(
-        longest_first,
-        ids,
-        len(ids),
-        total,
-        total - len(longest_first),
-        len(ids) // answers < (limit or math.inf),
-        lambda sample: _length(sample) / work,
-    )
-
-
-def _length(sample: Sample) -> int:
-    """How much there is to read, 1 or more: characters of a prompt, or tokens where all of them are
-    given.
-    """
-    return max(
-        1,
-        (
-            len(sample.forced.prompt) + len(sample.forced.tokens)
-            if sample.forced
-            else len(sample.prompt)
-        ),
-    )
-
-
-def _pending(
-    samples: Iterable[Sample], ids: list[str], done: Collection[str], shard: Shard, answers: int
-) -> Iterator[Sample]:
-    """The samples of a shard that are not done; the ids of all are noted as they come.
-
-    Parameters
-    ----------
-    answers
-        so many of them, one after the other, are answers to one prompt, which one shard has.
-    """
-    for place, sample in enumerate(samples):
-        ids.append(sample.id)
-        if shard.has(place // answers) and sample.id not in done:
-            yield sample
-
-
-def samples(arm: Arm, limit: int | None) -> Iterator[Sample]:
-    """The samples of this run, as the task orders them, and each answer to one."""
-    try:
-        with tokenizing(str(arm.loaded.tokenizer.name_or_path)):
-            taken = take(arm.task.samples(arm.loaded.tokenizer, arm.config.seed), limit)
-            yield from several(taken, arm.protocol.samples)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _measure(arm: Arm, work: Work, folder: RunFolder, report: Reporter) -> None:
-    """Run what is left to do, and keep each record as it comes."""
-    prefill = PromptPrefill()
-    for batch in read(arm, work.samples):
-        report.begin()
-        records = measure(arm, batch.prompts, report.tokens, prefill=prefill, again=batch.again)
-        for sample, record in zip(batch.samples, records, strict=True):
-            share = work.share(sample)
-            folder.add(record, report.share + share)
-            report.sample(record, share)
-            if arm.attends_whole(record):
-                tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
-                report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
-            if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
-                raw = "the tokenizer has no chat template, prompts are raw (said once)"
-                report.once("chat", f"protocol.chat=auto: {raw}")
-
-
-def _say_summary(arm: Arm, folder: RunFolder, summary: dict[str, Any], console: Console) -> None:
-    """Print the table of a run that is done, and what a reader must know beside it."""
-    name, samples_file = arm.loaded.name, folder.path / "samples.jsonl"
-    title = f"{arm.task.name}, {arm_name(arm.config)} on {name} in {dtype_of(arm)}"
-    console.print(table(title, arm.task.metric, summary))
-    if how := hub.weights_origin(arm.loaded.revision):
-        console.print(f"weights of {name}: {how}", soft_wrap=True)
-    console.print(f"results: {folder.path}", soft_wrap=True)
-    if summary["n"] < len(folder.records):
-        console.print(
-            f"task.limit={arm.config.task.limit}: of the {len(folder.records)} samples there these"
-            " are the first"
-        )
-    if summary["failed"]:
-        console.print(
-            f"{summary['failed']} of {summary['n']} samples failed and scored 0: {samples_file}"
-            " says why; the same command tries them again",
-            soft_wrap=True,
-        )
-
-
-def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
-    """The summary of the samples that a start was for; a folder that holds more keeps one of all of
-    them.
-
-    A longer run that was stopped stays stopped: its samples may have run longest first. {} where
-    other shards still have samples to run.
-
-    Raises
-    ------
-    ResultsError
-        there are lines of no sample of the task, which the summary and every report would count; or
-        fewer samples than the run had once, and this start was not for all of those.
-    """
-    ids = set(work.ids)
-    if not folder.gathered(ids):
-        return {}
-    if work.everything and (strays := sorted(folder.records.keys() - ids)):
-        raise ResultsError(
-            f"{folder.path / 'samples.jsonl'}: {len(strays)} lines are of no sample of this task,"
-            f" the first of {strays[0]}; delete them"
-        )
-    if len(folder.records) < folder.had:
-        raise ResultsError(f"{folder.path}: {folder.tear}")
-    records = [record for key, record in folder.records.items() if key in ids]
-    summary = summarise(records, arm.task.metric)
-    if len(records) == len(folder.records):
-        folder.finish(summary)
-    elif folder.finished:
-        folder.finish(summarise(folder.records.values(), arm.task.metric))
-    return summary
-
-
 def identity(arm: Arm) -> dict[str, Any]:
     """All that may change a number, and nothing else: its hash is the run id.
 
@@ -547,3 +365,74 @@ def device_name(device: torch.device, count: int = 1) -> str:
     return machine_name(
         {"device": machine.name_of(device, count), "threads": torch.get_num_threads()}
     )
+
+
+def _measure(arm: Arm, work: Work, folder: RunFolder, report: Reporter) -> None:
+    """Run what is left to do, and keep each record as it comes."""
+    prefill = PromptPrefill()
+    for batch in read(arm, work.samples):
+        report.begin()
+        records = measure(arm, batch.prompts, report.tokens, prefill=prefill, again=batch.again)
+        for sample, record in zip(batch.samples, records, strict=True):
+            share = work.share(sample)
+            folder.add(record, report.share + share)
+            report.sample(record, share)
+            if arm.attends_whole(record):
+                tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+                report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
+            if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
+                raw = "the tokenizer has no chat template, prompts are raw (said once)"
+                report.once("chat", f"protocol.chat=auto: {raw}")
+
+
+def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
+    """The summary of the samples that a start was for; a folder that holds more keeps one of all of
+    them.
+
+    A longer run that was stopped stays stopped: its samples may have run longest first. {} where
+    other shards still have samples to run.
+
+    Raises
+    ------
+    ResultsError
+        there are lines of no sample of the task, which the summary and every report would count; or
+        fewer samples than the run had once, and this start was not for all of those.
+    """
+    ids = set(work.ids)
+    if not folder.gathered(ids):
+        return {}
+    if work.everything and (strays := sorted(folder.records.keys() - ids)):
+        raise ResultsError(
+            f"{folder.path / 'samples.jsonl'}: {len(strays)} lines are of no sample of this task,"
+            f" the first of {strays[0]}; delete them"
+        )
+    if len(folder.records) < folder.had:
+        raise ResultsError(f"{folder.path}: {folder.tear}")
+    records = [record for key, record in folder.records.items() if key in ids]
+    summary = summarise(records, arm.task.metric)
+    if len(records) == len(folder.records):
+        folder.finish(summary)
+    elif folder.finished:
+        folder.finish(summarise(folder.records.values(), arm.task.metric))
+    return summary
+
+
+def _say_summary(arm: Arm, folder: RunFolder, summary: dict[str, Any], console: Console) -> None:
+    """Print the table of a run that is done, and what a reader must know beside it."""
+    name, samples_file = arm.loaded.name, folder.path / "samples.jsonl"
+    title = f"{arm.task.name}, {arm_name(arm.config)} on {name} in {dtype_of(arm)}"
+    console.print(table(title, arm.task.metric, summary))
+    if how := hub.weights_origin(arm.loaded.revision):
+        console.print(f"weights of {name}: {how}", soft_wrap=True)
+    console.print(f"results: {folder.path}", soft_wrap=True)
+    if summary["n"] < len(folder.records):
+        console.print(
+            f"task.limit={arm.config.task.limit}: of the {len(folder.records)} samples there these"
+            " are the first"
+        )
+    if summary["failed"]:
+        console.print(
+            f"{summary['failed']} of {summary['n']} samples failed and scored 0: {samples_file}"
+            " says why; the same command tries them again",
+            soft_wrap=True,
+        )

@@ -27,9 +27,10 @@ from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import MAY_DIFFER, arm_name, starts_alone
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import progress
-from kvbench.runs.run import Work, concluded, open_folder, prepare, work_of
+from kvbench.runs.run import concluded, open_folder, prepare
 from kvbench.runs.side_by_side import SideBySide
 from kvbench.runs.terminal import Console
+from kvbench.runs.work import Work, work_of
 
 
 class Outcome(NamedTuple):
