@@ -48,10 +48,8 @@ def _unfit(run: RunConfig, source: hub.ModelSource) -> Iterator[str]:
             words = " | ".join(
                 "null" if option is None else str(option).lower() for option in right
             )
-            yield (
-                f"{key}={str(value).lower()}: vLLM does that by itself, or not at all; expected"
-                f" {words}"
-            )
+            typed = f"{value:g}" if isinstance(value, float) else str(value).lower()
+            yield f"{key}={typed}: vLLM does that by itself, or not at all; expected {words}"
     if source.path is None or source.gguf is not None:
         yield (
             f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"
