@@ -120,7 +120,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TargetConfig:
     """What a file of the configuration folder says: what to call, and with which options.
 
     Attributes
@@ -185,7 +185,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class MethodConfig(Choice):
+class MethodConfig(TargetConfig):
     """A method with its options, and what its file says of it.
 
     Attributes
@@ -212,7 +212,7 @@ class MethodConfig(Choice):
         return not self.minimum or any(least is not None for least in self.minimum.values())
 
     def build(self) -> Any:
-        """The method, which refuses a budget below its minimum; see `Choice.build`."""
+        """The method, which refuses a budget below its minimum; see `TargetConfig.build`."""
         method = super().build()
         if self.minimum:
             method.minimum = self.minimum
@@ -712,14 +712,13 @@ def user_choices() -> str | None:
 
 
 def searched(group: str) -> str:
-    """The end of a message about a choice that is not there: the folders that were searched for its
-    file.
-    """
+    """The end of a message about a choice that is not there: the folders that were searched."""
     folder = os.environ.get(USER_CONF)
     if folder is None:
-        return f"; --config-dir FOLDER adds FOLDER/{group}"
+        return f"; looked in {conf_dir() / group}; --config-dir FOLDER adds FOLDER/{group}"
     there = Path(folder, group)
-    return f"; looked in conf/{group} and {there}{'' if there.is_dir() else ', which is not there'}"
+    missing = "" if there.is_dir() else ", which is not there"
+    return f"; looked in {conf_dir() / group} and {there}{missing}"
 
 
 def locate(target: str) -> Any:

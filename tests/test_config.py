@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kvbench import config
-from kvbench.config import Choice, ConfigError, MethodConfig
+from kvbench.config import ConfigError, MethodConfig, TargetConfig
 from kvbench.models.card import ModelCard
 
 
@@ -156,8 +156,8 @@ HERE = f"{__name__}.Example"
 
 def test_build_calls_the_target_with_all_but_the_harness_keys():
     node = {"_target_": HERE, "name": "example", "about": "", "minimum": {"paper": 1}, "size": 3}
-    assert Choice.of(node).build().size == 3
-    assert Choice.of(OmegaConf.create({**node, "size": "${minimum.paper}"})).build().size == 1
+    assert TargetConfig.of(node).build().size == 3
+    assert TargetConfig.of(OmegaConf.create({**node, "size": "${minimum.paper}"})).build().size == 1
     assert MethodConfig(target=HERE, options={"size": 2}).build().size == 2
 
 
@@ -173,7 +173,7 @@ def test_build_calls_the_target_with_all_but_the_harness_keys():
 )
 def test_a_target_that_cannot_be_built_says_why(node, line):
     with pytest.raises(ConfigError, match=line):
-        Choice.of(node).build()
+        TargetConfig.of(node).build()
 
 
 def test_a_choice_follows_the_files_that_it_differs_from(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.config import Choice, ConfigError, shipped
+from kvbench.config import ConfigError, TargetConfig, shipped
 from kvbench.tasks import Sample
 from kvbench.tasks.gsm8k import NEW_TOKENS, Gsm8k
 from kvbench.tasks.sources import HubFile
@@ -322,8 +322,8 @@ def test_a_bad_option_names_its_key(options, message):
 def test_the_conf_builds_the_task_and_passes_every_option_on(data_dir):
     config = shipped("task", "gsm8k")
     assert config is not None and config["valid"] == {"variant": ["wei8", "pqcache"]}
-    assert Choice.of(config).build().variant == "wei8"
+    assert TargetConfig.of(config).build().variant == "wei8"
     own = {"variant": "pqcache", "exemplars": str(data_dir / "examples.txt"), "data_dir": str(data_dir)}
-    assert len(list(Choice.of({**config, **own}).build().samples(None, seed=0))) == 40
+    assert len(list(TargetConfig.of({**config, **own}).build().samples(None, seed=0))) == 40
     with pytest.raises(ConfigError, match="gsm8k: task.exemplars=null"):
-        Choice.of({**config, "variant": "pqcache"}).build()
+        TargetConfig.of({**config, "variant": "pqcache"}).build()

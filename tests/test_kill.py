@@ -46,7 +46,9 @@ broken, unbroken, kills, torn = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(
 methods, words = sys.argv[5].split(","), sys.argv[6:]
 with initialize_config_dir(str(conf_dir()), version_base="1.3"):
     configs = {
-        folder: [read_config(compose("config", [*words, f"method={method}", f"results_dir={folder}"])) for method in methods]
+        folder: [
+            read_config(compose("config", [*words, f"method={method}", f"results_dir={folder}"])) for method in methods
+        ]
         for folder in (broken, unbroken)
     }
 for config in configs[broken]:

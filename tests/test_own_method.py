@@ -27,8 +27,8 @@ from kvbench.config import (
     FACTS,
     HARNESS_KEYS,
     INHERITED,
-    Choice,
     ConfigError,
+    TargetConfig,
     choices,
     conf_dir,
     locate,
@@ -65,7 +65,7 @@ def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any
     assert node.name == "near_sink" and node.minimum == {"paper": 9, "unified": 4}
     assert {"about", "minimum", "valid", "published_dense_layers"} <= node.keys() & FACTS & HARNESS_KEYS
     sys.path.append(str(tmp_path / "mine"))
-    assert Choice.of(node).build().window == 8 and locate("near_sink.NearSink").__doc__
+    assert TargetConfig.of(node).build().window == 8 and locate("near_sink.NearSink").__doc__
 
 
 @pytest.mark.parametrize("name", choices("method"))
@@ -105,9 +105,9 @@ def test_options_of_a_dataclass_are_refused_as_those_of_a_constructor(
             self.options = options
 
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Mine=Mine))  # type: ignore[arg-type]
-    assert Choice.of({"name": "mine", "_target_": "mine.Mine", "pages": 3}).build().options == Options(3)
+    assert TargetConfig.of({"name": "mine", "_target_": "mine.Mine", "pages": 3}).build().options == Options(3)
     with pytest.raises(ConfigError, match=f"^{line}$"):
-        Choice.of({"name": "mine", "_target_": "mine.Mine", option: -1}).build()
+        TargetConfig.of({"name": "mine", "_target_": "mine.Mine", option: -1}).build()
 
 
 @pytest.mark.parametrize(

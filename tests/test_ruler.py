@@ -9,7 +9,7 @@ import pytest
 
 from kvbench import config
 from kvbench.backends.hf.loading import byte_tokenizer
-from kvbench.config import Choice, choices
+from kvbench.config import TargetConfig, choices
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.task import DEPTHS, NEW_TOKENS, Niah
@@ -287,7 +287,7 @@ def test_a_haystack_without_words_or_without_text_is_refused(tmp_path):
 
 def test_the_configuration_builds_the_task():
     assert "niah" in choices("task")
-    task = Choice.of(config.shipped("task", "niah")).build()
+    task = TargetConfig.of(config.shipped("task", "niah")).build()
     assert (task.name, task.metric, task.sources, task.stored) == ("niah", "string_match_all", [], False)
     assert len(list(islice(task.samples(byte_tokenizer(), 0), 3))) == 3
 

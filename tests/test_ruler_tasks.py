@@ -13,7 +13,7 @@ import pytest
 
 from kvbench import config
 from kvbench.backends.hf.loading import byte_tokenizer
-from kvbench.config import Choice
+from kvbench.config import TargetConfig
 from kvbench.measure.render import render
 from kvbench.tasks import Sample
 from kvbench.tasks.ruler.task import ALL_SUBSETS, ANY_ANSWER_COUNTS, SUBSETS, Niah, Ruler, cleaned
@@ -143,7 +143,7 @@ def test_the_global_random_state_is_left_alone():
 
 
 def test_the_configuration_builds_the_task():
-    task = Choice.of(config.shipped("task", "ruler")).build()
+    task = TargetConfig.of(config.shipped("task", "ruler")).build()
     assert (task.name, task.metric, task.subsets, task.sources) == ("ruler", "score", ALL_SUBSETS, [])
     assert not task.stored
     found = list(islice(task.samples(words_as_tokens, 0), 13))

@@ -11,7 +11,7 @@ import pytest
 from report_runs import stored
 
 from kvbench.cli.compose import composed
-from kvbench.config import PACKAGE, Choice, shipped
+from kvbench.config import PACKAGE, TargetConfig, shipped
 from kvbench.report.data.frame import collect
 from kvbench.runs import identity, versions
 from kvbench.runs.folder import RunFolder
@@ -61,7 +61,7 @@ def test_an_installed_package_counts_without_its_neighbours(folder: Path, monkey
 
 @pytest.mark.parametrize("edited", ["mine/method.py", "mine/blocks/votes.py"])
 def test_an_edit_of_users_code_is_another_version(folder: Path, edited: str) -> None:
-    choice = Choice("mine", "mine.method.Mine", version=1)
+    choice = TargetConfig("mine", "mine.method.Mine", version=1)
     before = version_of(choice)
     (folder / edited).write_text(FILES[edited] + "\nLIMIT = 3\n")
     assert version_of(choice) != before != 1
@@ -70,12 +70,12 @@ def test_an_edit_of_users_code_is_another_version(folder: Path, edited: str) -> 
 def test_kvbenchs_code_is_known_by_its_version_wherever_it_stands() -> None:
     quest = shipped("method", "quest") or {}
     assert (
-        version_of(Choice.of(quest))
-        == version_of(Choice.of({**quest, "_target_": "methods.elsewhere.Quest"}))
+        version_of(TargetConfig.of(quest))
+        == version_of(TargetConfig.of({**quest, "_target_": "methods.elsewhere.Quest"}))
         == quest["version"]
     )
     unversioned = {key: value for key, value in quest.items() if key != "version"}
-    assert version_of(Choice.of(unversioned)) == files_digest(files_of(quest["_target_"]))
+    assert version_of(TargetConfig.of(unversioned)) == files_digest(files_of(quest["_target_"]))
 
 
 def test_code_that_is_nowhere_is_named() -> None:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from kvbench.backends.protocol import Protocol
 from kvbench.budget import Accounting, Budget
 from kvbench.config import (
-    Choice,
     ConfigError,
     MethodConfig,
+    TargetConfig,
     Whole,
     check_fields,
     check_rules,
@@ -28,7 +28,7 @@ from kvbench.models.hub import ModelConfig
 
 
 @dataclass(frozen=True)
-class TaskConfig(Choice):
+class TaskConfig(TargetConfig):
     """A task with its options, and what its file says of it.
 
     Attributes

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbench.config import (
     ASSETS,
+    LISTING,
     PACKAGE,
     ConfigError,
     bind_methods,
@@ -119,7 +120,7 @@ def check_method(arguments: Sequence[str]) -> int:
         file.stem for file in (flags.config_dir or Path(os.devnull)).glob("method/*.yaml")
     }
     if flags.name not in user_methods | choices("method").keys():
-        near = nearest(flags.name, [*user_methods, *choices("method")])
+        near = nearest(flags.name, [*user_methods, *choices("method")], LISTING)
         raise ConfigError(f"check-method {flags.name}: no such method; {near}{searched('method')}")
     bind_methods()
     import pytest

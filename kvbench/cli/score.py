@@ -25,8 +25,8 @@ from rich.table import Table
 from kvbench.cli.report import user_folders
 from kvbench.cli.words import refuse_twice
 from kvbench.config import (
-    Choice,
     ConfigError,
+    TargetConfig,
     check_rules,
     check_types,
     check_valid,
@@ -428,7 +428,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
     ConfigError
         as `rescore`.
     """
-    stored = Choice.of(config)
+    stored = TargetConfig.of(config)
     for key, value in options.items():
         if key not in stored.options:
             raise ConfigError(
@@ -477,7 +477,9 @@ def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -
 
 def _version(config: Mapping[str, Any]) -> int | str:
     """That of the task that scores now, whatever a stored run had."""
-    return version_of(Choice.of({**config, **(shipped("task", str(config.get("name"))) or {})}))
+    return version_of(
+        TargetConfig.of({**config, **(shipped("task", str(config.get("name"))) or {})})
+    )
 
 
 def _only_scores(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kvbench.cli.plan import (
     planned,
     refuse_repeated_runs,
 )
-from kvbench.config import Choice, ConfigError, choices
+from kvbench.config import ConfigError, TargetConfig, choices
 from kvbench.runs.table import Ended, print_ends
 
 
@@ -72,7 +72,7 @@ def _launcher(config: DictConfig) -> InTurn:
     ConfigError
         no launcher of kvbench's, or a key has a wrong value.
     """
-    launcher = Choice.of(config.hydra.launcher).build()
+    launcher = TargetConfig.of(config.hydra.launcher).build()
     if not isinstance(launcher, InTurn):
         chosen = config.hydra.runtime.choices["hydra/launcher"]
         raise ConfigError(

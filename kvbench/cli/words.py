@@ -9,7 +9,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.config import LISTING, ConfigError, groups, nearest, root_keys, searched, show
+from kvbench.config import (
+    LISTING,
+    ConfigError,
+    groups,
+    nearest,
+    root_keys,
+    searched,
+    show,
+    user_choices,
+)
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
@@ -262,12 +271,12 @@ def no_such_choice(group: str, choice: str, valid: Iterable[str]) -> ConfigError
         return ConfigError(
             f"model={choice}: no name of conf/model; a folder or a hub id is model.path={choice}"
         )
-    others = searched(group)
+    near = nearest(choice, valid, LISTING)
+    # a word that is near no name may be of a file that was looked for elsewhere
+    others = "" if near.startswith("did you mean") and user_choices() is None else searched(group)
     if group == "model":
         others = "; model.path=FOLDER or a hub id takes any other"
-    return ConfigError(
-        f"{group}={choice}: no such {group}; {nearest(choice, valid, LISTING)}{others}"
-    )
+    return ConfigError(f"{group}={choice}: no such {group}; {near}{others}")
 
 
 def refuse_flag(words: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.backends.run_config import RunConfig
-from kvbench.config import Choice
+from kvbench.config import TargetConfig
 
 # Raised when a change of the engine, the store, an executor, the loading of models or the protocol
 # changes numbers of methods and tasks that are themselves unchanged.
@@ -55,12 +55,12 @@ def versions_in(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_ours(choice: Choice) -> bool:
+def is_ours(choice: TargetConfig) -> bool:
     """Whether a method or task is kvbench's own, with a version."""
     return _top(choice.target) in OURS and choice.version is not None
 
 
-def version_of(choice: Choice) -> int | str:
+def version_of(choice: TargetConfig) -> int | str:
     """Of a method or task: its `version`, or the digest of its code."""
     if is_ours(choice):
         assert choice.version is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.config import Choice, ConfigError
+from kvbench.config import ConfigError, TargetConfig
 from kvbench.tasks.sources import DataFile
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class Task(ABC):
         return {}
 
 
-def task_of(config: Choice) -> Task:
+def task_of(config: TargetConfig) -> Task:
     """The task that the `task` group of a run asks for.
 
     Raises

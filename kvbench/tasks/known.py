@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import Choice, ConfigError, choices, choose_from, read_choice, shipped
+from kvbench.config import ConfigError, TargetConfig, choices, choose_from, read_choice, shipped
 from kvbench.tasks import Task, task_of
 
 
@@ -49,7 +49,7 @@ def stored_task_of(
         cannot be built.
     """
     refuse_unknown(folder, config, recorded_dir, config_dir)
-    return task_of(Choice.of(config))
+    return task_of(TargetConfig.of(config))
 
 
 def refuse_unknown(
