@@ -693,7 +693,7 @@ def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
     transfers, failed = " ".join(map(str, arms["transfer"])), int(arms["failed"].sum())
     joint_methods = arms["method"][arms["decode"] == JOINTLY]
     disturbed = int(arms["disturbed"].isin([True]).sum())
-    seeds = sorted({str(seed) for seed in arms["seed"]}, key=len)
+    seeds = sorted({str(seed) for seed in arms["seed"]}, key=lambda words: (len(words), words))
     caveats = {
         f"without times of {disturbed} arms, taken beside other work": times and disturbed,
         "times of samples elsewhere or beside other work are left out": (
