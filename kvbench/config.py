@@ -471,7 +471,9 @@ def nearest_key(key: str, valid: Iterable[str]) -> str:
     siblings = [
         leaf_of[valid_key] for valid_key in leaf_of if valid_key.rpartition(".")[0] == section
     ]
-    return nearest(*((leaf, siblings) if siblings else (key, leaf_of)), "--cfg job prints")
+    if siblings:
+        return nearest(leaf, siblings, "--cfg job prints")
+    return nearest(key, leaf_of, "--cfg job prints")
 
 
 def method_config(name: str, **options: Any) -> MethodConfig:

@@ -445,7 +445,7 @@ def _task_of(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]
                 f"{folder}: config.{setting}: a file is no permission; where nothing is secret,"
                 f" give {setting} on the command line"
             )
-    return task_of(replace(stored, options=stored.options | options))
+    return task_of(replace(stored, options={**stored.options, **options}))
 
 
 def _scored(folder: Path, record: Record, task: Task, mark: Mapping[str, Any]) -> Record:

@@ -103,7 +103,7 @@ class Tables:
             tokens that the query heads of a KV head may sample between them; they look up fewer
             tables where all would find more. None: any number.
         """
-        count = self.members.shape[2]
+        count = self.members[0, 0].size
         most = always[0] + always[2] - always[1] + count
         ids = torch.empty(len(query), most, dtype=torch.int64)
         weights = torch.empty(len(query), most)
