@@ -159,6 +159,11 @@ class Needs:
     positions
         "original" RoPE positions, or "cache": those inside the selection, without its gaps
         (StreamingLLM).
+    host_step
+        `append`, `select` and `observe` do something on the host in every step, such as to look at
+        a number or to count in Python. False: they launch the same operations on the same memory in
+        every step, `layout` says when not, and a GPU repeats them by itself as they were captured;
+        `step` and `end_step` run on the host in any case. Nothing of it matters `at_rest`.
     """
 
     query_window: int = 0
@@ -179,6 +184,7 @@ class Needs:
     rebuilds_keys: bool = False
     writes: bool = False
     positions: Literal["original", "cache"] = "original"
+    host_step: bool = True
 
     def __post_init__(self) -> None:
         if self.replay is not None and (self.layer_similarity or not self.prefix):
@@ -672,6 +678,14 @@ class Method:
         Asked after `begin`. `append` and `select` need not be called; `step` and `end_step` are.
         """
         return False
+
+    @property
+    def layout(self) -> object:
+        """Differs from that of the step before where `append`, `select` or `observe` would use
+        other memory or launch other operations; asked before each step of a method without a
+        `host_step`.
+        """
+        return None
 
     def home(self, layer: int) -> Literal["device", "host"]:
         """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to

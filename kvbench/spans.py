@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,7 @@ class Spans:
         self._named: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since: Any = 0.0
+        self._held = False
         # whose stream notes the time
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._noted: list[tuple[torch.device, str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -72,6 +75,15 @@ class Spans:
             self._gpu = device
             self._since = self._note()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile the stream notes nothing, as while it is captured."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
     def fold(self) -> None:
         """Read the times that the streams have noted; waits for them."""
         for end in {gpu: end for gpu, _, _, end in self._noted}.values():
@@ -85,6 +97,8 @@ class Spans:
         self._noted.clear()
 
     def _switch(self) -> None:
+        if self._held:
+            return
         now: Any = time.perf_counter() if self._gpu is None else self._note()
         if self._open:
             if self._gpu is not None:

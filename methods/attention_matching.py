@@ -10,7 +10,7 @@ reference queries, once, after the prompt.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,10 +51,11 @@ class AttentionMatching(Scorer):
     most: int = 50000
 
     def __post_init__(self) -> None:
+        self.needs = Needs(prefix=True, writes=True, host_step=False)
         if self.queries == "context":
-            self.needs = Needs(prefix=True, query_window=sys.maxsize, writes=True)
+            self.needs = replace(self.needs, query_window=sys.maxsize)
         else:
-            self.needs = Needs(prefix=True, replay=Replay(None, ASK), writes=True)
+            self.needs = replace(self.needs, replay=Replay(None, ASK))
 
     @property
     def at_rest(self) -> bool:
@@ -66,6 +67,7 @@ class AttentionMatching(Scorer):
         super().begin(shape, budget, view, context)
         # logarithms for what is in `scored`, [B, Hkv, n]
         self.weights: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, torch.Tensor] = {}  # ids of each row there, [B]
 
     # -- prompt ------------------------------------------------------------------------------------
 
@@ -148,13 +150,21 @@ class AttentionMatching(Scorer):
         none.
         """
         index = self._attended(layer)
-        scored = torch.tensor([ids.shape[1] for ids in self.scored[layer]], device=index.device)
-        newest = (index[:, 0] >= 0).sum(dim=1) - scored
+        newest = (index[:, 0] >= 0).sum(dim=1) - self._counts(layer)
         at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
         weights = pad(self.weights[layer], (0, 1))  # that of no token
         chosen = at.clamp(0, weights.shape[2] - 1).expand_as(index)
         log_weights = weights.gather(2, chosen).masked_fill(at < 0, 0)
         return Selection(index, log_weight=log_weights.repeat_interleave(self.shape.group, dim=1))
+
+    def _counts(self, layer: int) -> torch.Tensor:
+        """Ids of each row that have a weight, [B]; on a GPU in the same memory in every step."""
+        sizes = torch.tensor([ids.shape[1] for ids in self.scored[layer]])
+        if not self.weights[layer].is_cuda:
+            return sizes
+        if layer not in self.counts:
+            self.counts[layer] = sizes.to(self.weights[layer].device)
+        return self.counts[layer]
 
     def turn_weights(self, layer: int) -> torch.Tensor:
         """Those of the chosen keys, in a later turn too."""

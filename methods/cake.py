@@ -57,7 +57,7 @@ class CAKE(KeepsEnds):
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        self.needs = Needs(query_window=self.window, probabilities=True)
+        self.needs = Needs(query_window=self.window, probabilities=True, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is held yet, and no layer has said what it prefers."""
@@ -68,6 +68,7 @@ class CAKE(KeepsEnds):
         # of each row [Hkv, n], in the order of the cache: the best first, then the W most recent in
         # theirs
         self.cached_ids: dict[int, list[torch.Tensor]] = {}
+        self.attended_ids: dict[int, list[torch.Tensor]] = {}  # and the current token
         self.steps = 0
 
     # -- prefill: the cascade ----------------------------------------------------------------------
@@ -149,11 +150,11 @@ class CAKE(KeepsEnds):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What is held, and the current token."""
-        self.cached_ids[layer] = [
-            torch.cat([ids, ids.new_full((ids.shape[0], 1), length - 1)], dim=1)
-            for ids, length in zip(self.cached_ids[layer], self.view.lengths(layer), strict=True)
+        self.attended_ids[layer] = [
+            torch.cat([ids, newest.expand(len(ids), 1)], dim=1)
+            for ids, newest in zip(self.cached_ids[layer], self.view.seen(layer) - 1, strict=True)
         ]
-        return Selection(stacked(self.cached_ids[layer]))
+        return Selection(stacked(self.attended_ids[layer]))
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Keep the W most recent tokens, and of the others those that received most attention in
@@ -163,7 +164,7 @@ class CAKE(KeepsEnds):
         the published code.
         """
         attention = probabilities.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)
-        for row, ids in enumerate(self.cached_ids[layer]):
+        for row, ids in enumerate(self.attended_ids.pop(layer)):
             older, scored = ids.shape[1] - self.windows[row], self.scored[layer][row]
             if older > scored:
                 smoothed = avg_pool1d(
@@ -172,9 +173,16 @@ class CAKE(KeepsEnds):
                 ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
                 smoothed = smoothed.masked_fill(ends, torch.inf)
                 best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
-                self.cached_ids[layer][row] = torch.cat(
-                    [ids.gather(1, best), ids[:, older:]], dim=1
-                )
+                ids = torch.cat([ids.gather(1, best), ids[:, older:]], dim=1)
+            if ids.is_cuda and ids.shape == self.cached_ids[layer][row].shape:
+                self.cached_ids[layer][row].copy_(ids)  # so that a step can be captured
+            else:
+                self.cached_ids[layer][row] = ids
+
+    @property
+    def layout(self) -> object:
+        """How long the lists are, which stay so once they are full."""
+        return [ids.shape[1] for rows in self.cached_ids.values() for ids in rows]
 
     def end_step(self) -> None:
         """Now and then free the memory of what was evicted."""

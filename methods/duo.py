@@ -48,7 +48,7 @@ class DuoAttention(TwoKinds):
     recent: int = 256
 
     def __post_init__(self) -> None:
-        self.needs = Needs(head_scores=self.heads)
+        self.needs = Needs(head_scores=self.heads, host_step=False)
 
     def rank(self, scores: HeadScores) -> list[tuple[int, int]]:
         """All heads; of equal ones the first is the better."""

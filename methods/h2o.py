@@ -83,6 +83,8 @@ class H2O(Evictor):
         the share leaves nothing to heavy hitters, or nothing to recent tokens.
     """
 
+    host_step = False
+
     recent: float = 0.5
     granularity: Granularity = "kv_head"
 

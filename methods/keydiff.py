@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Prompt, Shape, View
+from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.interval import Interval
 from methods.blocks.ragged import stacked
@@ -60,6 +60,8 @@ class KeyDiffBlocks(KeepsEnds):
     """
 
     evicts = "always"
+
+    needs = Needs(host_step=False)
 
     block: int = 128
 

@@ -32,6 +32,8 @@ class LRU(Evictor):
     The attention of a group is averaged. Of equal stamps the earlier token goes first.
     """
 
+    host_step = False
+
     def __init__(self) -> None:
         super().__init__(Newest())
 

@@ -27,6 +27,7 @@ from methods.blocks.pages import (
     compile_kernels,
     stacked_pages,
     take_in,
+    take_in_on_device,
     upper_bound,
 )
 from methods.blocks.ragged import entries, stacked
@@ -61,7 +62,7 @@ class Quest(Method):
         largest mean bound over the group.
     """
 
-    needs = Needs(crops=True)
+    needs = Needs(crops=True, host_step=False)
 
     page_size: int = 16
     selection: Literal["query_head", "kv_head"] = "query_head"
@@ -85,18 +86,30 @@ class Quest(Method):
             for keys, row_starts in zip(prompt.keys, starts, strict=True)
         ]
         low, high = zip(*rows, strict=True)
-        self.low[layer] = stacked_pages(low, torch.inf)
-        self.high[layer] = stacked_pages(high, -torch.inf)
+        least = 0
+        if prompt.keys.is_cuda:  # all there will be, where that is known, in the same memory
+            least = self._pages(max(prompt.lengths) + (self.context.new_tokens or 0)) + 1
+        self.low[layer] = stacked_pages(low, torch.inf, least)
+        self.high[layer] = stacked_pages(high, -torch.inf, least)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Widen the bounds of each row's last page by the new key, which may be the first of its
         page.
         """
         counts = self._counts(layer)
+        if not self.needs.host_step and key.is_cuda:
+            return self._append_on_device(layer, key)
         if max(counts) > self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
         take_in(key, self.low[layer], self.high[layer], [count - 1 for count in counts])
+
+    def _append_on_device(self, layer: int, key: torch.Tensor) -> None:
+        if self._grows(layer):
+            self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
+            self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
+        page = (self.view.seen(layer) - 1) // self.page_size
+        take_in_on_device(key, self.low[layer], self.high[layer], page)
 
     def crop(self, layer: int) -> None:
         """Sum up each row's last page anew; those after it are empty."""
@@ -138,6 +151,8 @@ class Quest(Method):
             rows = np.array([*zip(counts, most, rooms, strict=True)])
             edges = self._edges(lengths)
             return Selection(best_tokens(query, low, high, edges, rows, mean, self.budget.unified))
+        if not self.needs.host_step:
+            return Selection(self._selected_on_device(layer, query, rooms))
         scores = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
         scores = scores.mean(dim=2) if mean else scores.flatten(1, 2)
         tokens = [
@@ -145,6 +160,31 @@ class Quest(Method):
             for row, count in enumerate(counts)
         ]
         return Selection(stacked(tokens))
+
+    def _selected_on_device(
+        self, layer: int, query: torch.Tensor, rooms: Sequence[int]
+    ) -> torch.Tensor:
+        """The same with as many pages in every step; those to come score -inf."""
+        low, seen = self.low[layer], self.view.seen(layer)
+        first = torch.arange(low.shape[2], device=low.device) * self.page_size
+        score = upper_bound(query, low, self.high[layer])
+        score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
+        score = score.masked_fill(first >= seen[:, None, None], -torch.inf)
+        rows = enumerate(zip(rooms, seen, score, strict=True))
+        return stacked([self._tokens(row, *parts) for row, parts in rows])
+
+    @property
+    def layout(self) -> object:
+        """Pages that there is memory for, and tokens that are attended."""
+        layer = self.shape.sparse_layers[0]
+        if self._grows(layer, 1):
+            return object()
+        lengths = enumerate(self.view.lengths(layer))
+        return self.low[layer].shape[2], [self._room(row, length + 1) for row, length in lengths]
+
+    def _grows(self, layer: int, more: int = 0) -> bool:
+        """The page of the last token, after so many more, is one for which there is no memory."""
+        return self._pages(max(self.view.lengths(layer)) + more) > self.low[layer].shape[2]
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
         """Where each page of rows of so many tokens begins and the last one ends, [B, P + 1];
@@ -156,15 +196,18 @@ class Quest(Method):
         """Pages that `room` tokens take at most."""
         return self._pages(room)
 
-    def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
+    def _tokens(
+        self, row: int, room: int, length: int | torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
         """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its
-        pages.
+        pages; a length on the device for scores of pages to come, too.
         """
         count = self._most(room)
-        first = self._ranked(scores, count)[:, :count] * self.page_size
-        return entries(first, (length - first).clamp(max=self.page_size), room)[0]
+        last = (length - 1) // self.page_size
+        first = self._ranked(scores, count, last)[:, :count] * self.page_size
+        return entries(first, (length - first).clamp(0, self.page_size), room)[0]
 
-    def _ranked(self, scores: torch.Tensor, count: int) -> torch.Tensor:
+    def _ranked(self, scores: torch.Tensor, count: int, last: int | torch.Tensor) -> torch.Tensor:
         """The `count` best pages of a row by their scores [H, P], best first: [H, count].
 
         Unified: the lists of a group joined, the last page first, [Hkv, P] with trailing -1.
@@ -173,8 +216,8 @@ class Quest(Method):
         ranked = scores.topk(min(count, pages), dim=1).indices
         if not self.budget.unified:
             return ranked
-        last = torch.full((1, heads, 1), pages - 1, device=ranked.device)
-        return interleave(ranked[None], heads, pages, protected=last)[0]
+        newest = ranked.new_zeros(1, heads, 1) + last
+        return interleave(ranked[None], heads, pages, protected=newest)[0]
 
     def _room(self, row: int, length: int) -> int:
         """Tokens that row `row` attends when it has `length` tokens."""

@@ -56,6 +56,8 @@ class RaaS(Evictor):
         "kv_head", a list for the group; "query_head", one for each query head.
     """
 
+    host_step = False
+
     alpha: float = 1e-4
     page_size: int = 16
     pin_prompt: bool = True
@@ -98,7 +100,9 @@ class RaaS(Evictor):
         is in.
         """
         looked = attention.scatter(2, tokens.counts[..., None] - 1, torch.inf)
-        tokens.numbers.masked_fill_(self._of_pages(layer, tokens, looked) > self.alpha, self.steps)
+        step = (self.view.seen(layer)[:, None, None] - self.lengths[layer]).float()
+        stamped = self._of_pages(layer, tokens, looked) > self.alpha
+        tokens.numbers.copy_(torch.where(stamped, step, tokens.numbers))
 
     def make_room(self, layer: int, tokens: TokenLists) -> None:
         """Evict the page with the oldest stamp."""

@@ -108,6 +108,7 @@ class RazorAttention(TwoKinds):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No head has dropped anything yet."""
         super().begin(shape, budget, view, context)
+        self.needs = replace(self.needs, host_step=self.rolls)  # reads what heads let go of
         # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have
         # dropped
         self.dropped: dict[int, torch.Tensor] = {}

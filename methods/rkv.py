@@ -7,7 +7,6 @@ queries look at and whose keys few others resemble, and the buffer is empty agai
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +17,7 @@ from torch.nn.functional import max_pool1d
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
+from methods.blocks.queries import LastQueries
 from methods.blocks.ragged import stacked
 
 SIMILAR = 0.5  # cosine above which a key is a near-duplicate of another
@@ -56,7 +56,7 @@ class RKV(KeepsEnds):
     order: Literal["score", "time"] = "score"
 
     def __post_init__(self) -> None:
-        self.needs = Needs(query_window=self.window, queries=True)
+        self.needs = Needs(query_window=self.window, queries=True, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and how many tokens there may be before."""
@@ -67,7 +67,8 @@ class RKV(KeepsEnds):
         self.keep_counts = [capacity - inside * buffer for capacity, buffer in pairs]
         self.limits = [capacity + (not inside) * buffer for capacity, buffer in pairs]
         self.sizes = [*shape.lengths]  # tokens of each row in the cache
-        self.queries: dict[int, deque[torch.Tensor]] = {}  # the last W of a layer, [B, Hq, D] each
+        self.queries: dict[int, LastQueries] = {}  # the last W of a layer
+        self.steps = 0
         # ids [Hkv, n] of each row, in the order of the cache
         self.cache: dict[int, list[torch.Tensor]] = {}
         self.since = shape.lengths  # later tokens follow them
@@ -85,8 +86,7 @@ class RKV(KeepsEnds):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Compress the prompt of each row that fills the cache."""
-        # copies, as there may be more queries in that memory than were asked for
-        self.queries[layer] = deque(prompt.queries.clone().unbind(dim=2), maxlen=self.window)
+        self.queries[layer] = LastQueries(prompt.queries, self.window)
         lengths, heads = prompt.lengths, self.shape.kv_heads
         self.cache[layer] = [
             torch.arange(length, device=self.shape.device_of(layer)).expand(heads, -1)
@@ -99,10 +99,11 @@ class RKV(KeepsEnds):
 
     def select(self, layer: int, query: torch.Tensor) -> None:
         """All that there is; the query may be one of the window's."""
-        self.queries[layer].append(query[:, :, 0])
+        self.queries[layer].append(query)
 
     def end_step(self) -> None:
         """Compress the rows whose buffer is full."""
+        self.steps += 1
         self.sizes = [size + 1 for size in self.sizes]
         full = [row for row, size in enumerate(self.sizes) if size == self.limits[row]]
         if full:
@@ -128,7 +129,7 @@ class RKV(KeepsEnds):
         cache = self.cache[layer]
         if rows:
             keys = self.view.keys(layer, stacked(cache))
-            queries = torch.stack([*self.queries[layer]], dim=2)
+            queries = self.queries[layer].ordered(self.steps)
             grouped = queries.unflatten(1, (self.shape.kv_heads, -1))
         for row in rows:
             row_keys = keys[row, :, : cache[row].shape[1]].float()

@@ -10,7 +10,7 @@ the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
 
 import torch
@@ -18,7 +18,13 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View
-from methods.blocks.pages import bounds, compile_kernels, stacked_pages, take_in
+from methods.blocks.pages import (
+    bounds,
+    compile_kernels,
+    stacked_pages,
+    take_in,
+    take_in_on_device,
+)
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import top_earliest
 from methods.snapkv import SnapKV
@@ -55,7 +61,7 @@ class RocketKV(Method):
 
     def __post_init__(self) -> None:
         self.votes = _Votes(self.window, self.kernel)
-        self.needs = self.votes.needs
+        self.needs = replace(self.votes.needs, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle for each row the tokens that are attended, those of a page, and the channels that
@@ -71,6 +77,12 @@ class RocketKV(Method):
             for retained, capacity in zip(self.retained, self.capacities, strict=True)
         ]
         self.page, self.channels = zip(*sizes, strict=True)
+        if shape.device.type == "cuda":  # of each row, the tokens that are gone, and of a page
+            pairs = zip(shape.lengths, self.retained, strict=True)
+            gone = [length - kept for length, kept in pairs]
+            self.gone, self.page_sizes = (
+                shape.for_layers(torch.tensor(numbers)) for numbers in (gone, self.page)
+            )
         # of each layer, of the prompt, [B, Hkv, n], trailing -1
         self.prompt_ids: dict[int, torch.Tensor] = {}
         self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
@@ -88,22 +100,47 @@ class RocketKV(Method):
             low, high = bounds(keys, edges.clamp(max=retained), page)
             lows.append(low)
             highs.append(high)
-        self.low[layer] = stacked_pages(lows, torch.inf)
-        self.high[layer] = stacked_pages(highs, -torch.inf)
+        least = 0
+        if prompt.keys.is_cuda:  # all there will be, where that is known, in the same memory
+            come = (self.context.new_tokens or 0) + 1
+            pairs = zip(self.retained, self.page, strict=True)
+            least = max(-(-(retained + come) // page) for retained, page in pairs)
+        self.low[layer] = stacked_pages(lows, torch.inf, least)
+        self.high[layer] = stacked_pages(highs, -torch.inf, least)
         self.prompt_ids[layer] = ids.masked_fill(ids >= prompt.keys.shape[2], -1)
         if self.retained != [*prompt.lengths]:
             self.view.keep(layer, self.prompt_ids[layer])
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key joins its row's last page, or begins the next one."""
-        last = [
-            (tokens - 1) // page
-            for tokens, page in zip(self._tokens(layer), self.page, strict=True)
-        ]
+        last = self._last_pages(layer)
         if max(last) >= self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
-        take_in(key, self.low[layer], self.high[layer], last)
+        if key.is_cuda:
+            page = (self._tokens_on_device(layer) - 1) // self.page_sizes[layer]
+            take_in_on_device(key, self.low[layer], self.high[layer], page)
+        else:
+            take_in(key, self.low[layer], self.high[layer], last)
+
+    def _last_pages(self, layer: int, more: int = 0) -> list[int]:
+        """The page of each row's last token, when so many more have come."""
+        tokens = zip(self._tokens(layer), self.page, strict=True)
+        return [(count + more - 1) // page for count, page in tokens]
+
+    def _tokens_on_device(self, layer: int) -> torch.Tensor:
+        """`_tokens`, [B]."""
+        return self.view.seen(layer) - self.gone[layer]
+
+    @property
+    def layout(self) -> object:
+        """Pages that there is memory for, and tokens that are attended."""
+        layer = self.shape.sparse_layers[0]
+        if max(self._last_pages(layer, 1)) >= self.low[layer].shape[2]:
+            return object()
+        tokens = zip(self.capacities, self._tokens(layer), strict=True)
+        attended = [self._most(capacity, count + 1) for capacity, count in tokens]
+        return self.low[layer].shape[2], attended
 
     def _tokens(self, layer: int) -> list[int]:
         """What each row holds."""
@@ -119,14 +156,23 @@ class RocketKV(Method):
         """What a row that holds so many tokens attends, [Hkv, n]."""
         retained, page = self.retained[row], self.page[row]
         most = self._most(self.capacities[row], tokens)
-        starts = torch.arange(0, tokens, page, device=query.device)
-        sizes = (tokens - starts).clamp(max=page)
-        low, high = (part[layer][row, :, : len(sizes)].float() for part in (self.low, self.high))
+        low, high = (part[layer][row].float() for part in (self.low, self.high))
+        if query.is_cuda:  # pages to come, too, so that there are as many in every step
+            starts = torch.arange(low.shape[1], device=query.device) * page
+            sizes = (self._tokens_on_device(layer)[row] - starts).clamp(0, page)
+            low, high = (part.masked_fill((sizes == 0)[:, None], 0) for part in (low, high))
+        else:
+            starts = torch.arange(0, tokens, page)
+            sizes = (tokens - starts).clamp(max=page)
+            low, high = (part[:, : len(sizes)] for part in (low, high))
         grouped = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
         scores = estimates(grouped, low, high, sizes, self.channels[row], self.shape.scaling)
+        if query.is_cuda:
+            scores = scores.masked_fill(sizes == 0, -torch.inf)
         # one page more than they take: the last one may be short
         best = top_earliest(scores[None], -(-most // page) + 1)[0]
-        slots, _ = entries(starts[best], sizes[best], most)
+        here = best.clamp(min=0)
+        slots, _ = entries(starts[here], sizes[here].masked_fill(best < 0, 0), most)
         of_prompt = self.prompt_ids[layer][row].gather(1, slots.clamp(0, retained - 1))
         generated = slots - retained + self.shape.lengths[row]
         return torch.where(slots < retained, of_prompt, generated)

@@ -65,6 +65,8 @@ class SCOPE(Evictor):
         the window holds recent tokens alone, or delta is no number of steps.
     """
 
+    host_step = False
+
     compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv"
     prompt_window: int = 8
     granularity: Granularity = "kv_head"
@@ -139,7 +141,7 @@ class SCOPE(Evictor):
         """Evict the generated tokens of which there are too many, and where they count a prompt
         token.
         """
-        prompt = self.prompt.setdefault(layer, tokens.counts)
+        prompt = self.prompt.setdefault(layer, tokens.counts.clone())
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
         newest = self.view.seen(layer)[:, None, None] - recent
@@ -152,7 +154,12 @@ class SCOPE(Evictor):
             over = (tokens.counts > self.capacity[layer]).long()
             most = max(self.scorer.budgets[layer]) - 1
             tokens.drop(_least(tokens, generated), over[..., None], most)
-            self.prompt[layer] = prompt - over
+            prompt.sub_(over)
+
+    @property
+    def layout(self) -> object:
+        """How long the lists are, and how many tokens go: the same once the window is full."""
+        return super().layout, self.size, self.excess
 
     def _limits(
         self, layer: int, prompt: torch.Tensor

@@ -29,7 +29,7 @@ class TopK(Method):
         select per KV head.
     """
 
-    needs = Needs(crops=True)
+    needs = Needs(crops=True, host_step=False)
 
     granularity: Granularity = "query_head"
 
@@ -42,8 +42,9 @@ class TopK(Method):
         """Score every key seen so far, and take the C best."""
         logits = products(query, self.view.keys(layer))
         kv_heads, count = logits.shape[1], logits.shape[3]
-        lengths = self.view.lengths(layer)
-        if min(lengths) < count:
+        # on a GPU lists are as long in every step, and what no token is yet is masked
+        lengths = [count] * len(logits) if logits.is_cuda else self.view.lengths(layer)
+        if logits.is_cuda or min(lengths) < count:
             past = torch.arange(count, device=logits.device) < self.view.seen(layer)[:, None]
             logits = logits.masked_fill(~past[:, None, None], -torch.inf)
         most = max(map(min, zip(self.capacities, lengths, strict=True)))

@@ -35,6 +35,8 @@ class TOVA(Evictor):
     The current token is not protected: it may be the one that goes.
     """
 
+    host_step = False
+
     def __init__(self) -> None:
         super().__init__(LastQuery(), "layer")
 

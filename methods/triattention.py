@@ -53,7 +53,7 @@ class TriAttention(KeepsEnds):
     sets: Literal["model", "layer"] = "model"
 
     def __post_init__(self) -> None:
-        self.needs = Needs(head_scores=self.heads, rotation=True)
+        self.needs = Needs(head_scores=self.heads, rotation=True, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle what is kept of each row, and what each query head asks on average.

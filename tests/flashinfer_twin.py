@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from twin_graphs import one_operation
 
 from kvbench.attention.executor import flashinfer
 
@@ -84,6 +85,7 @@ class Kernel:
         planned.append(sizes)
         return {**sizes, "kv_heads": kv_heads, "head_dim": head_dim, "chunks": chunks, "chunk": low * page}
 
+    @one_operation
     def paged_run(
         self,
         float_workspace: torch.Tensor,

@@ -22,7 +22,7 @@ from driver import (
 from kvbench.attention import executor as attention
 from kvbench.backends.hf.loading import Loaded
 from kvbench.engine.engine import Engine
-from kvbench.memory.slots import whole_pages
+from kvbench.memory.device import whole_pages
 from kvbench.method import Extra, Method, Prompt, Selection
 
 

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from kvbench import KVCache
 from kvbench.backends.hf.loading import Loaded
 from kvbench.config import ASSETS, ConfigError
-from kvbench.memory.tiers import DROPPED
+from kvbench.memory.store import DROPPED
 from kvbench.method import Method, Needs, Selection
 from kvbench.tasks.passkey import QUESTION, Passkey
 

@@ -12,8 +12,7 @@ from driver import CLOSE, slow
 from kvbench.attention import cpu
 from kvbench.attention import executor as attention
 from kvbench.memory.kinds import KV, kv_of
-from kvbench.memory.store import LayerStore
-from kvbench.memory.tiers import DROPPED
+from kvbench.memory.store import DROPPED, LayerStore
 from kvbench.method import Extra, Selection, Shape
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from kvbench.attention.executor import reference
 from kvbench.attention.flashinfer import PLANS, AttentionPlan, FlashInfer, planned
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import ConfigError
-from kvbench.memory.slots import Pool
+from kvbench.memory.device import Pool
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 

@@ -16,7 +16,7 @@ from waves import wave_stream
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, bind_methods, method_config
-from kvbench.memory.slots import PAGE
+from kvbench.memory.device import PAGE
 
 bind_methods()
 

@@ -14,7 +14,7 @@ from waves import wave_stream, waves
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError, bind_methods, method_config
-from kvbench.memory.slots import PAGE
+from kvbench.memory.device import PAGE
 
 bind_methods()
 

@@ -14,7 +14,7 @@ from kvbench.config import ConfigError
 from kvbench.engine.audit import attended_bytes
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.grouped import GroupedTier
-from kvbench.memory.kinds import KV, NATIVE, ROWS, kv_of, unfit
+from kvbench.memory.kinds import KV, NATIVE, ROWS, kv_of
 from kvbench.memory.store import LayerStore
 
 INT8, FP8 = KV("int8", "int8"), KV("fp8", "fp8")
@@ -180,10 +180,10 @@ def test_what_cannot_be_held_so_is_refused_in_a_line(tiny: Loaded, asked: dict[s
 
 
 def test_heads_that_fill_no_packed_row_or_cannot_be_turned_are_refused() -> None:
-    assert [*unfit(INT8, 6), *unfit(KV("int4"), 96), *unfit(KV("int4"), None), *unfit(KV(), 6)] == []
-    (why,) = unfit(KV("native", "int4"), 48)
+    assert [*INT8.unfit(6), *KV("int4").unfit(96), *KV("int4").unfit(None), *KV().unfit(6)] == []
+    (why,) = KV("native", "int4").unfit(48)
     assert why.startswith("kv=native-int4: ") and "have 48" in why
-    (why,) = unfit(KV("int8", rotate="hadamard"), 96)
+    (why,) = KV("int8", rotate="hadamard").unfit(96)
     assert why.startswith("kv=int8-native-hadamard: ") and "96 channels" in why
 
 

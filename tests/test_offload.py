@@ -18,10 +18,10 @@ from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.measure.arm import is_failed_sample
-from kvbench.memory import pinned
+from kvbench.memory import transfer
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.fetch import fetch
 from kvbench.memory.host import Arrival, HostTier, rows_in
+from kvbench.memory.transfer import fetch
 from kvbench.method import Method, Needs, Prompt, Shape
 from kvbench.spans import Spans
 
@@ -69,11 +69,11 @@ def test_memory_of_generations_past_is_given_back_before_none_is_left(
     cuda: twin.Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Spans()
-    pinned.pinned_zeros((7, 7), torch.float32, owner)
+    transfer.pinned_zeros((7, 7), torch.float32, owner)
     del owner
     gc.collect()
-    assert any(pinned._free.values())
-    pin, calls = pinned._register, []
+    assert any(transfer._free.values())
+    pin, calls = transfer._register, []
 
     def full_once(nbytes: int) -> torch.Tensor:
         calls.append(nbytes)
@@ -81,15 +81,15 @@ def test_memory_of_generations_past_is_given_back_before_none_is_left(
             raise RuntimeError("CUDA error: out of memory")
         return pin(nbytes)
 
-    monkeypatch.setattr(pinned, "_register", full_once)
+    monkeypatch.setattr(transfer, "_register", full_once)
     owner = Spans()
-    assert pinned.pinned_zeros((3, mmap.PAGESIZE), torch.bfloat16, owner).shape == (3, mmap.PAGESIZE)
-    assert calls == [6 * mmap.PAGESIZE] * 2 and not any(pinned._free.values())
+    assert transfer.pinned_zeros((3, mmap.PAGESIZE), torch.bfloat16, owner).shape == (3, mmap.PAGESIZE)
+    assert calls == [6 * mmap.PAGESIZE] * 2 and not any(transfer._free.values())
 
 
 def test_memory_that_the_system_does_not_give_fails_the_sample(cuda: twin.Twin) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
-        pinned.pinned_zeros((1 << 50,), torch.uint8, Spans())
+        transfer.pinned_zeros((1 << 50,), torch.uint8, Spans())
     assert is_failed_sample(error.value)
 
 

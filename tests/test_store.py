@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbench.memory.slots import NO_TOKEN, whole_pages
-from kvbench.memory.store import LayerStore, Sealed
-from kvbench.memory.tiers import DEVICE, DROPPED, HOST
+from kvbench.memory.device import NO_TOKEN, whole_pages
+from kvbench.memory.store import DEVICE, DROPPED, HOST, LayerStore, Sealed
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head

@@ -16,8 +16,8 @@ from driver import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, wat
 from kvbench.attention import executor as attention
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
+from kvbench.memory.device import PAGE
 from kvbench.memory.host import HostTier
-from kvbench.memory.slots import PAGE
 from kvbench.method import Extra, Method, Needs, Prompt, Selection
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]

@@ -16,7 +16,9 @@ program.
   or at the end of the `with`.
 `cuda.finish()` is time passing: all that is in flight completes, and no wait is counted.
 
-Not modelled: kernels, their numerics and their time, CUDA graphs, autograd. Memory is counted
+CUDA graphs: see `twin_graphs`; which streams a replay uses is not followed.
+
+Not modelled: kernels, their numerics and their time, autograd. Memory is counted
 without rounding. A syncing operation that is not in `SYNCING` goes unseen, as does what reads or writes memory behind
 torch's back: numpy, and kernels of our own, for which `cuda.kernel` stands in; for the one that reads rows of host
 memory it does so from the start, and refuses tensors of another device than the current one, as Triton's launch does.
@@ -40,9 +42,10 @@ import torch
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from twin_graphs import Graph, graph, one_operation, refuse_capture
 from twin_streams import Allocation, Clock, Event, Flight, Stream, before, here, merged, registered, streams, the_device
 
-from kvbench.memory import fetch, pinned
+from kvbench.memory import transfer
 from kvbench.memory.transfer import side_stream
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")  # the first device, and the host
@@ -150,6 +153,7 @@ class Twin(TorchFunctionMode):
         while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
             frame = frame.f_back
         where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        refuse_capture(f"{name} at {where}")
         self.syncs.append((name, where))
         if self._forbidden:
             raise RuntimeError(f"{name} at {where}: the host waits for the device")
@@ -195,6 +199,7 @@ class Twin(TorchFunctionMode):
             for end, _ in ends:
                 end.untyped_storage().twin.use(write=end is target)
             return target.copy_(source)
+        refuse_capture("a copy between host and device")
         up = on_device(target)
         here = (target if up else source).untyped_storage().twin
         here.use(write=up)
@@ -524,14 +529,16 @@ def device(count: int = 1) -> Iterator[Twin]:
         "max_memory_allocated": lambda device=None: cuda.peak,
         "memory_reserved": lambda device=None: cuda.reserved,
         "reset_peak_memory_stats": lambda device=None: setattr(cuda, "peak", cuda.allocated),
+        "CUDAGraph": Graph,
+        "graph": graph,
         "mem_get_info": lambda device=None: (CAPACITY - cuda.reserved, CAPACITY),
     }
     record_stream = lambda tensor, stream: tensor.untyped_storage().twin.recorded.add(stream)  # noqa: E731
     with (
         mock.patch.multiple(torch.cuda, **patched),
         mock.patch.object(torch, "Generator", _Generator),
-        mock.patch.object(pinned, "_free", defaultdict(list)),  # what is pinned here is so nowhere else
-        mock.patch.object(fetch, "_launch", cuda.kernel(fetch.fetched)),
+        mock.patch.object(transfer, "_free", defaultdict(list)),  # what is pinned here is so nowhere else
+        mock.patch.object(transfer, "_launch", one_operation(cuda.kernel(transfer.fetched))),
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,

@@ -22,9 +22,8 @@ from kvbench.kernels.coded import GROUP
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.codecs.codec import Native
 from kvbench.memory.codecs.rotated import turned
-from kvbench.memory.device import DeviceTier, Span
+from kvbench.memory.device import DeviceTier, Span, of_kv_heads
 from kvbench.memory.kinds import KV, NATIVE, TIERS
-from kvbench.memory.slots import of_kv_heads
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 

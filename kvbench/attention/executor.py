@@ -93,7 +93,8 @@ class Plain:
         note: str | None = None,
         in_place: bool = False,
     ) -> None:
-        self.name, self.note, self.in_place = name, note, in_place
+        self.name, self.note = name, note
+        self.in_place = in_place
         self._attend = attend
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:

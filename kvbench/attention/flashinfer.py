@@ -21,7 +21,7 @@ import torch
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, prefill
 from kvbench.config import first_line
-from kvbench.memory.slots import PAGE, Pool
+from kvbench.memory.device import PAGE, Pool
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -105,8 +105,8 @@ class FlashInfer:
         self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
-        batch, heads, count = index.shape
-        kv_heads = self._shape.kv_heads
+        heads, count = index.shape[1:]
+        batch, kv_heads = len(index), self._shape.kv_heads
         if heads in (1, kv_heads):
             index, heads = index.expand(batch, kv_heads, count), kv_heads
         here = store.locate(index.reshape(batch, kv_heads, -1))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.memory.store import LayerStore
-from kvbench.memory.tiers import DEVICE
+from kvbench.memory.store import DEVICE, LayerStore
 from kvbench.method import Selection
 
 
@@ -27,7 +26,7 @@ def attend(
         store.resident()  # refuses where nothing is resident to attend
     else:
         selection = store.with_stored_keys(selection)
-    batch, query_heads, _, _ = query.shape
+    batch, query_heads = query.shape[:2]
     group = query_heads // store.kv_heads
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
@@ -56,8 +55,8 @@ def _head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [D] of one query head, and the weight of each entry in the order of its selection."""
     kv_head = head // group
-    ids, key, value = store.everything(row, kv_head)
-    key, value = key.float(), value.float()
+    tokens = store.everything(row, kv_head)
+    ids, key, value = tokens.ids, tokens.key.float(), tokens.value.float()
     if selection is None:
         here = store.tiers()[row, kv_head, ids] == DEVICE
         key, value = key[here], value[here]

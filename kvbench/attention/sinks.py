@@ -41,9 +41,8 @@ def with_sinks(
     if sinks is None:
         return selection
     selection = selection or Selection(store.resident_ids())
-    batch, kv_heads, _, head_dim = key.shape
-    nothing = key.new_zeros(batch, kv_heads, 1, head_dim)
-    sink = Extra(nothing, nothing, sinks.float().view(1, -1, 1).expand(batch, -1, 1))
+    nothing = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    sink = Extra(nothing, nothing, sinks.float().view(1, -1, 1).expand(len(key), -1, 1))
     return replace(selection, extra=joined(selection.extra, sink))
 
 

@@ -8,12 +8,14 @@ The G query heads of a KV head ride on the query axis, so keys and values are ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvbench.attention.sinks import softmax
+from kvbench.memory.device import Resident
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
@@ -31,35 +33,59 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    batch, query_heads, _, head_dim = query.shape
     if selection is None:
-        key, value, mask = store.resident()
-        bias = None if mask is None else mask[:, :, None]
+        resident = store.resident()
+        bias = None if resident.mask is None else resident.mask[:, :, None]
+        attended = Attended(resident.key, resident.value, bias)
     else:
-        key, value, bias = _selected(store, selection, query_heads)
+        attended = _selected(store, selection, query.shape[1])
     # [B, Hs, rows, D]: the query heads that share a list of keys are rows of one attention
-    rows = query.reshape(batch, key.shape[1], -1, head_dim)
-    weights = (
-        _probabilities(rows, key, bias, scaling).view(batch, query_heads, -1)
-        if probabilities
-        else None
-    )
+    bias = attended.bias
+    rows = query.reshape(len(query), attended.key.shape[1], -1, query.shape[3])
+    weights = None
+    if probabilities:
+        weights = _probabilities(rows, attended.key, bias, scaling).view(*query.shape[:2], -1)
     # a CPU's kernels take it in float32
     if query.is_cuda and bias is not None and bias.dtype != torch.bool:
         bias = bias.to(query.dtype)
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
-    return out.reshape(batch, query_heads, 1, head_dim), weights
+    out = scaled_dot_product_attention(
+        rows, attended.key, attended.value, attn_mask=bias, scale=scaling
+    )
+    return out.reshape(query.shape), weights
 
 
-def _selected(
-    store: LayerStore, selection: Selection, query_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that broadcasts over the
-    rows (None: none).
+class Attended(NamedTuple):
+    """What is attended: keys and values [B, Hs, M (+ E), D] with Hs = Hkv or Hq, and a bias that
+    broadcasts over the rows, of bool a mask (None: none).
     """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+
+    def with_extra(self, selection: Selection, query_heads: int) -> Attended:
+        """Append the synthetic entries, [B, Hs, E, D], to the selected ones."""
+        extra = selection.extra
+        assert extra is not None
+        bias, size = self.bias, self.key.shape[:3]
+        rows = query_heads // size[1]
+        repeat = size[1] // extra.key.shape[1]
+        key = torch.cat([self.key, extra.key.repeat_interleave(repeat, dim=1)], dim=2)
+        value = torch.cat([self.value, extra.value.repeat_interleave(repeat, dim=1)], dim=2)
+        entries = (*size[:2], rows, size[2])
+        if bias is None:
+            bias = key.new_zeros(entries, dtype=torch.float32)
+        elif bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -torch.inf)
+        weight = extra.log_weight.view(*entries[:3], -1).float()
+        return Attended(key, value, torch.cat([bias.expand(entries), weight], dim=3))
+
+
+def _selected(store: LayerStore, selection: Selection, query_heads: int) -> Attended:
     selection = store.with_stored_keys(selection)
     index, kv_heads = selection.index, store.kv_heads
-    batch, heads, count = index.shape
+    heads = index.shape[1]
+    batch, count = len(index), index.shape[2]
     if heads == query_heads and heads != kv_heads:
         shared = index.reshape(batch, kv_heads, -1)
     else:
@@ -75,31 +101,8 @@ def _selected(
         log_weight = selection.log_weight.view(batch, heads, -1, count).float()
         bias = log_weight if bias is None else log_weight.masked_fill(~bias, -torch.inf)
     if selection.extra is not None:
-        key, value, bias = _with_extra(key, value, bias, selection, query_heads)
-    return key, value, bias
-
-
-def _with_extra(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    selection: Selection,
-    query_heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Append the synthetic entries, [B, Hs, E, D], to the selected ones."""
-    extra = selection.extra
-    assert extra is not None
-    batch, heads, count, _ = key.shape
-    rows = query_heads // heads
-    repeat = heads // extra.key.shape[1]
-    key = torch.cat([key, extra.key.repeat_interleave(repeat, dim=1)], dim=2)
-    value = torch.cat([value, extra.value.repeat_interleave(repeat, dim=1)], dim=2)
-    if bias is None:
-        bias = key.new_zeros(batch, heads, rows, count, dtype=torch.float32)
-    elif bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -torch.inf)
-    weight = extra.log_weight.view(batch, heads, rows, -1).float()
-    return key, value, torch.cat([bias.expand(batch, heads, rows, count), weight], dim=3)
+        return Attended(key, value, bias).with_extra(selection, query_heads)
+    return Attended(key, value, bias)
 
 
 def _probabilities(
@@ -185,7 +188,7 @@ def turn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    past: Resident,
     scaling: float,
     sinks: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
@@ -200,7 +203,7 @@ def turn(
     key, value
         [B, Hkv, q, D], of the same tokens.
     past
-        keys and values [B, Hkv, n, D] and a mask [B, Hkv, n] (None: all), see `Tiers.remaining`.
+        what is stored, see `Tiers.remaining`.
     sinks
         [Hq], see `kvbench.attention.sinks`; None: the model has none.
     weights
@@ -211,20 +214,18 @@ def turn(
     torch.Tensor
         [B, Hq, q, D].
     """
-    batch, heads, width, _ = query.shape
-    past_key, past_value, present = past
-    gqa = heads != key.shape[1]
-    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+    heads, width = query.shape[1:3]
+    gqa, present = heads != key.shape[1], past.mask
+    stored = past.key.shape[2]
+    key, value = torch.cat([past.key, key], dim=2), torch.cat([past.value, value], dim=2)
     if present is None and query.is_cuda and sinks is None and weights is None:
         bias = causal_lower_right(width, key.shape[2])
         return scaled_dot_product_attention(
             query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa
         )
-    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(
-        past_key.shape[2]
-    )
+    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(stored)
     if present is not None:
-        causal = mask[:, past_key.shape[2] :].expand(batch, heads, -1, -1)
+        causal = mask[:, stored:].expand(len(query), heads, -1, -1)
         past_mask = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(
             -1, -1, width, -1
         )
@@ -266,10 +267,10 @@ def attention_received(
     torch.Tensor
         [B, Hq, column + q] fp32, by token position.
     """
-    batch, heads, width, _ = query.shape
     first = torch.tensor(offsets, device=query.device)[:, None]
     last = first + torch.tensor(lengths, device=query.device)[:, None]
-    received = query.new_zeros(batch, heads, column + width, dtype=torch.float32)
+    columns_read = column + query.shape[2]
+    received = query.new_zeros(*query.shape[:2], columns_read, dtype=torch.float32)
     for columns, weights in _causal_weights(query, store, column, offsets, scaling, sinks):
         real = ((columns >= first) & (columns < last)).float()
         received[..., : weights.shape[4]] += (real[:, None, None, None] @ weights).flatten(1, 3)
@@ -287,9 +288,9 @@ def _causal_weights(
     """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n,
     visible] in fp32, for the keys up to the last that one of them sees.
     """
-    batch, _, width, head_dim = query.shape
+    batch, width = len(query), query.shape[2]
     key = store.device.key[:, :, : column + width].float().transpose(2, 3)
-    grouped = query.view(batch, key.shape[1], -1, width, head_dim)
+    grouped = query.view(batch, key.shape[1], -1, width, query.shape[3])
     first = torch.tensor(offsets, device=query.device)[:, None]
     block = max(1, (BLOCK_CUDA if query.is_cuda else BLOCK) // batch)
     for start in range(0, width, block):

@@ -37,7 +37,6 @@ from kvbench.config import (
     shipped,
     show,
 )
-from kvbench.memory.kinds import unfit
 from kvbench.models import hub
 from kvbench.models.card import ModelCard
 from kvbench.models.folder import refuse_no_tokenizer
@@ -221,7 +220,7 @@ def _check_method(method: MethodConfig) -> None:
 def _check_kv(config: RunConfig, card: ModelCard) -> None:
     kv = config.kv
     if reason := next(
-        unfit(kv, card.head_dim or None, card.layers or None, len(card.windows)), None
+        kv.unfit(card.head_dim or None, card.layers or None, len(card.windows)), None
     ):
         raise ConfigError(reason)
     if kv.coded and config.attention == "flashinfer":

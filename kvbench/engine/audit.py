@@ -17,11 +17,38 @@ import torch
 from numpy.typing import NDArray
 
 from kvbench.kernels.lists import count_lists
+from kvbench.memory.device import of_kv_heads
 from kvbench.method import Extra, Method, Selection, Shape
 
+TWICE = "the method selected a token twice for one head"
+UNREAD = 64  # steps whose counts stay on a GPU until they are read together
 # One sparse layer of one step, kept until the clock stops: which, and what it attends or, of None,
 # [B, Hkv] how many.
 _Attended = tuple[int, Selection | None, NDArray[np.int64] | None]
+# [B, Hkv] entries attended, on the host or on a GPU; None: not counted
+_Counts = NDArray[np.int64] | torch.Tensor | None
+
+
+@dataclass
+class _Step:
+    """A step whose entries are counted, and not yet compared with the rules.
+
+    Attributes
+    ----------
+    number, generated
+        of the step, 1 is the first; and tokens that each row had generated with it.
+    rows
+        that were still generating.
+    counts
+        of each sparse layer.
+    """
+
+    number: int
+    generated: int
+    method: Method
+    rows: list[int]
+    lengths: list[int]
+    counts: dict[int, _Counts]
 
 
 @dataclass
@@ -84,6 +111,7 @@ class Audit:
     _before_turn: tuple[int, int] = (0, 0)
     _rows: list[Tally] = field(init=False)
     _pending: list[_Attended] = field(default_factory=list)
+    _unread: list[_Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rows = [Tally() for _ in self.shape.lengths]
@@ -98,12 +126,14 @@ class Audit:
         """Entries that a KV head attends in a sparse layer, the mean over heads, layers, rows and
         steps.
         """
+        self._read_counts()
         return _mean(self._rows)
 
     def broken(self, row: int | None = None) -> str | None:
         """Where the method first attended more than its rule allows, in any row or in this one;
         None: nowhere.
         """
+        self._read_counts()
         rows = self._rows if row is None else self._rows[row : row + 1]
         return next((tally.broken for tally in rows if tally.broken), None)
 
@@ -178,58 +208,87 @@ class Audit:
             what the device's take there, all layers: with reserved slots, and whole pages.
         """
         rows = [row for row, running in enumerate(active) if running]
-        lengths, generated = list(lengths), self.generated + 1
-        counted = {noted[0]: self._counts(*noted) for noted in self._pending}
-        layers = {layer: counts for layer, counts in counted.items() if counts is not None}
-        if layers:
-            counts = np.array([*layers.values()])  # [layers, B, Hkv]
-            most = counts.max(axis=2).T.tolist()
-            means = (counts.sum(axis=(0, 2)) / (len(counts) * counts.shape[2])).tolist()
-            for row in rows:
-                for layer, attended in zip(layers, most[row], strict=True):
-                    self._hold_to(row, method.rule(layer, lengths[row], generated), layer, attended)
-                self._rows[row].add(counts[:, row])
-                if len(layers) == len(counted):
-                    self._hold_mean_to(row, method.mean_rule(lengths[row], generated), means[row])
+        counts = {noted[0]: self._counts(*noted) for noted in self._pending}
+        step = _Step(self.steps + 1, self.generated + 1, method, rows, list(lengths), counts)
+        self._unread.append(step)
         self._pending.clear()
+        on_device = any(isinstance(part, torch.Tensor) for part in counts.values())
+        if not on_device or len(self._unread) == UNREAD:
+            self._read_counts()
         self.device_kv_bytes = max(self.device_kv_bytes, device_bytes)
         self.device_kv_allocated_bytes = max(self.device_kv_allocated_bytes, allocated_bytes)
         self.host_bytes = max(self.host_bytes, host_bytes)
         self.steps += 1
 
-    def _hold_to(self, row: int, rule: int | None, layer: int, most: int) -> None:
+    def _read_counts(self) -> None:
+        """Compare the steps that were counted with the rules; waits for a GPU that has counted."""
+        waiting = [
+            (step, layer, counts)
+            for step in self._unread
+            for layer, counts in step.counts.items()
+            if isinstance(counts, torch.Tensor)
+        ]
+        for device in {counts.device for *_, counts in waiting}:
+            of_device = [entry for entry in waiting if entry[2].device == device]
+            read = torch.stack([counts for *_, counts in of_device]).cpu().numpy()
+            for (step, layer, _), counts in zip(of_device, read, strict=True):
+                if (counts < 0).any():
+                    raise ValueError(f"layer {layer}: {TWICE}")
+                step.counts[layer] = counts
+        steps, self._unread = self._unread, []
+        for step in steps:
+            self._hold_step(step)
+
+    def _hold_step(self, step: _Step) -> None:
+        layers = {layer: counts for layer, counts in step.counts.items() if counts is not None}
+        if not layers:
+            return
+        counts = np.array([*layers.values()])  # [layers, B, Hkv]
+        most = counts.max(axis=2).T.tolist()
+        means = (counts.sum(axis=(0, 2)) / (len(counts) * counts.shape[2])).tolist()
+        for row in step.rows:
+            arguments = step.lengths[row], step.generated
+            for layer, attended in zip(layers, most[row], strict=True):
+                self._hold_to(row, step, step.method.rule(layer, *arguments), layer, attended)
+            self._rows[row].add(counts[:, row])
+            if len(layers) == len(step.counts):
+                self._hold_mean_to(row, step, step.method.mean_rule(*arguments), means[row])
+
+    def _hold_to(self, row: int, step: _Step, rule: int | None, layer: int, most: int) -> None:
         """Remember the first time that a row attended more than the rule allows, `most` entries in
         a KV head.
         """
         tally = self._rows[row]
         if tally.broken is None and rule is not None and most > rule:
-            at = f"layer {layer}, step {self.steps + 1}"
+            at = f"layer {layer}, step {step.number}"
             tally.broken = f"{at}: a KV head attended {most} entries, its rule allows {rule}"
 
-    def _hold_mean_to(self, row: int, rule: float | None, mean: float) -> None:
+    def _hold_mean_to(self, row: int, step: _Step, rule: float | None, mean: float) -> None:
         """As `_hold_to`, for the mean over the KV heads of all sparse layers."""
         if self._rows[row].broken is None and rule is not None and mean > rule:
             self._rows[row].broken = (
-                f"step {self.steps + 1}: the KV heads attended {mean:.2f} entries on average, the"
+                f"step {step.number}: the KV heads attended {mean:.2f} entries on average, the"
                 f" method's rule allows {rule}"
             )
 
     def _counts(
         self, layer: int, selection: Selection | None, resident: NDArray[np.int64] | None
-    ) -> NDArray[np.int64] | None:
+    ) -> _Counts:
         """[B, Hkv] entries attended, or None where this step's unions are not counted."""
         if selection is None:
             return resident
         heads, kv_heads = selection.index.shape[1], self.shape.kv_heads
         if heads > kv_heads and self.steps % self.every:
             return None
-        named, distinct = count_lists(selection.index.cpu().contiguous().numpy(), kv_heads)
+        if selection.index.is_cuda:
+            return counted_on_device(selection, kv_heads)
+        named, distinct = count_lists(selection.index.contiguous().numpy(), kv_heads)
         if heads <= kv_heads and (named != distinct).any():
-            raise ValueError(f"layer {layer}: the method selected a token twice for one head")
+            raise ValueError(f"layer {layer}: {TWICE}")
         return (
             distinct
             if selection.extra is None
-            else distinct + extra_entries(selection.extra, kv_heads).numpy()
+            else distinct + extra_entries(selection.extra, kv_heads).cpu().numpy()
         )
 
     def report(
@@ -254,6 +313,7 @@ class Audit:
         row
             whose attended entries are meant; None: those of all. Bytes are of all rows.
         """
+        self._read_counts()
         rows = self._rows if row is None else self._rows[row : row + 1]
         report = {
             **_entries(rows),
@@ -326,10 +386,24 @@ def attended_bytes(
     return shape.batch * shape.kv_heads * (full + windowed)
 
 
+def counted_on_device(selection: Selection, kv_heads: int) -> torch.Tensor:
+    """[B, Hkv] entries of a selection on a GPU, attended once or more by the query heads of each KV
+    head; -1 where one list has a token twice.
+    """
+    ids = of_kv_heads(selection.index, kv_heads).sort(dim=2).values
+    first = ids[..., :1] >= 0, (ids[..., 1:] >= 0) & (ids[..., 1:] != ids[..., :-1])
+    distinct = torch.cat(first, dim=2).sum(dim=2)
+    if selection.index.shape[1] <= kv_heads:
+        distinct = distinct.masked_fill(distinct != (ids >= 0).sum(dim=2), -1)
+    if selection.extra is None:
+        return distinct
+    return torch.where(distinct < 0, -1, distinct + extra_entries(selection.extra, kv_heads))
+
+
 def extra_entries(extra: Extra, kv_heads: int) -> torch.Tensor:
     """Synthetic entries attended by each KV head, [B, Hkv]."""
     there = extra.log_weight.unflatten(1, (kv_heads, -1)) > -torch.inf
-    return there.any(dim=2).sum(dim=2).cpu()
+    return there.any(dim=2).sum(dim=2)
 
 
 def method_bytes(method: Method, stored: Iterable[torch.Tensor] = ()) -> int:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.audit import Audit, attended_bytes
+from kvbench.engine.captured import CapturedStep, Forward, Repeats
 from kvbench.engine.positions import CachePositions, ModelRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
@@ -33,7 +34,7 @@ from kvbench.engine.turn import Turn
 from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore, Sealed
-from kvbench.memory.transfer import computing_on
+from kvbench.memory.transfer import computing_on, uploaded
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
 from kvbench.spans import Spans
@@ -83,6 +84,9 @@ class Settings:
         the tokenizer's, for methods that need prefixes.
     output
         see `kvbench.method.Context`.
+    captures
+        on a GPU a step is captured and repeated by it, where that can be (`CapturedStep`); False:
+        never.
     """
 
     attention: str = "auto"
@@ -97,6 +101,7 @@ class Settings:
     head_scores: HeadScores | None = None
     template: Template | None = None
     output: Callable[[int], Tensor] | None = None
+    captures: bool = True
 
     def positions(self, shape: Shape, method: Method) -> CachePositions | None:
         """Where a method's keys stand, if not where they stood in the text."""
@@ -153,19 +158,13 @@ class Engine:
         columns: int | None = None,
         **settings: Any,
     ) -> None:
-        self.shape, self.method, self.budget, self._how = (
-            shape,
-            method,
-            budget,
-            (how := Settings(**settings)),
-        )
+        self.shape, self.method, self.budget = shape, method, budget
+        self._how = how = Settings(**settings)
         self.executor, self.template = executor(how.attention, shape, how.kv), how.template
         self.spans, self.audit = Spans(shape.device), Audit(shape, how.audit_every)
-        self.stores, self.waiting, self.replay_tokens = (
-            dict[int, LayerStore](),
-            dict[int, Prompt | None](),
-            0,
-        )
+        self.stores: dict[int, LayerStore] = {}
+        self.waiting: dict[int, Prompt | None] = {}
+        self.replay_tokens = 0
         self.windowed: Mapping[int, LayerMemory] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
@@ -178,6 +177,9 @@ class Engine:
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
+        self.captured: CapturedStep | None = None  # made by the first `run` of one that can be
+        self._repeats: Repeats | None = None  # see `note_repeats`
+        self._has_sinks = False
         try:
             method.begin(shape, budget, self.view, how.context(shape, self.spans))
         except ValueError as error:  # what only the model's shape or its tokenizer shows
@@ -264,9 +266,9 @@ class Engine:
         """
         self.spans.on(query.device)
         with computing_on(query.device):
-            query, key, value = (
-                part if part.shape[2] > 1 else part.contiguous() for part in (query, key, value)
-            )
+            if query.shape[2] == 1:
+                query, key = query.contiguous(), key.contiguous()
+                value = value.contiguous()
             if layer in self._sparse and not valid:
                 check_finite(layer, query, key, self.prefilled)
             attend = (
@@ -277,6 +279,47 @@ class Engine:
                 else self._turn.attend
             )
             return attend(layer, query, key, value, sinks)
+
+    # -- steps that the device repeats by itself ---------------------------------------------------
+
+    def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+        """Logits of the decode step that was started, captured where that can be.
+
+        Arguments as of `CapturedStep.__call__`; `forward` calls `attend` of all layers.
+        """
+        if self.captured is None and self._can_be_captured():
+            self.captured = CapturedStep(self, self.shape.device)
+        if self.captured is None:
+            return forward(*uploaded(inputs, self.shape.device))
+        logits = self.captured(inputs, forward, count)
+        self._end_step()
+        return logits
+
+    def _can_be_captured(self) -> bool:
+        shape, method = self.shape, self.method
+        how = self._how
+        if not how.captures or shape.device.type != "cuda":
+            return False
+        # all on one device, and nothing that is worked out on the host
+        if shape.elsewhere or shape.windows or how.kv.grouped or self._positions or self.probe:
+            return False
+        return method.at_rest or not method.needs.host_step
+
+    def layout(self) -> object:
+        """Where all is that a captured step reads and writes; None: not only on the device."""
+        layouts = [store.layout for store in self.stores.values()]
+        if None in layouts or self._has_sinks:
+            return None
+        return layouts, None if self.method.at_rest else self.method.layout
+
+    def note_repeats(self, repeats: Repeats | None) -> None:
+        """Note in `repeats` what is counted in the step that follows; None: no longer."""
+        self._repeats = self.view.repeats = repeats
+
+    def advance(self) -> None:
+        """Count a token of every row that the device has stored by itself."""
+        for store in self.stores.values():
+            store.advance()
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -333,7 +376,8 @@ class Engine:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store that
         shares its memory.
         """
-        store, layer_prompt, longest = self._store(layer, shared), None, prompt.keys.shape[2]
+        store, layer_prompt = self._store(layer, shared), None
+        longest = prompt.keys.shape[2]
         if layer in self._sparse:
             layer_prompt = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
         self._begin_layer(layer, store, layer_prompt)
@@ -347,7 +391,7 @@ class Engine:
             if self.probe is not None:
                 self.probe.begin_layer(layer, store)
             with self.spans("index_build"):
-                _build_index(self, layer, prompt)
+                self._build_index(layer, prompt)
             store.leave_device()
         if layer == self._last and not self.method.needs.layer_similarity:
             self.end_prefill()
@@ -374,10 +418,46 @@ class Engine:
         self.audit.end_prefill()
         self.prefilled = True
 
+    def _build_index(self, layer: int, prompt: Prompt) -> None:
+        """Show the method the prompt of a layer.
+
+        Raises
+        ------
+        ConfigError
+            something is wrong that only the prompt shows.
+        """
+        if self.template is not None:
+            prompt = replace(prompt, prefixes=self.template.prefixes(prompt))
+        self.replay_tokens = sum(replay.queries.shape[1] for replay in prompt.replayed)
+        try:
+            self.method.prefill(layer, prompt)
+        except ValueError as error:
+            raise ConfigError(first_line(error)) from error
+
     def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
         if layer not in self.stores:
-            self.stores[layer] = _layer_store(self, self._how, layer, shared)
+            self.stores[layer] = self._layer_store(layer, shared)
         return self.stores[layer]
+
+    def _layer_store(self, layer: int, shared: Sealed | None) -> LayerStore:
+        """A fresh store for a layer; `shared`: the prompt that it shall share."""
+        shape, audit = self.shape, self.audit
+        return LayerStore(
+            shape.batch,
+            shape.kv_heads,
+            shape.head_dim,
+            self.capacity,
+            shape.dtype,
+            shape.device_of(layer),
+            **(_wishes(self.method, layer) if layer in shape.sparse_layers else {}),
+            grows=self._how.new_tokens is None,
+            in_place=self.executor.in_place,
+            kv=self._how.kv.of_layer(layer, shape.layers, len(shape.windows)),
+            moved=audit.moved,
+            count_hits=audit.count_hits,
+            spans=self.spans,
+            shared=shared,
+        )
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -385,6 +465,7 @@ class Engine:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         store, spans = self.stores[layer], self.spans
+        self._has_sinks = sinks is not None
         with spans("attention"):
             store.append(key, value)
             if layer not in self._sparse:
@@ -406,7 +487,10 @@ class Engine:
             out, weights = self.executor(
                 query, store, attended, self.shape.scaling, self.method.needs.probabilities
             )
-        self.audit.attended(layer, selection, store.device.numbers)
+        note = partial(self.audit.attended, layer, selection, store.device.numbers)
+        note()
+        if self._repeats is not None:
+            self._repeats.append(note)
         if self.probe is not None:
             self.probe.step(
                 layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks
@@ -422,10 +506,13 @@ class Engine:
         return self._end_layer(layer, out)
 
     def _end_layer(self, layer: int, out: Tensor) -> Tensor:
-        if layer == self._last:
-            with self.spans("index_update"):
-                self.method.end_step()
+        if layer == self._last and self.captured is None:
+            self._end_step()
         return out
+
+    def _end_step(self) -> None:
+        with self.spans("index_update"):
+            self.method.end_step()
 
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step
@@ -443,7 +530,7 @@ class Engine:
     def release(self) -> None:
         """Let go of all keys and values, when nothing more is to be generated."""
         self.stores.clear()
-        self.windowed = {}
+        self.windowed, self.captured = {}, None
 
     def allocated_bytes(self) -> int:
         """Bytes that keys and values of all layers take on the device."""
@@ -459,45 +546,47 @@ class Engine:
         Of one row are C, what it attended and whether that was over the rule; all else is the
         batch's.
         """
-        return _report(self, self._how, row)
+        size, lengths = self.budget.size, self.shape.lengths
+        budget = (
+            None
+            if size is None
+            else self.budget.tokens(max(lengths) if row is None else lengths[row])
+        )
+        stored = [tensor for store in self.stores.values() for tensor in store.tensors()]
+        # before the audit: a method may have work of its own to end
+        method_report = self.method.report()
+        return {
+            **method_report,
+            **self.audit.report(self.method, budget, stored, row),
+            **self._remarks(),
+        }
 
-
-def _build_index(engine: Engine, layer: int, prompt: Prompt) -> None:
-    """Show the method the prompt of a layer.
-
-    Raises
-    ------
-    ConfigError
-        something is wrong that only the prompt shows.
-    """
-    if engine.template is not None:
-        prompt = replace(prompt, prefixes=engine.template.prefixes(prompt))
-    engine.replay_tokens = sum(replay.queries.shape[1] for replay in prompt.replayed)
-    try:
-        engine.method.prefill(layer, prompt)
-    except ValueError as error:
-        raise ConfigError(first_line(error)) from error
-
-
-def _layer_store(engine: Engine, how: Settings, layer: int, shared: Sealed | None) -> LayerStore:
-    """A fresh store for a layer; `shared`: the prompt that it shall share."""
-    shape, audit = engine.shape, engine.audit
-    return LayerStore(
-        shape.batch,
-        shape.kv_heads,
-        shape.head_dim,
-        engine.capacity,
-        shape.dtype,
-        shape.device_of(layer),
-        **(_wishes(engine.method, layer) if layer in shape.sparse_layers else {}),
-        grows=how.new_tokens is None,
-        in_place=engine.executor.in_place,
-        kv=how.kv.of_layer(layer, shape.layers, len(shape.windows)),
-        moved=audit.moved,
-        count_hits=audit.count_hits,
-        spans=engine.spans,
-        shared=shared,
-    )
+    def _remarks(self) -> dict[str, Any]:
+        """What a report says besides: executor, dtype, kv; where it applies bytes attended,
+        windows, how tokens come up.
+        """
+        remarks: dict[str, Any] = {
+            "executor": self.executor.used(),
+            "dtype": str(self.shape.dtype).removeprefix("torch."),
+            "kv": str(self._how.kv),
+        }
+        if self.audit.steps:
+            entry_bytes = {layer: store.entry_bytes for layer, store in self.stores.items()}
+            steps = self.audit.attended_mean, self.audit.steps
+            remarks["attended_bytes_per_step"] = attended_bytes(self.shape, *steps, entry_bytes)
+        if self.replay_tokens:
+            remarks["replay_tokens"] = self.replay_tokens / self.shape.batch
+        if self.executor.note:
+            remarks["executor_note"] = self.executor.note
+        if self.windowed:
+            remarks["windowed_share"] = len(self.windowed) / self.shape.layers
+            remarks["windowed_kv_bytes"] = sum(
+                layer.resident_bytes() for layer in self.windowed.values()
+            )
+        if any(store.host is not None for store in self.stores.values()):
+            copied = "measured" if self.shape.device.type == "cuda" else "simulated"
+            remarks["transfer"] = "in place" if self.executor.in_place else copied
+        return remarks
 
 
 def check_finite(layer: int, query: Tensor, key: Tensor, decoding: bool) -> None:
@@ -544,51 +633,6 @@ def surely_finite(query: Tensor, key: Tensor) -> bool:
         return False
     rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
     return bool(finite(*rows, STORED[query.dtype]))
-
-
-def _report(engine: Engine, how: Settings, row: int | None) -> dict[str, Any]:
-    size, lengths = engine.budget.size, engine.shape.lengths
-    budget = (
-        None
-        if size is None
-        else engine.budget.tokens(max(lengths) if row is None else lengths[row])
-    )
-    stored = [tensor for store in engine.stores.values() for tensor in store.tensors()]
-    # before the audit: a method may have work of its own to end
-    method_report = engine.method.report()
-    return {
-        **method_report,
-        **engine.audit.report(engine.method, budget, stored, row),
-        **_remarks(engine, how),
-    }
-
-
-def _remarks(engine: Engine, how: Settings) -> dict[str, Any]:
-    """What a report says besides: executor, dtype, kv; where it applies bytes attended, windows,
-    how tokens come up.
-    """
-    remarks: dict[str, Any] = {
-        "executor": engine.executor.used(),
-        "dtype": str(engine.shape.dtype).removeprefix("torch."),
-        "kv": str(how.kv),
-    }
-    if engine.audit.steps:
-        entry_bytes = {layer: store.entry_bytes for layer, store in engine.stores.items()}
-        steps = engine.audit.attended_mean, engine.audit.steps
-        remarks["attended_bytes_per_step"] = attended_bytes(engine.shape, *steps, entry_bytes)
-    if engine.replay_tokens:
-        remarks["replay_tokens"] = engine.replay_tokens / engine.shape.batch
-    if engine.executor.note:
-        remarks["executor_note"] = engine.executor.note
-    if engine.windowed:
-        remarks["windowed_share"] = len(engine.windowed) / engine.shape.layers
-        remarks["windowed_kv_bytes"] = sum(
-            layer.resident_bytes() for layer in engine.windowed.values()
-        )
-    if any(store.host is not None for store in engine.stores.values()):
-        copied = "measured" if engine.shape.device.type == "cuda" else "simulated"
-        remarks["transfer"] = "in place" if engine.executor.in_place else copied
-    return remarks
 
 
 def _wishes(method: Method, layer: int) -> dict[str, Any]:

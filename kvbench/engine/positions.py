@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 from kvbench.attention.sinks import joined
 from kvbench.kernels import rotary as kernels
-from kvbench.memory.slots import NO_TOKEN
+from kvbench.memory.device import NO_TOKEN
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Extra, Selection, Shape
@@ -156,7 +156,8 @@ class CachePositions:
                 self._separated,
                 self._separate(selection.index, store, device),
             )
-            self._index, self._where, self._turned = selection.index, (device, store.lengths), {}
+            self._index, self._where = selection.index, (device, store.lengths)
+            self._turned = {}
             if (
                 before is None
                 or self._separated is None
@@ -242,8 +243,8 @@ class CachePositions:
             entries,
             weight,
         )
-        old, new, *rest = (uploaded(part, device) for part in moved)
-        return Separated(ids, self._from_to(old, new), *rest)
+        sent = [uploaded(part, device) for part in moved]
+        return Separated(ids, self._from_to(sent[0], sent[1]), *sent[2:])
 
     def _from_to(self, old: torch.Tensor, new: torch.Tensor) -> Angles:
         """A turn by -old and one by new [B, L, n], as one."""

@@ -51,8 +51,9 @@ class Probe:
     def begin_layer(self, layer: int, store: LayerStore) -> None:
         """Copy the prompt of one sparse layer."""
         key, value = store.device.key, store.device.value
-        batch, kv_heads, capacity, head_dim = key.shape
-        shadow = LayerStore(batch, kv_heads, head_dim, capacity, key.dtype, key.device, grows=True)
+        kv_heads, capacity = key.shape[1:3]
+        size = len(key), kv_heads, key.shape[3], capacity
+        shadow = LayerStore(*size, dtype=key.dtype, device=key.device, grows=True)
         shadow.device.key.copy_(key)
         shadow.device.value.copy_(value)
         shadow.seal_prompt(store.lengths)
@@ -155,15 +156,15 @@ class Probe:
         sinks: torch.Tensor | None,
     ) -> None:
         add = partial(self._add, layer, active)
-        key, value, mask = self.stores[layer].resident()
-        batch, kv_heads, count, head_dim = key.shape
-        rows = query.view(batch, kv_heads, -1, head_dim).float()
-        logits = rows @ key.float().transpose(2, 3) * self.shape.scaling
-        if mask is not None:
-            logits = logits.masked_fill(~mask[:, :, None], -torch.inf)
+        stored = self.stores[layer].device.resident()
+        count = stored.key.shape[2]
+        rows = query.view(*stored.key.shape[:2], -1, query.shape[3]).float()
+        logits = rows @ stored.key.float().transpose(2, 3) * self.shape.scaling
+        if stored.mask is not None:
+            logits = logits.masked_fill(~stored.mask[:, :, None], -torch.inf)
         weights = softmax(logits, sinks)
-        full = (weights @ value.float()).view(batch, self.shape.query_heads, head_dim)
-        weights = weights.view(batch, self.shape.query_heads, count)
+        full = (weights @ stored.value.float()).view(len(query), self.shape.query_heads, -1)
+        weights = weights.view(len(query), self.shape.query_heads, count)
 
         size = chosen.sum(dim=2)
         order = weights.argsort(dim=2, descending=True, stable=True)

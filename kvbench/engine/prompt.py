@@ -143,10 +143,10 @@ class PromptReader:
 
     def _observe_window(self, layer: int, query: torch.Tensor) -> None:
         """Copy into the window [B, Hq, W, D] what this chunk holds of each row's last W queries."""
-        batch, heads, width, head_dim = query.shape
+        width = query.shape[2]
         size = min(self._needs.query_window, max(self.lengths))
         if layer not in self._queries:
-            self._queries[layer] = query.new_zeros(batch, heads, size, head_dim)
+            self._queries[layer] = query.new_zeros(*query.shape[:2], size, query.shape[3])
         window = self._queries[layer]
         for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
             # index 0 of the window is column `start`; the row's own tokens begin no earlier than

@@ -11,7 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvbench.engine.captured import Forward
 from kvbench.engine.engine import Engine, LayerMemory, surely_finite
+from kvbench.memory.transfer import uploaded
 from kvbench.method import Method
 from kvbench.spans import Spans
 
@@ -67,6 +69,10 @@ class EngineGroup:
         ):
             row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
             self._ask(index, engine.start_step, row_tokens, row_active)
+
+    def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+        """Logits of the decode step that was started, see `Engine.run`; none is captured."""
+        return forward(*uploaded(inputs, self.shape.device))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None

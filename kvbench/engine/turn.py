@@ -46,18 +46,10 @@ class Turn:
         spans: Spans,
         probe: Probe | None,
     ) -> None:
-        self._tokens, self._shape, self._method, self._stores = (
-            token_ids.cpu(),
-            shape,
-            method,
-            stores,
-        )
-        self._positions, self._executor, self._audit, self._spans = (
-            positions,
-            executor,
-            audit,
-            spans,
-        )
+        self._tokens, self._shape = token_ids.cpu(), shape
+        self._method, self._stores = method, stores
+        self._positions, self._executor = positions, executor
+        self._audit, self._spans = audit, spans
         self._probe = probe
         self._asks = method.needs.queries or method.needs.probabilities
         # of each layer so far: query, key and value [B, H, q, D], and its sinks
@@ -72,13 +64,11 @@ class Turn:
         self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
         with self._spans("attention"):
             self._audit.moved(store.remote_bytes())
-            past, past_value, mask = store.remaining()
+            past = store.remaining()
             if self._positions is not None and sparse:
-                past = self._positions.of_turn(past, store)
+                past = past._replace(key=self._positions.of_turn(past.key, store))
             weights = self._method.turn_weights(layer) if sparse else None
-            out = dense.turn(
-                query, key, value, (past, past_value, mask), self._shape.scaling, sinks, weights
-            )
+            out = dense.turn(query, key, value, past, self._shape.scaling, sinks, weights)
         if layer == self._shape.full_layers[-1]:
             with self._spans("index_update"):
                 self._take_in()

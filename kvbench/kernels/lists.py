@@ -84,7 +84,7 @@ def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
 
 @kernel
 def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
-    """What `kvbench.memory.plan.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B *
+    """What `kvbench.memory.stage.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B *
     Hkv.
 
     Parameters

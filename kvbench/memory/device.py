@@ -8,33 +8,194 @@ pages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvbench.kernels import tokens as kernels
-from kvbench.memory import large
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.slots import (
-    NO_TOKEN,
-    PAGE,
-    Pool,
-    ascending,
-    find,
-    flat,
-    index_of,
-    more_slots,
-    whole_pages,
-    with_free_slots,
-    with_slots,
-)
-from kvbench.memory.transfer import uploaded
+from kvbench.memory.transfer import uploaded, zeros
+
+# slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
+PAGE = 16
+GROWTH = 256  # slots added at least when a tier of unknown final length is full
+NO_TOKEN = torch.iinfo(torch.int64).max  # sorts after every token id
+
+
+Slots = TypeVar("Slots", int, torch.Tensor)
+
+
+def whole_pages(slots: Slots) -> Slots:
+    """Slots of as many pages as it takes."""
+    return -(-slots // PAGE) * PAGE
+
+
+def more_slots(slots: int, reserved: int, grows: bool) -> int:
+    """Slots to reserve where `slots` are needed and fewer, `reserved`, are there.
+
+    Raises
+    ------
+    RuntimeError
+        the tier may not grow.
+    """
+    if not grows:
+        raise RuntimeError(f"the store reserved {reserved} tokens and was asked to hold {slots}")
+    return max(slots, reserved + max(GROWTH, reserved // 8))
+
+
+class Pool(NamedTuple):
+    """Keys and values in slots of all rows and heads, [T, width] each, without holes; T is whole
+    pages.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor) -> Pool:
+        """Blocks [B, H, n, width] as they lie, in place."""
+        return cls(key.view(-1, key.shape[3]), value.view(-1, value.shape[3]))
+
+    def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What slots [B, H, M] of the pool hold, [B, H, M, width] each; zeros where the pool has
+        none.
+        """
+
+        def at(part: torch.Tensor) -> torch.Tensor:
+            size = (*slots.shape, part.shape[1])
+            return (
+                part.index_select(0, slots.reshape(-1)).view(size)
+                if len(part)
+                else part.new_zeros(size)
+            )
+
+        return at(self.key), at(self.value)
+
+
+def flat(slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Slots [B, H, M] of blocks of `count` slots as slots of the pool."""
+    size = slots.shape[:2]
+    return slots + torch.arange(size.numel(), device=slots.device).view(*size, 1) * count
+
+
+def rows(block: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """block [B, H, n, D] at slots [B, H, M]: [B, H, M, D].
+
+    Much quicker than torch.gather on a CPU.
+    """
+    size = *block.shape[:2], slots.shape[2], block.shape[3]
+    count = block.shape[2]
+    if not count or not slots.shape[2]:
+        return block.new_zeros(size)
+    rows_of_all = block.reshape(-1, block.shape[3])
+    return rows_of_all.index_select(0, flat(slots, count).view(-1)).view(size)
+
+
+def find(lists: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each of ids [B, H, M] in the ascending lists [B, H, n], and whether it is there (if
+    not: any index).
+    """
+    if not lists.shape[2]:
+        return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    index = torch.searchsorted(lists, ids).clamp(max=lists.shape[2] - 1)
+    return index, lists.gather(2, index) == ids
+
+
+def lists_of(index: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, M], -1 anywhere, as ascending lists with `NO_TOKEN` after the last id."""
+    return torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
+
+
+def repeated(lists: torch.Tensor) -> torch.Tensor:
+    """[B, H, n] bool, True on each id of ascending lists [B, H, n] that stands before it, too."""
+    again = torch.zeros_like(lists, dtype=torch.bool)
+    again[..., 1:] = (lists[..., 1:] == lists[..., :-1]) & (lists[..., 1:] != NO_TOKEN)
+    return again
+
+
+def of_kv_heads(index: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Token ids [B, Hs, M], Hs = 1, Hkv or Hq, as a list of each KV head, [B, Hkv, n]: a query
+    group's in one.
+    """
+    if index.shape[1] <= kv_heads:
+        return index.expand(-1, kv_heads, -1)
+    return index.reshape(len(index), kv_heads, -1)
+
+
+def joined(lists: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Ascending lists [B, Hs, n], Hs = 1, Hkv or Hq, as those of the KV heads: a query group's
+    without repeats.
+    """
+    if lists.shape[1] <= kv_heads:
+        return of_kv_heads(lists, kv_heads)
+    both = of_kv_heads(lists, kv_heads).sort(dim=2).values
+    return both.masked_fill(repeated(both), NO_TOKEN).sort(dim=2).values
+
+
+def index_of(lists: torch.Tensor) -> torch.Tensor:
+    """Lists [B, H, n] as token ids with -1 for `NO_TOKEN`."""
+    return torch.where(lists == NO_TOKEN, -1, lists)
+
+
+def without(index: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, n], -1 for each that its row and head also have in `gone` [B, H, M]."""
+    return torch.where(torch.isin(_globally(index), _globally(gone)), -1, index)
+
+
+def _globally(index: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, H, M] as numbers that differ between rows and heads; -1 stays -1."""
+    size = index.shape[:2]
+    first = torch.arange(size.numel(), device=index.device).view(*size, 1) << 40
+    return torch.where(index < 0, -1, index + first)
+
+
+def ascending(lists: torch.Tensor) -> bool:
+    """Each of lists [B, H, n] is distinct ids >= 0 in ascending order, then `NO_TOKEN` only; waits
+    for the device.
+    """
+    rises = (lists[..., 1:] > lists[..., :-1]) | (lists[..., 1:] == NO_TOKEN)
+    return bool((lists >= 0).all()) and bool(rises.all())
+
+
+def with_slots(block: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of block [B, H, n, D] with `capacity` slots, zero from n on."""
+    copy = block.new_zeros(*block.shape[:2], capacity, block.shape[3])
+    copy[:, :, : block.shape[2]] = block
+    return copy
+
+
+def with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A copy of the lists ids [B, H, n] for `capacity` slots, `NO_TOKEN` from n on."""
+    copy = ids.new_full((*ids.shape[:2], capacity), NO_TOKEN)
+    copy[:, :, : ids.shape[2]] = ids
+    return copy
+
 
 NO_IDS = np.empty((0, 0, 0), np.int64)  # of slots that are ids
+_layouts = itertools.count()  # a number for each place that slots were ever in
+
+
+class Resident(NamedTuple):
+    """Keys and values [B, H, n, D or width], and where in [B, H, n] there are some; None:
+    everywhere.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class HeadTokens(NamedTuple):
+    """Tokens of one KV head of a row: ids [n] ascending, keys and values [n, D]."""
+
+    ids: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +256,44 @@ class Span(NamedTuple):
     parameters: torch.Tensor | None = None
 
 
+class Counters:
+    """What each token changes, on the device: one operation advances all of it in place.
+
+    Parameters
+    ----------
+    first
+        [B, Hkv] int64 on the CPU, where the room of each KV head begins in the pool.
+    used
+        [B, Hkv] int64 on the CPU, slots filled.
+    lengths
+        tokens seen by each row.
+    device
+        the device.
+
+    Attributes
+    ----------
+    slot
+        [B * Hkv] int64, the pool's slot of the next token of each KV head.
+    filled
+        [B, Hkv] int64, slots filled.
+    seen
+        [B] int64, tokens seen by each row, which is the id of the next one.
+    """
+
+    def __init__(
+        self, first: torch.Tensor, used: torch.Tensor, lengths: Sequence[int], device: torch.device
+    ) -> None:
+        parts = (first + used).view(-1), used.reshape(-1), torch.tensor(lengths)
+        self._all = uploaded(torch.cat(parts), device)
+        views = self._all.split([part.numel() for part in parts])
+        self.slot, self.seen = views[0], views[2]
+        self.filled = views[1].view_as(used)
+
+    def advance(self) -> None:
+        """A token of every row has come."""
+        self._all.add_(1)
+
+
 class Slotted:
     """Which token is in which slot: those of a row and head are filled from 0 without holes, in
     order of token id.
@@ -117,9 +316,12 @@ class Slotted:
         all KV heads of all rows have filled as many slots.
     writable
         rows of tokens that are here may be written anew.
+    counters
+        of tokens that come to a GPU, once one has; None after any other change.
     """
 
     writable = True
+    counters: Counters | None = None
 
     first: torch.Tensor
     ids: torch.Tensor | None
@@ -137,11 +339,13 @@ class Slotted:
     def used(self, used: torch.Tensor) -> None:
         self.numbers = numbers = np.ascontiguousarray(used.numpy())
         self.longest, self.total = int(numbers.max()), int(numbers.sum())
-        self.uniform = self.longest == int(numbers.min())
+        self.uniform, self.counters = self.longest == int(numbers.min()), None
 
     @property
     def filled(self) -> torch.Tensor:
         """[B, Hkv] int64 on the device, slots filled; nothing waits for it."""
+        if self.counters is not None:
+            return self.counters.filled
         return uploaded(self.used, self.first.device)
 
     def seal_prompt(self, lengths: Sequence[int]) -> None:
@@ -180,10 +384,7 @@ class Slotted:
         """
         tokens = index.clamp(min=0)
         if self.ids is None:
-            slots, present = (
-                tokens,
-                tokens < (self.longest if self.uniform else self.filled[..., None]),
-            )
+            slots, present = tokens, tokens < self.filled[..., None]
         else:
             slots, present = find(self.ids, tokens)
         present = present & (index >= 0)
@@ -239,6 +440,8 @@ class DeviceTier(Slotted):
         all KV heads have as many.
     reserved
         slots asked for, of the KV head that has filled most; whole pages may be a few more.
+    layout
+        a number that changes whenever slots move in memory.
     """
 
     def __init__(
@@ -259,29 +462,24 @@ class DeviceTier(Slotted):
         grows: bool = False,
     ) -> DeviceTier:
         """A tier with nothing in it; size is (B, Hkv, slots to reserve, D)."""
-        batch, kv_heads, reserved, head_dim = size
-        whole = (batch, kv_heads, whole_pages(reserved), head_dim)
+        reserved = size[2]
+        whole = (*size[:2], whole_pages(reserved), size[3])
         # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
-        key, value = (
-            (
-                large.zeros(whole, dtype)
-                if device.type == "cpu"
-                else torch.zeros(whole, dtype=dtype, device=device)
-            )
-            for _ in range(2)
-        )
+        key, value = (zeros(whole, dtype, device) for _ in range(2))
         return cls(key, value, reserved, grows)
 
     def _hold(self, pool: Pool, room: torch.Tensor) -> None:
         """Use this pool from now on; room [B, Hkv] is the number of slots of each KV head."""
-        self.pool, self.room, self.first = pool, room, uploaded(_first(room), pool.key.device)
+        self.pool, self.room = pool, room
+        self.first = uploaded(_first(room), pool.key.device)
+        self.layout, self.counters = next(_layouts), None
         self._put_arguments: tuple[Any, ...] | None = None
         self.capacity = int(room.max())
         self.even = int(room.min()) == self.capacity
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but addresses, which those of a copy are not."""
-        return self.__dict__ | {"_put_arguments": None}
+        """All but what has the addresses of the slots, which are not those of a copy."""
+        return self.__dict__ | {"_put_arguments": None, "counters": None}
 
     @property
     def key(self) -> torch.Tensor:
@@ -346,10 +544,17 @@ class DeviceTier(Slotted):
         self._put(lengths, key, value)
         self.longest, self.total = self.longest + 1, self.total + self.numbers.size
 
+    def advance(self) -> None:
+        """Count a token of every row that the device has stored by itself."""
+        self.numbers += 1
+        self.longest, self.total = self.longest + 1, self.total + self.numbers.size
+
     def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the slots after the used ones, and count them."""
         if not key.is_cpu:
-            return self._put_by_torch(lengths, key, value)
+            self._put_by_torch(lengths, key, value)
+            self.numbers += 1
+            return
         key, value = self.codecs.encode(key.contiguous(), value.contiguous())
         if self._put_arguments is None:  # where the slots are, until they move
             ids = NO_IDS if self.ids is None else self.ids.numpy()
@@ -367,25 +572,27 @@ class DeviceTier(Slotted):
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
-        key, value = self.codecs.encode(key, value)
-        if self.uniform:
-            self.key.narrow(2, self.longest, 1).copy_(key)
-            self.value.narrow(2, self.longest, 1).copy_(value)
-        else:
-            slot = (self.first + self.filled).view(-1)
-            self.pool.key.index_copy_(0, slot, key.flatten(0, 2))
-            self.pool.value.index_copy_(0, slot, value.flatten(0, 2))
+        """The same by the device's own numbers: a step has the same operations as the one
+        before.
+        """
+        slot = self.counted(lengths).slot
+        for block, part in zip(self.pool, self.codecs.encode(key, value), strict=True):
+            block.index_copy_(0, slot, part.flatten(0, 2))
         self._count(lengths)
 
     def _count(self, lengths: Sequence[int]) -> None:
-        """One more slot of each KV head is used, by token `lengths[b]`."""
-        if self.ids is not None and self.uniform and len(set(lengths)) == 1:
-            self.ids.select(2, self.longest).fill_(lengths[0])
-        elif self.ids is not None:
-            token = torch.tensor(lengths)[:, None].expand_as(self.used)
-            slot, token = uploaded(torch.stack([self.used, token]), self.ids.device)
-            self.ids.scatter_(2, slot[..., None], token[..., None])
-        self.numbers = self.numbers + 1
+        """One more slot of each KV head is used, by the next token of its row."""
+        counters = self.counted(lengths)
+        if self.ids is not None:
+            token = counters.seen.view(-1, 1, 1).expand(*counters.filled.shape, 1)
+            self.ids.scatter_(2, counters.filled[..., None], token)
+        counters.advance()
+
+    def counted(self, lengths: Sequence[int]) -> Counters:
+        """The counters, of rows that have seen `lengths` tokens."""
+        if self.counters is None:
+            self.counters = Counters(_first(self.room), self.used, lengths, self.first.device)
+        return self.counters
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots, in newly allocated memory where they are not there.
@@ -403,7 +610,7 @@ class DeviceTier(Slotted):
             key, value = self.key[:, :, :old_reserved], self.value[:, :, :old_reserved]
         else:
             room = self._room()
-            key, value, _ = self.stored_rows()
+            key, value = self.stored_rows()[:2]
         self._hold(packed_pool(key, value, self.used, room), room)
         if self.ids is not None:
             self.ids = with_free_slots(
@@ -462,37 +669,46 @@ class DeviceTier(Slotted):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def resident(self) -> Resident:
         """Keys and values, [B, Hkv, n, D], n = most used slots, and a mask [B, Hkv, n] (None: all
         used).
 
         They are in place where KV heads have equal room and nothing is coded, else a copy.
         """
-        key, value, mask = self.stored_rows()
-        return *self.codecs.decode(key, value), mask
+        return self._decoded(self.stored_rows())
 
-    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def all_slots(self) -> Resident:
+        """As `resident`, but n is the capacity: of equal size in all steps until slots move."""
+        return self._decoded(self._slots(self.capacity))
+
+    def _decoded(self, stored: Resident) -> Resident:
+        return Resident(*self.codecs.decode(stored.key, stored.value), stored.mask)
+
+    def stored_rows(self) -> Resident:
         """As `resident`, in the rows that they are held in."""
-        longest = self.longest
-        if self.uniform:
-            return self.key[:, :, :longest], self.value[:, :, :longest], None
-        slots, filled = torch.arange(longest, device=self.first.device), self.filled[..., None]
+        if not self.uniform:
+            return self._slots(self.longest)
+        return Resident(self.key[:, :, : self.longest], self.value[:, :, : self.longest], None)
+
+    def _slots(self, count: int) -> Resident:
+        """The first `count` slots of each KV head as they are held, and whether they are filled."""
+        slots, filled = torch.arange(count, device=self.first.device), self.filled[..., None]
         if self.even:
-            return self.key[:, :, :longest], self.value[:, :, :longest], slots < filled
+            return Resident(self.key[:, :, :count], self.value[:, :, :count], slots < filled)
         within = torch.minimum(slots, (filled - 1).clamp(min=0))
         key, value = self.pool.at(self.first[..., None] + within)
-        return key, value, slots < filled
+        return Resident(key, value, slots < filled)
 
     def spans(self) -> list[Span]:
         """All used slots, in place; each of them in one span."""
         return [Span(self.pool, self.codecs, self.first, torch.zeros_like(self.used), self.used)]
 
-    def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head, on the CPU."""
+    def tokens(self, row: int, head: int) -> HeadTokens:
+        """Those of one KV head, on the CPU."""
         used, first = int(self.used[row, head]), int(self.first[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
         key, value = self.codecs.decode(*(part[first : first + used] for part in self.pool))
-        return ids, key.cpu(), value.cpu()
+        return HeadTokens(ids, key.cpu(), value.cpu())
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie, on the device or on the CPU as the index may
@@ -512,28 +728,28 @@ class DeviceTier(Slotted):
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; waits for the device."""
-        _check_slots(self)
-
-
-def _check_slots(tier: DeviceTier) -> None:
-    assert len(tier.pool.key) == len(tier.pool.value), "a key has a value"
-    assert len(tier.pool.key) == int(tier.room.sum()), "every slot is some head's"
-    assert bool((tier.room % PAGE == 0).all()), "room is whole pages"
-    assert 0 <= tier.reserved <= tier.capacity, "what is reserved is there"
-    assert int(tier.used.min()) >= 0 and int(tier.used.max()) <= tier.reserved, (
-        "what is used was reserved"
-    )
-    free = tier.reserved - int(tier.used.max())
-    assert bool((tier.used + free <= tier.room).all()), "every head has room for the tokens to come"
-    assert all(bool(part.isfinite().all()) for part in tier.codecs.decode(*tier.pool)), (
-        "every slot is finite"
-    )
-    if tier.ids is not None:
-        assert tier.ids.shape == (*tier.room.shape, tier.capacity), "a slot has an id"
-        assert ascending(tier.ids), "tokens ascend from slot 0 without holes, none of them twice"
-        assert torch.equal((tier.ids != NO_TOKEN).sum(dim=2).cpu(), tier.used), (
-            "a used slot has a token"
+        assert len(self.pool.key) == len(self.pool.value), "a key has a value"
+        assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
+        assert bool((self.room % PAGE == 0).all()), "room is whole pages"
+        assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
+        assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, (
+            "what is used was reserved"
         )
+        free = self.reserved - int(self.used.max())
+        assert bool((self.used + free <= self.room).all()), (
+            "every head has room for the tokens to come"
+        )
+        assert all(bool(part.isfinite().all()) for part in self.codecs.decode(*self.pool)), (
+            "every slot is finite"
+        )
+        if self.ids is not None:
+            assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
+            assert ascending(self.ids), (
+                "tokens ascend from slot 0 without holes, none of them twice"
+            )
+            assert torch.equal((self.ids != NO_TOKEN).sum(dim=2).cpu(), self.used), (
+                "a used slot has a token"
+            )
 
 
 def _first(room: torch.Tensor) -> torch.Tensor:

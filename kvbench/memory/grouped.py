@@ -15,8 +15,19 @@ import torch
 
 from kvbench.kernels.coded import GROUP
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.device import DeviceTier, Located, Span, packed_pool
-from kvbench.memory.slots import Pool, flat, more_slots, rows, with_free_slots
+from kvbench.memory.device import (
+    DeviceTier,
+    HeadTokens,
+    Located,
+    Pool,
+    Resident,
+    Span,
+    flat,
+    more_slots,
+    packed_pool,
+    rows,
+    with_free_slots,
+)
 from kvbench.memory.transfer import uploaded
 
 WINDOW = 128  # tokens in full precision at most
@@ -44,9 +55,10 @@ class GroupedTier(DeviceTier):
     """
 
     def __init__(self, plain: DeviceTier, codecs: Codecs) -> None:
-        self._coded, self.codecs, self._grows = codecs, plain.codecs, plain._grows
-        self.used, self.reserved, self.ids = plain.used, plain.reserved, plain.ids
-        key, value, _ = plain.resident()
+        self._coded, self.codecs = codecs, plain.codecs
+        self.used, self.ids = plain.used, plain.ids
+        self.reserved, self._grows = plain.reserved, plain._grows
+        key, value = plain.resident()[:2]
         self.coded = ((self.used - WINDOW).clamp(min=0) + GROUP - 1) // GROUP * GROUP
         slot = torch.arange(WINDOW)
         newest = uploaded(
@@ -105,7 +117,9 @@ class GroupedTier(DeviceTier):
         row = uploaded(head * WINDOW + self.used.view(-1) % WINDOW, key.device)
         self.window.key.index_copy_(0, row, key.flatten(0, 2))
         self.window.value.index_copy_(0, row, value.flatten(0, 2))
-        self._count(lengths)
+        if self.ids is not None or not key.is_cpu:
+            self._count(lengths)
+        self.numbers = self.numbers + 1  # another array, as other slots are coded now
 
     def _code_oldest(self, head: torch.Tensor) -> None:
         """Code a group of each KV head [n, 1], counted over the rows."""
@@ -165,12 +179,16 @@ class GroupedTier(DeviceTier):
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def stored_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def stored_rows(self) -> Resident:
         """As `resident`: a copy, decoded."""
         slots = torch.arange(int(self.used.max()), device=self.first.device)
         filled = self.filled[..., None]
         key, value = self._at(torch.minimum(slots, filled - 1))
-        return key, value, None if self.uniform else slots < filled
+        return Resident(key, value, None if self.uniform else slots < filled)
+
+    def all_slots(self) -> Resident:
+        """As `resident`: which slots are coded changes from step to step anyway."""
+        return self.resident()
 
     def spans(self) -> list[Span]:
         """See `DeviceTier.spans`: the coded slots, then those of the window, in two stretches where
@@ -191,12 +209,12 @@ class GroupedTier(DeviceTier):
             spans.append(Span(self.window, self.codecs, first, again, self.used))
         return spans
 
-    def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tokens(self, row: int, head: int) -> HeadTokens:
         """See `DeviceTier.tokens`."""
         used = int(self.used[row, head])
         ids = torch.arange(used) if self.ids is None else self.ids[row, head, :used].cpu()
-        key, value, _ = self.stored_rows()
-        return ids, key[row, head, :used].cpu(), value[row, head, :used].cpu()
+        key, value = (part[row, head, :used].cpu() for part in self.stored_rows()[:2])
+        return HeadTokens(ids, key, value)
 
     def locate(self, index: torch.Tensor) -> Located:
         """See `DeviceTier.locate`; the pool is a decoded copy of the tokens asked for."""

@@ -20,11 +20,9 @@ import numpy as np
 import torch
 
 from kvbench.kernels import tokens as kernels
-from kvbench.memory import large
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.pinned import pinned_zeros
-from kvbench.memory.slots import more_slots, rows
-from kvbench.memory.transfer import side_stream
+from kvbench.memory.device import HeadTokens, more_slots, rows
+from kvbench.memory.transfer import pinned_zeros, side_stream, zeros
 
 
 class HostTier:
@@ -73,7 +71,8 @@ class HostTier:
         grows: bool = False,
         read_in_place: bool = False,
     ) -> None:
-        self.codecs, self._device, self._grows = codecs, device, grows
+        self.codecs, self._grows = codecs, grows
+        self._device = device
         size = (*rows, capacity)
         self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
         twice = read_in_place and codecs.key.stored != codecs.key.dtype
@@ -90,7 +89,7 @@ class HostTier:
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
-            return large.zeros(size, dtype)
+            return zeros(size, dtype, torch.device("cpu"))
         block = pinned_zeros(size, dtype, self)
         # bytes of an earlier use may be no numbers
         return block.zero_() if dtype == torch.uint8 else block
@@ -106,12 +105,8 @@ class HostTier:
             twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(
                 self._decoded
             )
-        twin.slot_of, twin.present, twin._landing = (
-            self.slot_of.clone(),
-            self.present.clone(),
-            deque(),
-        )
-        twin._put_arguments = None
+        twin.slot_of, twin.present = self.slot_of.clone(), self.present.clone()
+        twin._landing, twin._put_arguments = deque(), None
         return twin
 
     @property
@@ -229,7 +224,8 @@ class HostTier:
         """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either
         side, as held here.
         """
-        row, head, _ = at = (ids >= 0).cpu().nonzero(as_tuple=True)
+        at = (ids >= 0).cpu().nonzero(as_tuple=True)
+        row, head = at[:2]
         token = ids.cpu()[at]
         slot = self.slot_of[row, head, token]
         on_device = tuple(axis.to(key.device) for axis in at)
@@ -244,8 +240,8 @@ class HostTier:
         """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their
         slots.
         """
-        row, head, at = (ids >= 0).nonzero(as_tuple=True)
-        gone = row.cpu(), head.cpu(), ids[row, head, at].cpu()
+        at = (ids >= 0).nonzero(as_tuple=True)
+        gone = at[0].cpu(), at[1].cpu(), ids[at].cpu()
         self.total -= int(self.present[gone].sum())
         self.present[gone] = False
 
@@ -297,12 +293,13 @@ class HostTier:
         slot = self.slot_of.gather(2, index.clamp(min=0))
         return rows(self.key, slot), rows(self.value, slot)
 
-    def tokens(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids [n] ascending, keys and values [n, D], of the tokens of one KV head."""
+    def tokens(self, row: int, head: int) -> HeadTokens:
+        """Those of one KV head."""
         self.settle()
         ids = self.present[row, head].nonzero()[:, 0]
         slot = self.slot_of[row, head, ids]
-        return ids, *self.codecs.decode(self.key[row, head, slot], self.value[row, head, slot])
+        block = self.key[row, head, slot], self.value[row, head, slot]
+        return HeadTokens(ids, *self.codecs.decode(*block))
 
     def _grow(self, capacity: int) -> None:
         self.settle()
@@ -339,7 +336,26 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Assert what holds between any two calls; for tests."""
-        _check_slots(self)
+        assert self.key.shape[:3] == self.value.shape[:3], "a key has a value"
+        if self._decoded is not None:
+            # rows that are turned differ in their last bits by how many they are
+            keys = self.codecs.key.decode(self.key)
+            assert torch.allclose(self._decoded, keys, rtol=2**-7, atol=1e-5), (
+                "keys read in place are those held"
+            )
+        assert self.slot_of.shape == self.present.shape == self.key.shape[:3], (
+            "a slot for every token id"
+        )
+        identity = torch.arange(self.capacity).expand_as(self.slot_of)
+        assert torch.equal(self.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
+        assert self.arranged or torch.equal(self.slot_of, identity), (
+            "slots keep the order of the ids until arranged"
+        )
+        for landing in self._landing:
+            for row, length in enumerate(landing.lengths):
+                assert bool(self.present[row, :, length].all()), (
+                    "a token that is landing lives here"
+                )
 
 
 def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
@@ -357,27 +373,6 @@ def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) ->
     return [
         part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts
     ]
-
-
-def _check_slots(tier: HostTier) -> None:
-    assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
-    if tier._decoded is not None:
-        # rows that are turned differ in their last bits by how many they are
-        keys = tier.codecs.key.decode(tier.key)
-        assert torch.allclose(tier._decoded, keys, rtol=2**-7, atol=1e-5), (
-            "keys read in place are those held"
-        )
-    assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], (
-        "a slot for every token id"
-    )
-    identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
-    assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
-    assert tier.arranged or torch.equal(tier.slot_of, identity), (
-        "slots keep the order of the ids until arranged"
-    )
-    for landing in tier._landing:
-        for row, length in enumerate(landing.lengths):
-            assert bool(tier.present[row, :, length].all()), "a token that is landing lives here"
 
 
 @dataclass(frozen=True, eq=False)

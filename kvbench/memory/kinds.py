@@ -117,6 +117,65 @@ class KV(NamedTuple):
             parts.append(f"ends{self.native_layers}")
         return "-".join(parts)
 
+    def unfit(
+        self, head_dim: int | None, layers: int | None = None, windows: int = 0
+    ) -> Iterator[str]:
+        """Why keys and values cannot be held so, with heads of this size and so many layers, some
+        with a window (None: not known yet).
+        """
+        key, value = self.kinds("device")
+        kinds = self.named - {"native"}
+        if value in GROUPED and key not in GROUPED:
+            yield (
+                f"kv.value={value}: codes values with their keys, in groups of tokens; expected"
+                f" kv.key={value}, or int4"
+            )
+        if self.rotate != "none" and not kinds:
+            yield (
+                f"kv.rotate={self.rotate}: turns rows before they are coded, and kv=native codes"
+                " none; expected none"
+            )
+        if self.rotate != "none" and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
+            yield f"kv.rotate={self.rotate}: {turning[0]} turns rows itself; expected none"
+        if (
+            self.coded
+            and layers
+            and all(self.of_layer(layer, layers, windows) == NATIVE for layer in range(layers))
+        ):
+            yield (
+                f"kv.native_layers={self.native_layers}: no layer of the model's {layers} would be"
+                " coded; expected fewer"
+            )
+        if head_dim is None:
+            return
+        if (self.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):
+            yield (
+                f"kv={self}: turns rows by a Hadamard matrix, of a power of two; the model's heads"
+                f" have {head_dim} channels"
+            )
+        elif kinds - {"fp8", "int8"} and head_dim % 32:
+            yield (
+                f"kv={self}: packs 32 channels, and the model's heads have {head_dim}; expected"
+                " native | fp8 | int8"
+            )
+
+    def unfit_for(self, method: Method, name: str, counted: bool) -> Iterator[str]:
+        """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside
+        its budget.
+        """
+        needs = method.needs
+        evicts = method.evicts == "always" or (method.evicts == "counted" and counted)
+        if self.grouped and (needs.home != "device" or needs.on_drop == "offload"):
+            yield (
+                f"kv={self}: {name} keeps tokens on the host, which leave their groups; expected"
+                f" {_listed(ROWS)}"
+            )
+        elif self.grouped and evicts:
+            yield (
+                f"kv={self}: {name} drops tokens out of their groups as it generates; expected"
+                f" {_listed(ROWS)}"
+            )
+
 
 NATIVE = KV()
 
@@ -173,66 +232,3 @@ def kv_of(choice: str | Mapping[str, Any]) -> KV:
 def kv_in(config: Mapping[str, Any]) -> KV:
     """That of a composed config, or of a stored one."""
     return KV(**{key: config["kv"][key] for key in KV._fields if key in config["kv"]})
-
-
-def unfit_for(kv: KV, method: Method, name: str, counted: bool) -> Iterator[str]:
-    """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside its
-    budget.
-    """
-    needs, evicts = (
-        method.needs,
-        method.evicts == "always" or (method.evicts == "counted" and counted),
-    )
-    if kv.grouped and (needs.home != "device" or needs.on_drop == "offload"):
-        yield (
-            f"kv={kv}: {name} keeps tokens on the host, which leave their groups; expected"
-            f" {_listed(ROWS)}"
-        )
-    elif kv.grouped and evicts:
-        yield (
-            f"kv={kv}: {name} drops tokens out of their groups as it generates; expected"
-            f" {_listed(ROWS)}"
-        )
-
-
-def unfit(
-    kv: KV, head_dim: int | None, layers: int | None = None, windows: int = 0
-) -> Iterator[str]:
-    """Why keys and values cannot be held so, with heads of this size and so many layers, some with
-    a window (None: not known yet).
-    """
-    key, value = kv.kinds("device")
-    kinds = kv.named - {"native"}
-    if value in GROUPED and key not in GROUPED:
-        yield (
-            f"kv.value={value}: codes values with their keys, in groups of tokens; expected"
-            f" kv.key={value}, or int4"
-        )
-    if kv.rotate != "none" and not kinds:
-        yield (
-            f"kv.rotate={kv.rotate}: turns rows before they are coded, and kv=native codes none;"
-            " expected none"
-        )
-    if kv.rotate != "none" and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
-        yield f"kv.rotate={kv.rotate}: {turning[0]} turns rows itself; expected none"
-    if (
-        kv.coded
-        and layers
-        and all(kv.of_layer(layer, layers, windows) == NATIVE for layer in range(layers))
-    ):
-        yield (
-            f"kv.native_layers={kv.native_layers}: no layer of the model's {layers} would be coded;"
-            " expected fewer"
-        )
-    if head_dim is None:
-        return
-    if (kv.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):
-        yield (
-            f"kv={kv}: turns rows by a Hadamard matrix, of a power of two; the model's heads have"
-            f" {head_dim} channels"
-        )
-    elif kinds - {"fp8", "int8"} and head_dim % 32:
-        yield (
-            f"kv={kv}: packs 32 channels, and the model's heads have {head_dim}; expected native |"
-            " fp8 | int8"
-        )

@@ -70,7 +70,8 @@ class Original:
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._kinds = [(part.shape, part.dtype) for part in parts]
-        self._whole, self._places, self._size = list(parts), list[int](), 0
+        self._whole, self._places = list(parts), list[int]()
+        self._size = 0
         if not shares_pages(parts[0].device) or not all(part.nbytes for part in parts):
             return
         for part in parts:

@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from kvbench.memory.cache import keeper_of
-from kvbench.memory.device import Located
-from kvbench.memory.fetch import fetch
-from kvbench.memory.host import HostTier, rows_in
-from kvbench.memory.plan import StagePlan, compile_kernels, plan_stage
-from kvbench.memory.slots import (
+from kvbench.kernels.lists import plan_lists
+from kvbench.memory.device import (
     NO_TOKEN,
     PAGE,
+    Located,
     Pool,
     ascending,
     find,
@@ -31,9 +31,196 @@ from kvbench.memory.slots import (
     lists_of,
     of_kv_heads,
     whole_pages,
+    without,
 )
-from kvbench.memory.transfer import side_stream, uploaded
+from kvbench.memory.host import HostTier, rows_in
+from kvbench.memory.transfer import fetch, side_stream, uploaded
 from kvbench.method import DeviceCache
+
+
+class Keeper(Protocol):
+    """A policy, with what it remembers of one layer."""
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """A step attended token ids [B, Hkv, U] on the CPU, distinct, -1 = none; rows have seen
+        `lengths` tokens.
+
+        Returns
+        -------
+        torch.Tensor
+            [B, Hkv, n] ids that the device holds from now on, attended or not, -1 = none.
+        """
+
+
+def keeper_of(cache: DeviceCache) -> Keeper | None:
+    """The policy; None where nothing stays but what the last step attended."""
+    if cache.policy == "last":
+        return LastSteps(cache.steps) if cache.steps > 1 else None
+    return FrequentBlocks(cache.tokens // cache.block, cache.block, counts=cache.policy == "lfu")
+
+
+class LastSteps:
+    """What the last `steps` steps attended stays."""
+
+    def __init__(self, steps: int) -> None:
+        self._attended: deque[torch.Tensor] = deque(maxlen=steps)
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """See `Keeper`."""
+        self._attended.append(ids)
+        return torch.cat([*self._attended], dim=2)
+
+
+class FrequentBlocks:
+    """The blocks of a row that were used last or most often stay, in all its KV heads.
+
+    A step uses a block if it attends a token of it, in any KV head, that the step before did not
+    attend; tokens that it did, such as sinks and recent ones, are on the device anyway. If a step
+    uses more blocks than there is room for, those with most such tokens count. Blocks of one step
+    are noted in ascending order of that number, equal ones in the order of the text.
+
+    Parameters
+    ----------
+    room
+        the most blocks of a row that stay.
+    block
+        tokens of a block; the last one of a text counts once it is full.
+    counts
+        the block used least often since it came up leaves first, among equals the one used longest
+        ago; without, always the one used longest ago.
+    """
+
+    def __init__(self, room: int, block: int, counts: bool) -> None:
+        self._room, self._block = room, block
+        self._counts = counts
+        # of each block there, how often and when it was used
+        self._rows: list[dict[int, tuple[int, int]]] = []
+        self._before: torch.Tensor | None = None  # what the last step attended
+        self._clock = 0
+
+    def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """See `Keeper`."""
+        self._rows = self._rows or [{} for _ in lengths]
+        fresh = ids if self._before is None else without(ids, self._before)
+        self._before = ids
+        for blocks, new, length in zip(self._rows, fresh.numpy(), lengths, strict=True):
+            # nor the newest
+            whole = new[(new >= 0) & (new < min(length // self._block * self._block, length - 1))]
+            uses = np.bincount(whole // self._block)
+            used = uses.nonzero()[0]
+            for block in used[np.argsort(uses[used], kind="stable")][-self._room :].tolist():
+                self._use(blocks, block)
+        retained = np.full((len(lengths), max(map(len, self._rows)), self._block), -1)
+        for row, blocks in enumerate(self._rows):
+            retained[row, : len(blocks)] = np.array([*blocks], np.int64)[
+                :, None
+            ] * self._block + np.arange(self._block)
+        return torch.from_numpy(retained).flatten(1)[:, None].expand(-1, ids.shape[1], -1)
+
+    def _use(self, blocks: dict[int, tuple[int, int]], block: int) -> None:
+        if block not in blocks and len(blocks) == self._room:
+            del blocks[min(blocks, key=blocks.__getitem__)]
+        times, _ = blocks.get(block, (0, 0))
+        self._clock += 1
+        blocks[block] = times + self._counts, self._clock
+
+
+NO_OUTPUT = np.empty((0, 0), np.int64)
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+class Counts(NamedTuple):
+    """What `plan_lists` counts; see `StagePlan`. `longest`: ids of the longest list."""
+
+    moving: int
+    longest: int
+    complete: bool
+    hits: int
+    total: int
+
+
+class StagePlan(NamedTuple):
+    """Where each token of a selection goes, and where it comes from.
+
+    Attributes
+    ----------
+    ids
+        [B, Hkv, U] ascending, distinct, `NO_TOKEN` after; U is the longest list, in whole pages.
+    total
+        how many ids these are.
+    moving
+        how many of them are not on the device.
+    hits
+        how many are staged.
+    complete
+        a token was asked for everywhere.
+    source
+        [B, Hkv, U], a row of what is held, then of the newest tokens, then of the missing ones.
+    slots
+        [B, Hkv, M], the index in `ids` of each token asked for, -1 where none was.
+    head, token
+        [moving] each, the missing ones: row * Hkv + KV head, and id.
+    """
+
+    ids: torch.Tensor
+    total: int
+    moving: int
+    hits: int
+    complete: bool
+    source: torch.Tensor
+    slots: torch.Tensor
+    head: torch.Tensor
+    token: torch.Tensor
+
+
+def plan_stage(
+    index: torch.Tensor,
+    heads: int,
+    staged: torch.Tensor | None,
+    newest: list[int] | None,
+    counted: bool = False,
+) -> StagePlan:
+    """Plan the staging of token ids index [B, Hs, M] (-1 = none, repeats allowed), on the CPU.
+
+    Parameters
+    ----------
+    heads
+        Hkv; Hs is 1, Hkv or Hq.
+    staged
+        [B, Hkv, V] ids that are staged, ascending, `NO_TOKEN` after; None: none.
+    newest
+        of each row, the id of the token whose key is on the device anyway; None: none is.
+    counted
+        nothing is to be moved, so `source`, `slots`, `head` and `token` are empty.
+    """
+    lists = index.contiguous().numpy()
+    batch = len(lists)
+    size, count = batch * heads, max(1, lists.shape[1] // heads) * lists.shape[2]
+    have = NO_OUTPUT if staged is None else staged.contiguous().view(size, -1).numpy()
+    last = np.full(batch, -1) if newest is None else np.array(newest)
+    ids = np.empty((size, whole_pages(count)), np.int64)
+    ids.fill(NO_TOKEN)
+    if counted:
+        counts = Counts(*plan_lists(lists, have, last, ids, NO_OUTPUT, NO_OUTPUT, NO_OUTPUT))
+        parts = (NOTHING,) * 4
+    else:
+        source, slots = np.zeros_like(ids), np.full((size, count), -1)
+        missing = np.empty((2, size * count), np.int64)
+        counts = Counts(*plan_lists(lists, have, last, ids, source, slots, missing))
+        whole = source[:, : whole_pages(counts.longest)], slots
+        rows = (torch.from_numpy(part).view(batch, heads, part.shape[1]) for part in whole)
+        parts = *rows, *torch.from_numpy(missing[:, : counts.moving])
+    width = whole_pages(counts.longest)
+    ids = np.ascontiguousarray(ids[:, :width]).reshape(batch, heads, width)
+    numbers = counts.total, counts.moving, counts.hits, counts.complete
+    return StagePlan(torch.from_numpy(ids), *numbers, *parts)
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile, or read from disk, before anything is timed."""
+    plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), 1, None, None)
+
 
 LAST = DeviceCache()
 # of each row, the id of the token whose key and value are on the device anyway
@@ -124,7 +311,8 @@ class Stage:
     ) -> None:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._host, self._device, self._moved, self._in_place = host, device, moved, in_place
+        self._host, self._device = host, device
+        self._moved, self._in_place = moved, in_place
         self._keeper, self._count_hits = keeper_of(cache), count_hits
         self._retained: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self.values_only = values_only
@@ -178,7 +366,8 @@ class Stage:
         plan = self._plan_step(index, lengths, self._newest(lengths), counted=False)
         self._staged = self._received(self._sent(plan))
         rows = self._staged.rows or self._host.gather(index_of(self._staged.ids))
-        slots, pool, count = uploaded(plan.slots, self._device), Pool.of(*rows), rows[0].shape[2]
+        slots, pool = uploaded(plan.slots, self._device), Pool.of(*rows)
+        count = rows[0].shape[2]
         if plan.complete:
             return Located(pool, flat(slots, count), None, self._host.codecs)
         return Located(pool, flat(slots.clamp(min=0), count), slots >= 0, self._host.codecs)
@@ -233,7 +422,8 @@ class Stage:
         sent.
         """
         self._settle()
-        tokens, here, self._fetched, self._here = int(self._fetched), int(self._here), 0, 0
+        tokens, here = int(self._fetched), int(self._here)
+        self._fetched = self._here = 0
         if tokens:
             self._moved(tokens)
         self._count_hits(here, tokens)
@@ -344,8 +534,8 @@ class Stage:
         """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of the joined blocks, or -1, and else
         of the host's.
         """
-        batch, heads, _ = ids.shape
-        head = torch.arange(batch * heads, device=ids.device).view(batch, heads, 1)
+        size = ids.shape[:2]
+        head = torch.arange(size.numel(), device=ids.device).view(*size, 1)
         near, first = torch.full_like(ids, -1), 0
         if self._staged is not None:
             staged = self._staged.ids.to(ids.device)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from kvbench.memory.store import LayerStore
-from kvbench.memory.transfer import uploaded
 from kvbench.method import View
 
 
@@ -20,24 +20,26 @@ class StoreView(View):
         of each layer.
     read
         called with the bytes of every metered read.
+
+    Attributes
+    ----------
+    repeats
+        where reads are noted, to be counted again with each repetition of a captured step; None:
+        nowhere.
     """
+
+    repeats: list[Callable[[], object]] | None = None
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
         self._stores, self._metered = stores, read
-        self._device_lengths: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens seen by each row."""
         return tuple(self._stores[layer].lengths)
 
     def seen(self, layer: int) -> torch.Tensor:
-        """`lengths` as [B] int64 on the device."""
-        lengths, device = self.lengths(layer), self._stores[layer].device.first.device
-        cached, counts = self._device_lengths.get(device, ((), torch.empty(0)))
-        if cached != lengths:  # of a step, most layers of a device ask for the same
-            counts = uploaded(torch.tensor(lengths), device)
-            self._device_lengths[device] = lengths, counts
-        return counts
+        """`lengths` as [B] int64 on the device; on a GPU the next token is counted in it."""
+        return self._stores[layer].seen
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie.
@@ -139,7 +141,15 @@ class StoreView(View):
         store = self._stores[layer]
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
-        read = store.read(ids)[which]
-        count = read.shape[:3].numel() if ids is None else int((ids >= 0).sum())
-        self._metered(count * store.sizes[which])
+            read = store.read(ids)[which]
+            self._metered(int((ids >= 0).sum()) * store.sizes[which])
+            return read
+        read, meter = store.read(None)[which], partial(self._meter_all, store, which)
+        meter()
+        if self.repeats is not None:
+            self.repeats.append(meter)
         return read
+
+    def _meter_all(self, store: LayerStore, which: int) -> None:
+        longest = store.device.longest if store.home == "device" else max(store.lengths)
+        self._metered(longest * store.device.numbers.size * store.sizes[which])

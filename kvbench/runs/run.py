@@ -22,7 +22,7 @@ from kvbench.config import ConfigError, bind_methods, user_choices
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
 from kvbench.measure.machine import threads
-from kvbench.memory.kinds import NATIVE, unfit_for
+from kvbench.memory.kinds import NATIVE
 from kvbench.method import Method
 from kvbench.models import hub
 from kvbench.models.footprint import Footprint, Prompts, free_memory
@@ -145,7 +145,7 @@ def build_method(config: RunConfig) -> Method:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     refuse_no_cut(config, method)
-    if reason := next(unfit_for(config.kv, method, name, config.sizes.counts_generated), None):
+    if reason := next(config.kv.unfit_for(method, name, config.sizes.counts_generated), None):
         raise ConfigError(reason)
     return method
 

@@ -44,15 +44,18 @@ class Evictor(KeepsEnds):
 
     Attributes
     ----------
+    host_step
+        as of `kvbench.method.Needs`: False where `note`, `worth` and `make_room` need no host.
     token_lists
         of each layer; the numbers are the prompt's scores at first.
     """
 
     evicts = "always"
+    host_step = True
 
     def __init__(self, scorer: Scorer, granularity: Lists = "kv_head") -> None:
         self.scorer, self.granularity = scorer, granularity
-        self.needs = replace(scorer.needs, probabilities=True)
+        self.needs = replace(scorer.needs, probabilities=True, host_step=self.host_step)
 
     def note_prompt(self, layer: int, tokens: TokenLists, prompt: Prompt) -> None:
         """Change the numbers of the prompt's tokens: their scores, infinite for protected ones.
@@ -128,7 +131,14 @@ class Evictor(KeepsEnds):
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is held: all that memory holds, while no token has gone."""
         tokens = self.token_lists[layer]
+        if tokens.ids.is_cuda:  # in every step, so that these are alike
+            return Selection(tokens.ids.clone())
         return None if self.in_memory[layer] and tokens.untouched else Selection(tokens.ids)
+
+    @property
+    def layout(self) -> object:
+        """How long the lists are, which stay so once they are full."""
+        return [(tokens.width, tokens.untouched) for tokens in self.token_lists.values()]
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""

@@ -57,7 +57,8 @@ class TokenLists:
         slot = self.counts[..., None]
         self._ids.scatter_(2, slot, tokens[:, None, None].expand_as(slot))
         self._numbers.scatter_(2, slot, number)
-        self.counts, self.width = self.counts + 1, self.width + 1
+        self.counts.add_(1)
+        self.width += 1
 
     def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
         """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close
@@ -71,6 +72,11 @@ class TokenLists:
         self.untouched = False
         slot = torch.arange(self._ids.shape[2], device=first.device)
         source = (slot + count * (slot >= first)).clamp(max=len(slot) - 1)
-        # other tensors, as the selection of the step still shows the ones before
-        self._ids, self._numbers = self._ids.gather(2, source), self._numbers.gather(2, source)
-        self.counts, self.width = self.counts - count[..., 0], min(self.width, most)
+        ids, numbers = self._ids.gather(2, source), self._numbers.gather(2, source)
+        if ids.is_cuda:  # in the same memory, so that a step can be captured
+            self._ids.copy_(ids)
+            self._numbers.copy_(numbers)
+        else:  # the selection of the step still shows the ones before
+            self._ids, self._numbers = ids, numbers
+        self.counts.sub_(count[..., 0])
+        self.width = min(self.width, most)

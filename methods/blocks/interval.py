@@ -5,7 +5,6 @@ For scorers whose query heads do not choose for themselves, and whose heads and 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import at_ends
+from methods.blocks.queries import LastQueries
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import Scorer, last_tokens
 
@@ -56,12 +56,17 @@ class Interval(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.needs = replace(self.needs, queries=self.needs.query_window > 0)
+        self.needs = replace(self.needs, queries=self.needs.query_window > 0, host_step=False)
 
     @property
     def at_rest(self) -> bool:
         """What is held is cut, again and again."""
         return False
+
+    @property
+    def layout(self) -> object:
+        """All is attended in place, and cuts come after a step."""
+        return None
 
     def recent(self, capacity: int) -> int:
         """Last tokens that stay whatever their scores."""
@@ -89,7 +94,7 @@ class Interval(Scorer):
         most = min(self.needs.query_window, QUERIES)
         since = [sum(pair) for pair in zip(self.intervals, self.windows, strict=True)]
         self.query_counts = [min(most, count) for count in since]
-        self.queries: dict[int, deque[torch.Tensor]] = {}  # of each layer the last ones, [B, Hq, D]
+        self.queries: dict[int, LastQueries] = {}  # of each layer
         self.sizes = [*shape.lengths]  # tokens of each row that are held
         if budget.counts_generated:
             self.sizes, _ = self._cut(shape.lengths)
@@ -122,16 +127,14 @@ class Interval(Scorer):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Cut the prompts that fill C, where generated tokens count; note the last queries."""
-        most = max(self.query_counts)
-        last = prompt.queries[:, :, max(0, prompt.queries.shape[2] - most) :].clone()
-        self.queries[layer] = deque(last.unbind(dim=2), maxlen=most)
+        self.queries[layer] = LastQueries(prompt.queries, max(self.query_counts))
         rows = [row for row, size in enumerate(self.sizes) if size < prompt.lengths[row]]
         query_counts = [prompt.queries.shape[2]] * self.shape.batch
         self._keep(layer, self.view.resident(layer), prompt, rows, query_counts)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """All that is held; the query may be asked at the next cut."""
-        self.queries[layer].append(query[:, :, 0])
+        self.queries[layer].append(query)
         return None
 
     def end_step(self) -> None:
@@ -143,8 +146,7 @@ class Interval(Scorer):
             resident = self.view.resident(layer)
             keys = self.view.keys(layer, resident)
             values = self.view.values(layer, resident) if self.reads_values else keys[..., :0]
-            noted = [*self.queries[layer]]
-            queries = torch.stack(noted, dim=2) if noted else keys[:, :, :0]
+            queries = self.queries[layer].ordered(self.steps)
             shown = Prompt(sizes, resident[:, 0, :0], keys, values, queries)
             self._keep(layer, resident, shown, rows, self.query_counts)
 

@@ -9,6 +9,13 @@ from torch.nn.functional import pad
 
 from methods.blocks import list_kernels
 
+STEPS = 64  # on a GPU lists that grow are made longer by so many entries at once
+
+
+def padded(size: int) -> int:
+    """The size of a list that grows by an entry a step, so that most steps have equal sizes."""
+    return -(-size // STEPS) * STEPS
+
 
 def entries(
     starts: torch.Tensor, counts: torch.Tensor, most: int | None = None

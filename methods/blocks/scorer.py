@@ -16,7 +16,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds
 from methods.blocks.head_budgets import HeadBudgets
-from methods.blocks.ragged import stacked
+from methods.blocks.ragged import padded, stacked
 from methods.blocks.topk import Lists, interleave, top_earliest
 
 # most recent tokens protected where generated tokens count, at most a quarter of the budget
@@ -219,6 +219,9 @@ class Scorer(KeepsEnds):
 
         H is the number of query heads where each has its own, of KV heads where not.
         """
+        if self.shape.device_of(layer).type == "cuda":
+            rows = [self._attended_on_device(layer, row) for row in range(self.shape.batch)]
+            return stacked(rows)
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             scored, prompt = self.scored[layer][row], self.shape.lengths[row]
@@ -231,6 +234,34 @@ class Scorer(KeepsEnds):
                 newest = newest + end * (newest >= last)
             rows.append(torch.cat([newest.expand(scored.shape[0], -1), scored], dim=1))
         return stacked(rows)
+
+    def _attended_on_device(self, layer: int, row: int) -> torch.Tensor:
+        """The same of a row, [H, M], M as large in most steps."""
+        scored, seen = self.scored[layer][row], self.view.seen(layer)[row]
+        (first, last), prompt = self.recents[row], self.shape.lengths[row]
+        begin = seen.new_zeros(()) + first
+        if self.budget.counts_generated:  # pushed out by generated tokens
+            begin = begin + (seen - max(self.budgets[layer][row], prompt)).clamp(min=0)
+        end = prompt - last  # the protected end, which is among the scored ones
+        size = self._newest_size(layer, row) + scored.shape[1]
+        place = torch.arange(size, device=scored.device)
+        newest, count = begin + place, seen - end - begin
+        newest = newest + end * (newest >= last) if end else newest
+        nothing = scored.new_full((len(scored), 1), -1)
+        older = torch.cat([scored, nothing], dim=1).gather(
+            1, (place - count).clamp(0, scored.shape[1]).expand(len(scored), -1)
+        )
+        return torch.where(place < count, newest, older)
+
+    def _newest_size(self, layer: int, row: int, more: int = 0) -> int:
+        """Room for the tokens of a row that are attended without a score, after `more` tokens."""
+        return padded(self.view.lengths(layer)[row] + more - self.recents[row][0])
+
+    @property
+    def layout(self) -> object:
+        """How long lists are."""
+        layer, rows = self.shape.sparse_layers[0], range(self.shape.batch)
+        return [self._newest_size(layer, row, 1) for row in rows]
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The head's share of C, the group's union of it; generated tokens on top of it, unless

@@ -8,7 +8,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape, Table, View
-from methods.blocks.ragged import stacked
+from methods.blocks.ragged import padded, stacked
 from methods.blocks.recent import sinks_and_recent
 
 # decode steps between two evictions: between them memory holds up to this many tokens more
@@ -88,6 +88,12 @@ class TwoKinds(Method):
             retrieving = torch.tensor(ranks) < counts
             self.retrieves[layer] = retrieving.to(shape.device_of(layer))
             self.kinds[layer] = [set(row) for row in retrieving.tolist()]
+        # of each GPU, [2, B] `starts`, in the same memory in every step
+        self.starts_on = {
+            device: torch.zeros(2, shape.batch, dtype=torch.int64, device=device)
+            for device in {shape.device_of(layer) for layer in shape.sparse_layers}
+            if device.type == "cuda"
+        }
         self.sinks_of = [self.first_tokens(length) for length in shape.lengths]
         self.generated = 0
         self.starts = [(sinks, sinks) for sinks in self.sinks_of]
@@ -143,14 +149,38 @@ class TwoKinds(Method):
             self.starts.append(
                 (self._start(total, other, sinks), self._start(total, retrieval, sinks))
             )
+        for starts in self.starts_on.values():
+            values = torch.tensor(self.starts).T.contiguous()
+            starts.copy_(values.pin_memory(), non_blocking=True)
 
     def _start(self, total: int, entries: int, sinks: int) -> int:
         """The first recent token of a head that attends `entries` of `total` tokens."""
         return total - (entries - sinks - self.extra_entries) if total > entries else sinks
 
+    @property
+    def layout(self) -> object:
+        """How long lists are, and whether some head has dropped tokens."""
+        sizes = [
+            [self._longest(layer, row, length + 1) for row, length in enumerate(lengths)]
+            for layer in self.shape.sparse_layers
+            for lengths in [self.view.lengths(layer)]
+        ]
+        return sizes, self.drops
+
+    def _longest(self, layer: int, row: int, length: int) -> int:
+        """Tokens of a layer's longest list in a row of `length` tokens, on a GPU rounded up."""
+        most = max(
+            length - self.starts[row][kind] + self.sinks_of[row] for kind in self.kinds[layer][row]
+        )
+        return most if self.retrieves[layer].is_cpu else padded(most)
+
     def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
         """The first recent token of each head, [B, Hkv]."""
-        other, retrieval = torch.tensor(starts, device=self.shape.device_of(layer)).T[..., None]
+        device = self.shape.device_of(layer)
+        if starts is self.starts and device in self.starts_on:
+            other, retrieval = self.starts_on[device][..., None]
+        else:
+            other, retrieval = torch.tensor(starts, device=device).T[..., None]
         return torch.where(self.retrieves[layer], retrieval, other)
 
     def _attended(self, layer: int) -> torch.Tensor:
@@ -159,7 +189,7 @@ class TwoKinds(Method):
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             this_row, sinks = slice(row, row + 1), self.sinks_of[row]
-            most = max(length - self.starts[row][kind] + sinks for kind in self.kinds[layer][row])
+            most = self._longest(layer, row, length)
             counts = lengths[this_row, None] - first[this_row] + sinks
             rows.append(sinks_and_recent(lengths[this_row], counts, sinks, most)[0])
         return stacked(rows)

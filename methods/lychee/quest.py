@@ -73,6 +73,8 @@ class StructureQuest(Quest):
     def _most(self, room: int) -> int:
         return room // self.cutter.shortest + 2  # the last two may be shorter
 
-    def _tokens(self, row: int, room: int, length: int, scores: torch.Tensor) -> torch.Tensor:
-        pages = self.pages[row].on(scores.device)
-        return pages.tokens(pages.fitting(self._ranked(scores, self._most(room)), room), room)
+    def _tokens(
+        self, row: int, room: int, length: int | torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        pages, last = self.pages[row].on(scores.device), scores.shape[1] - 1
+        return pages.tokens(pages.fitting(self._ranked(scores, self._most(room), last), room), room)

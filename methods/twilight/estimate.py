@@ -45,9 +45,18 @@ class FourBitKeys:
         room = SPARE if new_tokens is None else new_tokens
         self.codes, self.steps = _with_room(codes, room), _with_room(steps, room)
         self.counted = torch.zeros(2, dtype=torch.int64, device=keys.device)
+        self._enough: tuple[Sequence[float], torch.Tensor] | None = None
 
-    def write(self, tokens: Sequence[int], key: torch.Tensor) -> None:
-        """Code the next key [B, Hkv, 1, D] of each row, whose token id is tokens[b]."""
+    def write(
+        self, tokens: Sequence[int], key: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> None:
+        """Code the next key [B, Hkv, 1, D] of each row, whose token id is tokens[b].
+
+        Parameters
+        ----------
+        seen
+            [B] on the device, one more than each; not asked for on a CPU.
+        """
         if max(tokens) >= self.codes.shape[2]:
             self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
         if key.device.type == "cpu":
@@ -55,9 +64,10 @@ class FourBitKeys:
             kernels.write(numbers, np.array(tokens), self.codes.numpy(), self.steps.numpy())
             return
         codes, steps = quantised(key)
-        for row, token in enumerate(tokens):
-            self.codes[row, :, token] = codes[row, :, 0]
-            self.steps[row, :, token] = steps[row, :, 0]
+        assert seen is not None
+        slot = (seen - 1).view(-1, 1, 1, 1)
+        self.codes.scatter_(2, slot.expand_as(codes), codes)
+        self.steps.scatter_(2, slot.expand_as(steps), steps)
 
     def top_p(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
@@ -94,8 +104,10 @@ class FourBitKeys:
         weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
         ranked, order = weights.sort(dim=2, descending=True, stable=True)
         ranked_ids = lists.gather(2, order)
-        shares = [math.inf if share == 1 else share for share in p]
-        enough = torch.tensor(shares, device=ranked_ids.device)[:, None, None]
+        if self._enough is None or self._enough[0] is not p:
+            shares = [math.inf if share == 1 else share for share in p]
+            self._enough = p, torch.tensor(shares, device=ranked_ids.device)
+        enough = self._enough[1][:, None, None]
         ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough, -1)
         self.counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
         return ids

@@ -76,7 +76,7 @@ class Twilight(Method):
                 f"p={self.p}: a share of the attention; expected a number above 0, at most 1"
             )
         self.proposer: Method = SELECTORS[self.selector]()
-        self.needs = Needs(query_window=WINDOW if self.calibrated else 0)
+        self.needs = Needs(query_window=WINDOW if self.calibrated else 0, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """The selector begins, and no key is coded yet."""
@@ -114,7 +114,15 @@ class Twilight(Method):
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key, in the selector's index and in four bits."""
         self.proposer.append(layer, key, value)
-        self.coded[layer].write([length - 1 for length in self.view.lengths(layer)], key)
+        tokens = [length - 1 for length in self.view.lengths(layer)]
+        self.coded[layer].write(tokens, key, self.view.seen(layer))
+
+    @property
+    def layout(self) -> object:
+        """The proposer's, and keys that there is memory for."""
+        layer = self.shape.sparse_layers[0]
+        room = self.coded[layer].codes.shape[2]
+        return object() if max(self.view.lengths(layer)) >= room else (self.proposer.layout, room)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What the selector proposes, pruned."""

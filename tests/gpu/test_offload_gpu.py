@@ -15,8 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvbench.engine.engine import Engine
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.fetch import fetch, fetched
 from kvbench.memory.host import HostTier
+from kvbench.memory.transfer import fetch, fetched
 from kvbench.spans import Spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

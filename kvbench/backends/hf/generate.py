@@ -530,9 +530,12 @@ def step_logits(
     """One step: tokens [B] on the CPU in, the logits of the next ones [B, vocabulary] out."""
     lengths = cache.engine.lengths
     cache.engine.start_step(tokens, active)
-    ids, positions = uploaded(torch.stack([tokens, torch.tensor(lengths)]), model.device)
-    logits = _forward(model, ids[:, None], positions[:, None], cache, None, max(lengths) + 1)
-    return logits[:, -1]
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return _forward(model, ids[:, None], positions[:, None], cache, None, max(lengths) + 1)
+
+    inputs = torch.stack([tokens, torch.tensor(lengths)])
+    return cache.engine.run(inputs, forward, cache.count)[:, -1]
 
 
 def turn_logits(model: PreTrainedModel, ids: torch.Tensor, cache: EngineCache) -> torch.Tensor:

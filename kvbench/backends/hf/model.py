@@ -26,7 +26,7 @@ from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, MethodConfig, method_config, show
 from kvbench.engine.engine import Engine
-from kvbench.memory.kinds import KV, NATIVE, unfit, unfit_for
+from kvbench.memory.kinds import KV, NATIVE
 from kvbench.method import HeadScores, Method, Shape
 from kvbench.models import heads, hub
 
@@ -266,6 +266,8 @@ def engine_for(
             model, shape, method, budget, settings.get("kv", NATIVE), tokenizer
         )
     rotary.refuse_recomputed(model, lengths, settings.get("new_tokens") or 0)
+    if rotary.stretches(model):  # its angles are another number of the host's in every step
+        settings["captures"] = False
     if method.needs.token_text:
         settings["pieces"] = vocabulary_text(tokenizer)
     if method.needs.head_scores and settings.get("head_scores") is None:
@@ -321,7 +323,7 @@ def engine_requirements(
             f" none to {name}; expected fewer, or method=full"
         )
     sizes = shape.head_dim, shape.layers, len(shape.windows)
-    for reason in (*unfit(kv, *sizes), *unfit_for(kv, method, name, budget.counts_generated)):
+    for reason in (*kv.unfit(*sizes), *kv.unfit_for(method, name, budget.counts_generated)):
         raise ConfigError(reason)
     if needs.token_text and tokenizer is None:
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")

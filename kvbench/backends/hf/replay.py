@@ -20,6 +20,7 @@ from kvbench.backends.hf.rotary import angles_of
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, check_finite
 from kvbench.engine.replay import Pass, Template
+from kvbench.memory.device import Resident
 from kvbench.method import Replayed
 from kvbench.models.prompts import chat_text, raw_ids
 
@@ -132,7 +133,8 @@ class ReplayCache(CountingCache):
             block[self._row : self._row + 1, :, : self._length]
             for block in (device.key, device.value)
         )
-        return dense.turn(query, call.key, call.value, (key, value, None), call.scaling, call.sinks)
+        past = Resident(key, value, None)
+        return dense.turn(query, call.key, call.value, past, call.scaling, call.sinks)
 
 
 def _row_of(windowed: Any, row: int) -> WindowedLayer:

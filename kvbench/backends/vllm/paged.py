@@ -18,8 +18,7 @@ from kvbench.backends.vllm import kernels
 from kvbench.config import ConfigError
 from kvbench.kernels.attend import LIST_PIECE, pieces_of
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.device import DeviceTier, Located
-from kvbench.memory.slots import GROWTH, Pool, with_free_slots
+from kvbench.memory.device import GROWTH, DeviceTier, Located, Pool, Resident, with_free_slots
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
@@ -229,13 +228,13 @@ class PagedTier(DeviceTier):
         """Bytes of the blocks of so many tokens."""
         return -(-length // self.memory.size) * self.memory.block_bytes
 
-    def resident(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def resident(self) -> Resident:
         """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied.
 
         See `DeviceTier.resident`.
         """
         ids = self.token_ids()
-        return *self.rows(ids), None if self.uniform else ids >= 0
+        return Resident(*self.rows(ids), None if self.uniform else ids >= 0)
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [1, Hkv, M] (-1 = none) lie; see `DeviceTier.locate`."""

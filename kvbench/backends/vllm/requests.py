@@ -33,6 +33,7 @@ from kvbench.backends.vllm.resting import RestingRequests
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Engine, surely_finite
+from kvbench.memory.device import Resident
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
 
@@ -255,11 +256,11 @@ class RequestEngine(Engine):
     def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of tokens after the prompt that are read at once, over what is left of it."""
         store = self.stores[layer]
-        past, past_value, mask = store.remaining()
+        past = Resident(*store.remaining())
         if self._positions is not None:
-            past = self._positions.of_turn(past, store)
+            past = past._replace(key=self._positions.of_turn(past.key, store))
         weights = self.method.turn_weights(layer)
-        return turn(query, key, value, (past, past_value, mask), self.shape.scaling, None, weights)
+        return turn(query, key, value, past, self.shape.scaling, None, weights)
 
     def _take_in(self) -> None:
         """Learn of tokens after the prompt that vLLM has read at once.

@@ -28,8 +28,7 @@ from kvbench.attention.cpu import (
 from kvbench.backends.vllm import kernels
 from kvbench.backends.vllm.paged import BlockTable, Memory, PagedTier
 from kvbench.kernels import attend
-from kvbench.memory.device import Located, Slotted
-from kvbench.memory.slots import Pool
+from kvbench.memory.device import Located, Pool, Slotted
 from kvbench.method import Method, Selection, Shape
 
 LENGTHS = 512  # of prompts, the longest ones, of which all layers are asked

@@ -46,15 +46,17 @@ def bounds(
     return low, high
 
 
-def stacked_pages(sides: Sequence[torch.Tensor], empty: float) -> torch.Tensor:
+def stacked_pages(sides: Sequence[torch.Tensor], empty: float, least: int = 0) -> torch.Tensor:
     """One side of the bounds of each row, [H, P, D], as one tensor [B, H, most P, D].
 
     Parameters
     ----------
     empty
         the bound of a page without a key: inf of the lower side, -inf of the upper.
+    least
+        pages to make room for.
     """
-    most = max(side.shape[1] for side in sides)
+    most = max(least, *(side.shape[1] for side in sides))
     return torch.stack([pad(side, (0, 0, 0, most - side.shape[1]), value=empty) for side in sides])
 
 
@@ -122,6 +124,15 @@ def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequ
     for row, page in enumerate(last):
         for side, wider in ((low, torch.minimum), (high, torch.maximum)):
             wider(side[row, :, page], key[row, :, 0], out=side[row, :, page])
+
+
+def take_in_on_device(
+    key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torch.Tensor
+) -> None:
+    """As `take_in`, with the pages [B] as a tensor on the device of the keys."""
+    page = page.view(-1, 1, 1, 1).expand_as(key)
+    low.scatter_reduce_(2, page, key, "amin")
+    high.scatter_reduce_(2, page, key, "amax")
 
 
 def best_tokens(
