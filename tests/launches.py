@@ -1,0 +1,170 @@
+"""What a decode step launches on a device, by part; `python tests/launches.py` writes the table that the test holds.
+
+Counted on the twin, of a step in the middle of a generation that runs as ever, with FlashInfer: operations that compute
+on the device (views and empty memory are none), by what calls for them; copies up and down; waits of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import flashinfer_twin
+import pytest
+import torch
+import twin
+from driver import METHODS, Case, numbers, scores_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from twin_graphs import SILENT
+
+from kvbench.attention import flashinfer
+from kvbench.backends.hf.generate import generate
+from kvbench.backends.hf.loading import load
+from kvbench.backends.hf.model import engine_for
+from kvbench.budget import Budget
+from kvbench.config import choices, shipped
+from kvbench.engine.engine import Engine
+from kvbench.memory.store import LayerStore
+
+TABLE = Path(__file__).parent / "goldens" / "launches.json"
+LAYERS, LENGTH, BUDGET, STEPS = 4, 600, 128, 6
+PARTS = ("model", "append", "select", "executor", "up", "down", "waits")  # a layer the first four, a step the others
+KERNELS = 2  # of a call of FlashInfer: the chunks, and what joins them
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations by the part that they belong to, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.counts = ["model"], Counter[str]()
+        self._operations: list[tuple[str, list[torch.Tensor]]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.parts[-1] == "kernel" or func._opname in SILENT:
+            return out
+        given, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (args, out))
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        if func._schema.is_mutable or not all(tensor.untyped_storage()._cdata in before for tensor in made):
+            self._operations.append((self.parts[-1], [*given, *made]))
+        return out
+
+    def inside(self, part: str, call: Callable[..., Any], launches: int = 0) -> Callable[..., Any]:
+        """A function whose operations are of this part; of a kernel they are so many launches of the part around it."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[self.parts[-1]] += launches
+            self.parts.append(part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.parts.pop()
+
+        return counted
+
+    def noted(self, name: Callable[..., str], call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of which each call is counted by a name."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name(*args)] += 1
+            return self.inside("kernel", call)(*args, **kwargs)
+
+        return counted
+
+    def total(self) -> Counter[str]:
+        """What was counted, now that all tensors are known to be of the device or not."""
+        for part, tensors in self._operations:
+            self.counts[part] += any(map(twin.on_device, tensors))
+        return self.counts
+
+
+@contextlib.contextmanager
+def attributed(tape: Tape, case: Case) -> Iterator[Any]:
+    """The method of a case, and a harness that says what belongs to which part."""
+    method = case.build()
+    for name in ("append", "select", "observe", "step", "end_step"):
+        setattr(method, name, tape.inside("select", getattr(method, name)))
+    up = lambda cuda, target, *_: "up" if twin.on_device(target) else "down"  # noqa: E731
+    patches = [
+        mock.patch.object(LayerStore, "append", tape.inside("append", LayerStore.append)),
+        mock.patch.object(LayerStore, "locate", tape.inside("select", LayerStore.locate)),
+        mock.patch.object(flashinfer.FlashInfer, "__call__", tape.inside("executor", flashinfer.FlashInfer.__call__)),
+        mock.patch.object(
+            flashinfer_twin.Kernel, "paged_run", tape.inside("kernel", flashinfer_twin.Kernel.paged_run, KERNELS)
+        ),
+        mock.patch.object(twin.transfer, "_launch", tape.inside("kernel", twin.transfer._launch, 1)),
+        mock.patch.object(twin.Twin, "copy", tape.noted(up, twin.Twin.copy)),
+        mock.patch.object(twin.Twin, "sync", tape.noted(lambda *_: "waits", twin.Twin.sync)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield method
+
+
+def launches(case: Case) -> dict[str, float]:
+    """Launches of a layer by part, and copies and waits of a step."""
+    tape, steps = Tape(), 0
+    start, settle = Engine.start_step, Engine.settle
+
+    def started(engine: Engine, *args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == STEPS // 2:
+            tape.counts.clear()
+            tape.__enter__()
+        start(engine, *args)
+
+    def settled(engine: Engine) -> None:
+        nonlocal counts
+        if steps == STEPS // 2:
+            tape.__exit__(None, None, None)
+            counts = tape.total().copy()
+        settle(engine)
+
+    counts: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as monkeypatch, twin.device():
+        flashinfer_twin.install(monkeypatch)
+        for module, name, value in (
+            (flashinfer_twin, "HEAD_DIMS", {16, 32}),
+            (flashinfer, "FLASHINFER_HEAD_DIMS", (16, 32)),
+        ):
+            monkeypatch.setattr(module, name, value)
+        model = load(shipped("model", "dummy-tiny"), device="cuda", dtype="bfloat16")
+        with attributed(tape, case) as method:
+            arguments = model.model, [LENGTH], method, Budget(BUDGET), (), model.tokenizer
+            scores = scores_of(model.model)
+            options = {"attention": "flashinfer", "new_tokens": STEPS + 1, "head_scores": scores, "captures": False}
+            engine = engine_for(*arguments, **options)
+            monkeypatch.setattr(Engine, "start_step", started)
+            monkeypatch.setattr(Engine, "settle", settled)
+            generate(model.model, [numbers(LENGTH)], engine, max_new_tokens=STEPS)
+        layers = model.model.config.num_hidden_layers
+    return {part: counts[part] / (layers if part in PARTS[:4] else 1) for part in PARTS}
+
+
+def preset_cases() -> list[Case]:
+    """Each preset with options that suit a short prompt."""
+    cases = {case.id: case for case in METHODS}
+    return [
+        next(case for case in METHODS if case.name == name) if name not in cases else cases[name]
+        for name in choices("method")
+    ]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    table = {case.name: launches(case) for case in preset_cases()}
+    rows = [f'"{name}": {json.dumps(row)}' for name, row in sorted(table.items())]
+    TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
