@@ -11,6 +11,7 @@ import flashinfer_twin
 import pytest
 import torch
 from driver import METHODS, SMALL, Case, numbers, scores_of, slow
+from integrity import check
 from twin import Twin, device
 
 from kvbench.attention import flashinfer
@@ -118,7 +119,7 @@ def outcome(
         watch=lambda step: logits.append(step.cpu()),
     )
     for store in engine.stores.values():
-        store.check_integrity()
+        check(store)
     return Outcome(torch.stack(logits), generation.tokens, generation.audit, engine.captured)
 
 

@@ -26,6 +26,7 @@ from driver import (
     slow,
     stream,
 )
+from integrity import check
 from test_hf import generated, random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
@@ -209,7 +210,7 @@ def test_a_turn_leaves_a_method_as_its_tokens_one_by_one_do(case: Case, accounti
     assert len(last) == 6 and turn.audit["over_rule"] is False
     for mine, theirs in zip(turn.engine.stores.values(), steps.engine.stores.values(), strict=True):
         assert torch.equal(mine.tiers(), theirs.tiers())
-        mine.check_integrity()
+        check(mine)
 
 
 class Observer(Method):

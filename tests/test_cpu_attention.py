@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from driver import CLOSE, drive, stream
+from integrity import check
 
 from kvbench.attention import cpu, reference
 from kvbench.attention import executor as attention
@@ -84,7 +85,7 @@ def test_tokens_of_both_tiers_are_attended_and_counted_as_if_copied(heads: int) 
             attend(query_of(store), store, Selection(index.roll(step, 2)[:, :, 5:]), 0.3)
             store.count_fetched()
             moved[name].append(store.resident_bytes())
-        store.check_integrity()
+        check(store)
     assert [size for size in moved["cpu"] if size] == [size for size in moved["torch"] if size]
     assert moved["cpu"][0] > 0
 
@@ -249,7 +250,7 @@ def test_a_copy_of_a_store_goes_on_in_memory_of_its_own(home: str) -> None:
         assert (twin.read(torch.tensor([[[20]]]).expand(1, 2, 1))[1] == value).all()
         assert torch.equal(cpu.attend(query_of(twin), twin, everything, 0.3)[0], before)
         agrees(twin, Selection(torch.arange(21)[None, None]))
-        twin.check_integrity()
+        check(twin)
 
 
 @pytest.mark.parametrize("keep", [None, torch.arange(0, 60, 3)])
@@ -261,7 +262,7 @@ def test_tokens_that_come_are_attended_from_then_on(keep: torch.Tensor | None) -
     for _ in range(70):  # the memory is reserved anew on the way
         store.append(*(torch.randn(1, 16, 2, 1, generator=rng).permute(0, 2, 3, 1) for _ in range(2)))
         agrees(store, None)
-    store.check_integrity()
+    check(store)
 
 
 @pytest.mark.parametrize("rows", [slice(1, 2), slice(1, 3)])

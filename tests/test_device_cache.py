@@ -11,6 +11,7 @@ import torch
 from driver import drive, slow, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import ConfigError
@@ -134,7 +135,7 @@ def test_hits_misses_and_what_is_held_are_those_of_a_textbook_cache(
         store.count_fetched()
         for reference, row, length in zip(rows, asked, store.lengths, strict=True):
             reference.step(row, length)
-        store.check_integrity()
+        check(store)
         held = store.resident_ids()
         for row, reference in enumerate(rows):
             assert [{*head} - {-1} for head in held[row].tolist()] == reference.device

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from driver import CLOSE, SMALL, Case, Driven, drive, each_method, same_attended, slow, stream
+from integrity import check
 
 from kvbench.backends.hf.cache import KVCache
 from kvbench.backends.hf.loading import Loaded
@@ -61,7 +62,7 @@ def check_equal(fast: Driven, oracle: Driven) -> None:
     assert same_attended(fast.seen, oracle.seen)
     torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
     for store in fast.engine.stores.values():
-        store.check_integrity()
+        check(store)
 
 
 def check_bytes(driven: Driven, kv: KV) -> None:
@@ -131,7 +132,7 @@ def test_what_moves_between_tiers_of_one_kind_is_not_coded_again() -> None:
     for turn in range(3):
         store.keep(everyone[..., turn::2])
         store.keep(everyone)
-    store.check_integrity()
+    check(store)
     again = store.device.pool.at(store.device.find(everyone)[0] + store.device.first[..., None])
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
@@ -272,7 +273,7 @@ def test_executors_agree_over_groups_of_what_a_method_keeps(name: str, left: boo
         assert same_attended(fast.seen, oracle.seen)
         torch.testing.assert_close(fast.outputs, oracle.outputs, rtol=0, atol=CLOSE)
     for store in others[-1].engine.stores.values():
-        store.check_integrity()
+        check(store)
         tier = store.device
         assert isinstance(tier, GroupedTier)
         room = len(tier.pool.key)

@@ -13,6 +13,7 @@ import twin
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check
 
 from kvbench.memory.device import NO_TOKEN, whole_pages
 from kvbench.memory.store import DEVICE, DROPPED, HOST, LayerStore, Sealed
@@ -143,7 +144,7 @@ class StoreTwin(RuleBasedStateMachine):
 
     @invariant()
     def the_store_finds_itself_whole(self) -> None:
-        self.store.check_integrity()
+        check(self.store)
 
     @invariant()
     def lengths_and_tiers_are_the_twins(self) -> None:
@@ -441,7 +442,7 @@ def test_a_head_that_keeps_nothing_is_asked_for_nothing() -> None:
     index = torch.full((1, 2, 20), -1)
     index[0, 0] = torch.arange(20)
     store.keep(index)
-    store.check_integrity()
+    check(store)
     key, _ = store.gather(index)
     assert torch.equal(key[0, 0], torch.ones(20, 16)) and bool(key.isfinite().all())
 
@@ -510,10 +511,10 @@ def cut(tier: Any, name: str) -> None:
 def test_the_check_finds_every_damage(damage: str) -> None:
     build, harm = DAMAGES[damage]
     store = build()
-    store.check_integrity()
+    check(store)
     harm(store)
     with pytest.raises(AssertionError):
-        store.check_integrity()
+        check(store)
 
 
 def test_a_store_outgrows_the_memory_it_began_in() -> None:
@@ -525,7 +526,7 @@ def test_a_store_outgrows_the_memory_it_began_in() -> None:
     store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=Sealed.of(lent))
     new = torch.ones(2, 2, 1, HEAD_DIM)
     store.append(new, -new)
-    store.check_integrity()
+    check(store)
     ids, key, value = store.everything(0, 1)
     assert ids.tolist() == list(range(21))
     assert torch.equal(key, torch.cat([prompt[0, 1], new[0, 1]])) and torch.equal(value, -key)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from driver import CLOSE, SMALL, Attended, drive, numbers, run_loop, stream, watch
+from integrity import check
 
 from kvbench.attention import executor as attention
 from kvbench.backends.hf.loading import Loaded
@@ -202,7 +203,7 @@ def test_each_layer_s_tokens_live_where_its_method_says(tiny: Loaded) -> None:
     everything = sum(len(prompt) + STEPS for prompt in RAGGED) * 2 * ENTRY
     far = SPARSE[1]
     for layer, store in engine.stores.items():
-        store.check_integrity()
+        check(store)
         staged = [head for row in range(3) for head in seen[-2].sets(row)] if layer == far else []
         assert store.host_bytes() == (everything if layer == far else 0)
         assert store.resident_bytes() == (sum(map(len, staged)) * ENTRY if layer == far else everything)

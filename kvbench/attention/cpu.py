@@ -128,13 +128,11 @@ def _stretch(span: Span) -> Part:
     """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each,
     in one way held.
     """
-    first, begin, end = (
-        numbers.reshape(-1).numpy() for numbers in (span.first, span.begin, span.end)
-    )
+    begin, end = _numbers(span.begin), _numbers(span.end)
     used = end - begin if begin.any() else end  # which grows in place, as tokens come
     arguments = (
         used,
-        first + begin,
+        _numbers(span.first) + begin,
         begin,
         addresses(*span.pool, span.parameters),
         stored_as(span.codecs),
@@ -205,14 +203,12 @@ def _attend_lists(
     tiers, heads = store.worked_out(_tiers), store.kv_heads
     replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].native)
     selection = store.with_stored_keys(selection) if replaces_all else selection
-    out, weights, lost = _attend_parts(
-        query, scaling, tiers, selection, heads, replaces_all, probabilities
-    )
-    if lost:
+    attended = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
+    if attended.lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
     store.attended(selection.index)
-    return out, weights
+    return attended.out, attended.probabilities
 
 
 def _attend_parts(
@@ -223,7 +219,7 @@ def _attend_parts(
     heads: int,
     replaces_all: bool,
     probabilities: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+) -> Result:
     """As `_attend_lists`, for `heads` KV heads, and how many pieces named a token that is nowhere.
 
     Parameters
@@ -231,13 +227,11 @@ def _attend_parts(
     replaces_all
         keys of the selection replace those of all tokens; else of the host's alone.
     """
-    index, extra, dtype = selection.index.contiguous(), selection.extra, tiers[0].codecs.key.dtype
-    batch, count, lists = len(index), index.shape[2], max(index.shape[1], heads)
-    pieces, tokens, bias = (
-        kernels.pieces_of(count, kernels.LIST_PIECE),
-        index.numpy(),
-        bias_of(selection, batch, lists),
-    )
+    index, extra = selection.index.contiguous(), selection.extra
+    dtype, count = tiers[0].codecs.key.dtype, index.shape[2]
+    batch, lists = len(index), max(index.shape[1], heads)
+    tokens, bias = index.numpy(), bias_of(selection, batch, lists)
+    pieces = kernels.pieces_of(count, kernels.LIST_PIECE)
     # rebuilt and more must live until the work is done
     rebuilt = None if selection.keys is None else selection.keys.to(dtype).contiguous()
     more = (
@@ -307,7 +301,8 @@ def _tiers(store: LayerStore) -> list[Lists]:
     """Tokens of a store: of both tiers together where these hold them alike or the device has none,
     else apart.
     """
-    device, host, spans = store.device, store.host, store.device.spans()
+    device, host = store.device, store.host
+    spans = device.spans()
     if host is None:
         return [_list(span.codecs, _near(device, span), NO_HOST) for span in spans]
     slots = host.capacity
@@ -331,17 +326,40 @@ def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
     """The device tier as `kernels.attend_lists` takes it, of which a span is attended."""
     heads, ids = device.used.numel(), device.ids
     tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
-    tensors = span.first, device.used, span.begin, span.end
-    first, used, begin, end = (numbers.reshape(-1).numpy() for numbers in tensors)
-    return *addresses(*span.pool, span.parameters), first, tokens, used, begin, end
+    where = _numbers(span.first), tokens, _numbers(device.used)
+    attended = _numbers(span.begin), _numbers(span.end)
+    return *addresses(*span.pool, span.parameters), *where, *attended
+
+
+def _numbers(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """[B, Hkv] as [L], in place."""
+    return tensor.reshape(-1).numpy()
 
 
 # -- the work --------------------------------------------------------------------------------------
 
 
+class Result(NamedTuple):
+    """A layer's attention.
+
+    Attributes
+    ----------
+    out
+        as the query.
+    probabilities
+        [B, Hq, columns], where logits were kept.
+    lost
+        what the kernels return, added up.
+    """
+
+    out: torch.Tensor
+    probabilities: torch.Tensor | None
+    lost: int
+
+
 def run(
     query: torch.Tensor, scaling: float, lists: int, parts: Sequence[Part], columns: int
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+) -> Result:
     """A layer's attention, one part after the other, each in pieces spread over threads.
 
     Parameters
@@ -352,15 +370,10 @@ def run(
         L, of which each has as many rows of the query.
     columns
         of the logits to keep; 0: none.
-
-    Returns
-    -------
-    tuple[torch.Tensor, torch.Tensor | None, int]
-        Output, as the query; where logits were kept, probabilities [B, Hq, columns]; what the
-        kernels return, added up.
     """
     query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
-    rows, before, lost = batch * heads // lists, 0, 0
+    rows = batch * heads // lists
+    before = lost = 0
     logits = np.empty((lists, rows, columns), np.float32) if columns else NO_LOGITS
     logits.fill(-np.inf)
     threads = torch.get_num_threads(), WORTH_A_THREAD
@@ -397,7 +410,8 @@ def run(
             before += part.pieces
         out = torch.empty_like(query)
         kernels.merge(results, out.data_ptr(), STORED[query.dtype], logits)
-    return out, torch.from_numpy(logits).view(batch, heads, -1) if columns else None, lost
+    probabilities = torch.from_numpy(logits).view(batch, heads, -1) if columns else None
+    return Result(out, probabilities, lost)
 
 
 def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:

@@ -9,6 +9,7 @@ counts no moved bytes.
 from __future__ import annotations
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.memory.store import DEVICE, LayerStore
 from kvbench.method import Selection
@@ -27,21 +28,18 @@ def attend(
     else:
         selection = store.with_stored_keys(selection)
     batch, query_heads = query.shape[:2]
-    group = query_heads // store.kv_heads
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
     for row in range(batch):
         for head in range(query_heads):
-            attended, weight = _head(
-                query[row, head, 0].float().cpu(), store, selection, row, head, group, scaling
-            )
+            vector, group = query[row, head, 0].float().cpu(), query_heads // store.kv_heads
+            attended, weight = _head(vector, store, selection, row, head, group, scaling)
             out[row, head, 0] = attended.to(query.dtype)
             weights.append(weight)
     if not probabilities:
         return out, None
-    longest = max(weight.shape[0] for weight in weights)
-    padded = [torch.nn.functional.pad(weight, (0, longest - weight.shape[0])) for weight in weights]
-    return out, torch.stack(padded).view(batch, query_heads, longest).to(query.device)
+    padded = pad_sequence(weights, batch_first=True)
+    return out, padded.view(batch, query_heads, -1).to(query.device)
 
 
 def _head(
@@ -56,7 +54,8 @@ def _head(
     """Output [D] of one query head, and the weight of each entry in the order of its selection."""
     kv_head = head // group
     tokens = store.everything(row, kv_head)
-    ids, key, value = tokens.ids, tokens.key.float(), tokens.value.float()
+    ids, key = tokens.ids, tokens.key.float()
+    value = tokens.value.float()
     if selection is None:
         here = store.tiers()[row, kv_head, ids] == DEVICE
         key, value = key[here], value[here]

@@ -48,9 +48,8 @@ def attend(
     # a CPU's kernels take it in float32
     if query.is_cuda and bias is not None and bias.dtype != torch.bool:
         bias = bias.to(query.dtype)
-    out = scaled_dot_product_attention(
-        rows, attended.key, attended.value, attn_mask=bias, scale=scaling
-    )
+    blocks = attended.key, attended.value
+    out = scaled_dot_product_attention(rows, *blocks, attn_mask=bias, scale=scaling)
     return out.reshape(query.shape), weights
 
 
@@ -145,28 +144,29 @@ def prefill(
     """
     if sinks is not None:
         return _prefill_with_sinks(sinks, query, store, column, offsets, scaling)
-    width = query.shape[2]
-    end = column + width
+    end = column + query.shape[2]
     key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
     gqa = query.shape[1] != key.shape[1]
     if column == 0 and not any(offsets):
         return scaled_dot_product_attention(
-            query, key, value, is_causal=width > 1, scale=scaling, enable_gqa=gqa
+            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=gqa
         )
     if query.is_cuda and not any(offsets):  # a kernel that knows the mask: none of [q, end] is made
-        bias = causal_lower_right(width, end)
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa
-        )
-    first = torch.tensor(offsets, device=query.device)[:, None]
-    # padding looks at token 0
-    position = (torch.arange(column, end, device=query.device) - first).clamp(min=0)
-    mask = torch.arange(end, device=query.device) <= position[..., None]
-    if not any(offsets):
-        mask = mask[:1]
+        mask: torch.Tensor = causal_lower_right(query.shape[2], end)
+    else:
+        mask = _causal(column, end, offsets, query.device)
     return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask[:, None], scale=scaling, enable_gqa=gqa
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
     )
+
+
+def _causal(column: int, end: int, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[B or 1, 1, q, end] bool, which keys the queries of columns column .. end - 1 see; padding
+    looks at token 0.
+    """
+    first = torch.tensor(offsets if any(offsets) else [0], device=device)[:, None]
+    position = (torch.arange(column, end, device=device) - first).clamp(min=0)
+    return (torch.arange(end, device=device) <= position[..., None])[:, None]
 
 
 def _prefill_with_sinks(
@@ -214,25 +214,12 @@ def turn(
     torch.Tensor
         [B, Hq, q, D].
     """
-    heads, width = query.shape[1:3]
-    gqa, present = heads != key.shape[1], past.mask
-    stored = past.key.shape[2]
+    gqa, plain = query.shape[1] != key.shape[1], sinks is None and weights is None
     key, value = torch.cat([past.key, key], dim=2), torch.cat([past.value, value], dim=2)
-    if present is None and query.is_cuda and sinks is None and weights is None:
-        bias = causal_lower_right(width, key.shape[2])
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, scale=scaling, enable_gqa=gqa
-        )
-    mask = torch.ones(width, key.shape[2], dtype=torch.bool, device=query.device).tril(stored)
-    if present is not None:
-        causal = mask[:, stored:].expand(len(query), heads, -1, -1)
-        past_mask = present.repeat_interleave(heads // present.shape[1], dim=1)[:, :, None].expand(
-            -1, -1, width, -1
-        )
-        mask = torch.cat([past_mask, causal], dim=3)
-    if weights is not None:
-        added = pad(weights, (0, width)).repeat_interleave(heads // key.shape[1], dim=1)[:, :, None]
-        mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
+    if plain and past.mask is None and query.is_cuda:
+        mask: torch.Tensor = causal_lower_right(query.shape[2], key.shape[2])
+    else:
+        mask = _turn_mask(query, past, weights)
     if sinks is None:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
@@ -243,6 +230,21 @@ def turn(
     causal = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
     logits = grouped @ key[:, :, None].float().transpose(3, 4) * scaling + causal
     return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
+
+
+def _turn_mask(query: torch.Tensor, past: Resident, weights: torch.Tensor | None) -> torch.Tensor:
+    """Which entries new tokens see, bool [q, n + q] or [B, Hq, q, n + q]; with weights a bias."""
+    heads, width = query.shape[1:3]
+    stored, group = past.key.shape[2], heads // past.key.shape[1]
+    mask = torch.ones(width, stored + width, dtype=torch.bool, device=query.device).tril(stored)
+    if past.mask is not None:
+        causal = mask[:, stored:].expand(len(query), heads, -1, -1)
+        present = past.mask.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, width, -1)
+        mask = torch.cat([present, causal], dim=3)
+    if weights is None:
+        return mask
+    added = pad(weights, (0, width)).repeat_interleave(group, dim=1)[:, :, None]
+    return added.masked_fill(~mask, -torch.inf).to(query.dtype)
 
 
 def attention_received(
@@ -301,8 +303,7 @@ def _causal_weights(
         by_all = max(column + start - max(offsets), 0)
         later = torch.arange(by_all, visible, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
-        # The query heads of a KV head as rows of one product: torch would copy the keys for each of
-        # them.
+        # query heads of a KV head are rows of one product: torch would copy the keys for each
         logits = (part.flatten(2, 3) @ key[..., :visible]).unflatten(2, part.shape[2:4])
         logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
         yield columns, softmax(logits, sinks)

@@ -54,10 +54,8 @@ class CapturedStep:
         self._engine, self._device = engine, device
         self.eager = self.captured = self.repeated = 0
         self._inputs: Tensor | None = None  # [2, B], which the graph reads
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._layout: object = None
-        self._repeats: Repeats = []
-        self._logits = torch.empty(0)
+        self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """That of a copied engine, whose memory is elsewhere."""
@@ -79,7 +77,8 @@ class CapturedStep:
         layout = self._engine.layout()
         if layout is None or layout != self._layout:
             # of before the step: where it has moved memory, the next one runs as ever, too
-            self._graph, self._layout, self.eager = None, layout, self.eager + 1
+            self._layout, self.eager = layout, self.eager + 1
+            self._forget()
             return forward(ids, positions)
         if self._graph is None:
             self._graph, self.captured = self._capture(ids, positions, forward), self.captured + 1
@@ -92,6 +91,12 @@ class CapturedStep:
         with self._engine.spans("captured"):
             self._graph.replay()
         return self._logits.clone()
+
+    def _forget(self) -> None:
+        """There is no graph, nor memory that one writes."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._repeats: Repeats = []
+        self._logits = torch.empty(0)
 
     def _uploaded(self, inputs: Tensor) -> Tensor:
         """The inputs where the graph reads them."""

@@ -724,33 +724,6 @@ class DeviceTier(Slotted):
         self.refuse_lost(index, here)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
 
-    # -- for tests ---------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls; waits for the device."""
-        assert len(self.pool.key) == len(self.pool.value), "a key has a value"
-        assert len(self.pool.key) == int(self.room.sum()), "every slot is some head's"
-        assert bool((self.room % PAGE == 0).all()), "room is whole pages"
-        assert 0 <= self.reserved <= self.capacity, "what is reserved is there"
-        assert int(self.used.min()) >= 0 and int(self.used.max()) <= self.reserved, (
-            "what is used was reserved"
-        )
-        free = self.reserved - int(self.used.max())
-        assert bool((self.used + free <= self.room).all()), (
-            "every head has room for the tokens to come"
-        )
-        assert all(bool(part.isfinite().all()) for part in self.codecs.decode(*self.pool)), (
-            "every slot is finite"
-        )
-        if self.ids is not None:
-            assert self.ids.shape == (*self.room.shape, self.capacity), "a slot has an id"
-            assert ascending(self.ids), (
-                "tokens ascend from slot 0 without holes, none of them twice"
-            )
-            assert torch.equal((self.ids != NO_TOKEN).sum(dim=2).cpu(), self.used), (
-                "a used slot has a token"
-            )
-
 
 def _first(room: torch.Tensor) -> torch.Tensor:
     """Where the room of each head begins in a pool, for room [B, Hkv]."""

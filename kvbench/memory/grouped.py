@@ -239,23 +239,3 @@ class GroupedTier(DeviceTier):
             torch.where(whole, here, there) for here, there in zip(near, coded, strict=True)
         )
         return key, value
-
-    # -- for tests ---------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls; waits for the device."""
-        assert (
-            len(self.pool.key)
-            == len(self.pool.value)
-            == int(self.room.sum())
-            == GROUP * len(self.parameters)
-        )
-        assert bool((self.room % GROUP == 0).all()), "a KV head begins with a group of its own"
-        assert bool((self.coded % GROUP == 0).all()), "groups are coded whole"
-        window = self.used - self.coded
-        assert int(window.min()) >= 0 and int(window.max()) <= WINDOW, (
-            "the newest tokens are in the window"
-        )
-        assert all(bool(part.isfinite().all()) for part in self.stored_rows()[:2]), (
-            "every token is finite"
-        )

@@ -334,29 +334,6 @@ class HostTier:
         self.slot_of.scatter_(2, order, torch.arange(count).expand_as(order))
         self.arranged = True
 
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls; for tests."""
-        assert self.key.shape[:3] == self.value.shape[:3], "a key has a value"
-        if self._decoded is not None:
-            # rows that are turned differ in their last bits by how many they are
-            keys = self.codecs.key.decode(self.key)
-            assert torch.allclose(self._decoded, keys, rtol=2**-7, atol=1e-5), (
-                "keys read in place are those held"
-            )
-        assert self.slot_of.shape == self.present.shape == self.key.shape[:3], (
-            "a slot for every token id"
-        )
-        identity = torch.arange(self.capacity).expand_as(self.slot_of)
-        assert torch.equal(self.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
-        assert self.arranged or torch.equal(self.slot_of, identity), (
-            "slots keep the order of the ids until arranged"
-        )
-        for landing in self._landing:
-            for row, length in enumerate(landing.lengths):
-                assert bool(self.present[row, :, length].all()), (
-                    "a token that is landing lives here"
-                )
-
 
 def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
     """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any

@@ -21,10 +21,8 @@ import torch
 from kvbench.kernels.lists import plan_lists
 from kvbench.memory.device import (
     NO_TOKEN,
-    PAGE,
     Located,
     Pool,
-    ascending,
     find,
     flat,
     index_of,
@@ -552,37 +550,6 @@ class Stage:
         """The staged tokens, then the newest of each row."""
         staged = () if self._staged is None or self._staged.rows is None else (self._staged.rows,)
         return staged if self.newest is None else (*staged, self.newest)
-
-    # -- for tests ---------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls; waits for the device."""
-        if self.staged is not None:
-            self._check_ids(self.staged.ids)
-            for row, block in zip(
-                self.staged.rows or (), (self._host.key, self._host.value), strict=False
-            ):
-                assert row.shape == (*self.staged.ids.shape, block.shape[3]), (
-                    "what is staged has a key and a value"
-                )
-        if self._pending is not None:
-            self._check_ids(self._pending.ids)
-            rows = (
-                sum(value.numel() for _, value in self._pending.blocks) // self._host.value.shape[3]
-            )
-            assert self._in_place or self._pending.source.shape == self._pending.ids.shape, (
-                "what comes has a source"
-            )
-            assert bool((self._pending.source < max(rows, 1)).all()), (
-                "a source is a row of the blocks"
-            )
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        ids = ids.cpu()
-        assert ids.shape[2] % PAGE == 0, "a block is whole pages"
-        assert ascending(ids), "tokens ascend without holes, none of them twice"
-        lives = self._host.present.gather(2, ids.clamp(max=self._host.capacity - 1))
-        assert bool((lives | (ids == NO_TOKEN)).all()), "what is staged lives on the host"
 
 
 def _with_keys(

@@ -334,27 +334,6 @@ class Tiers:
             return self.device.sizes
         return self.host.codecs.key.nbytes, self.host.codecs.value.nbytes
 
-    # -- for tests ---------------------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls once the prompt has left; waits for the
-        device.
-        """
-        self.device.check_integrity()
-        assert (self.host is None) == (self.stage is None), "a host tier has a stage"
-        if self.host is not None and self.stage is not None:
-            self.host.check_integrity()
-            self.stage.check_integrity()
-            beyond = torch.arange(self.host.capacity) >= torch.tensor(self.lengths)[:, None, None]
-            assert not bool((self.host.present & beyond).any()), (
-                "the host holds no token that was not seen"
-            )
-        lengths = torch.tensor(self.lengths)[:, None, None]
-        assert bool((self.device.token_ids().cpu() < lengths).all()), (
-            "the device holds no token that was not seen"
-        )
-        self.tiers()
-
 
 class Sealed(NamedTuple):
     """A layer's prompt: keys and values [B, Hkv, capacity, D], whole pages, of which each row has
@@ -691,30 +670,6 @@ class LayerStore(Tiers):
             return self.device.locate(index).stored_rows()
         with self._spans("transfer"):
             return self._locate_in_both(self.stage, index, self.device.codecs).stored_rows()
-
-    def check_integrity(self) -> None:
-        """Assert what holds between any two calls once the prompt has left; waits for the
-        device.
-        """
-        super().check_integrity()
-        tiers = self.tiers()
-        valid = (
-            torch.arange(tiers.shape[2]) < torch.tensor(self.lengths)[:, None, None]
-        ).expand_as(tiers)
-        if self.home == "host":
-            assert bool((tiers[valid] == HOST).all()), "a token whose home is the host is there"
-        elif self._on_drop == "offload":
-            assert bool((tiers[valid] != DROPPED).all()), (
-                "a token that left the device is on the host"
-            )
-        elif self.device.ids is None:
-            assert bool((tiers[valid] == DEVICE).all()), (
-                "a token that nobody dropped is on the device"
-            )
-        if self.host is not None:
-            assert self.host.total == int(self.host.present.sum()), (
-                "the tokens of the host are counted"
-            )
 
 
 def _moved_tokens(moved: Callable[[int], None], size: int, tokens: int) -> None:
