@@ -55,7 +55,9 @@ class CapturedStep:
         self.eager = self.captured = self.repeated = 0
         self._inputs: Tensor | None = None  # [2, B], which the graph reads
         self._layout: object = None
-        self._forget()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._repeats: Repeats = []
+        self._logits: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStep:
         """That of a copied engine, whose memory is elsewhere."""
@@ -78,10 +80,13 @@ class CapturedStep:
         if layout is None or layout != self._layout:
             # of before the step: where it has moved memory, the next one runs as ever, too
             self._layout, self.eager = layout, self.eager + 1
-            self._forget()
+            self._graph, self._logits = None, None
+            self._repeats = []
             return forward(ids, positions)
-        if self._graph is None:
-            self._graph, self.captured = self._capture(ids, positions, forward), self.captured + 1
+        if self._graph is None or self._logits is None:
+            self._graph = torch.cuda.CUDAGraph()
+            self._logits = self._capture(self._graph, ids, positions, forward)
+            self.captured += 1
         else:
             self.repeated += 1
             count(1)
@@ -92,12 +97,6 @@ class CapturedStep:
             self._graph.replay()
         return self._logits.clone()
 
-    def _forget(self) -> None:
-        """There is no graph, nor memory that one writes."""
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._repeats: Repeats = []
-        self._logits = torch.empty(0)
-
     def _uploaded(self, inputs: Tensor) -> Tensor:
         """The inputs where the graph reads them."""
         pinned = inputs.pin_memory()
@@ -105,15 +104,17 @@ class CapturedStep:
             self._inputs = torch.empty_like(inputs, device=self._device)
         return self._inputs.copy_(pinned, non_blocking=True)
 
-    def _capture(self, ids: Tensor, positions: Tensor, forward: Forward) -> torch.cuda.CUDAGraph:
-        """The graph of a step, which has run on the host, and not yet on the device."""
-        graph, self._repeats = torch.cuda.CUDAGraph(), []
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, ids: Tensor, positions: Tensor, forward: Forward
+    ) -> Tensor:
+        """Where the logits of a step will be, which has run on the host, and not yet on the
+        device.
+        """
         self._engine.note_repeats(self._repeats)
         try:
             # threads that search for a method may use the device meanwhile
             capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
             with self._engine.spans.held(), capture:
-                self._logits = forward(ids, positions)
+                return forward(ids, positions)
         finally:
             self._engine.note_repeats(None)
-        return graph
