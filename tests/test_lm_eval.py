@@ -50,8 +50,8 @@ def test_settings_are_keys_of_a_run_whatever_characters_a_folder_has(tmp_path: P
     folder.symlink_to(TINY)
     settings = {"pretrained": str(folder), "method": "quest", "budget": 0.1, "protocol.dense_layers": [0]}
     config = setup_config({**settings, "protocol.accounting": "unified", "method.page_size": "8"})
-    assert (config["model"]["path"], config["budget"], config["method"]["page_size"]) == (str(folder), 0.1, 8)
-    assert (config["protocol"]["dense_layers"], config["protocol"]["accounting"]) == ([0], "unified")
+    assert (config.model.path, config.budget, config.method.options["page_size"]) == (str(folder), 0.1, 8)
+    assert (config.protocol.dense_layers, config.protocol.accounting) == ((0,), "unified")
 
 
 def test_answers_are_kept_in_a_file_for_each_thing_that_generates() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.config import choices, shipped
+from kvbench.config import TargetConfig, choices, shipped
 from kvbench.tasks import Sample, Task, task_of
 from kvbench.tasks.leval import SUBSETS as LEVAL
 from kvbench.tasks.longbench import SUBSETS
@@ -100,7 +100,7 @@ def with_folder(name: str, folder: Path) -> Task:
     harness = ("name", "about", "limit", "valid")
     given = {key: value for key, value in (shipped("task", name) or {}).items() if key not in harness}
     own = {"data_dir": str(folder)} if "data_dir" in given and name != "ruler" else {}
-    return task_of(given | own | SET.get(name, {}))
+    return task_of(TargetConfig.of(given | own | SET.get(name, {})))
 
 
 def samples_of(name: str, folder: Path) -> Iterator[Sample]:
