@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.attend import LIST_PIECE, join, queries, scratch, shares, space, write_piece
-from kvbench.kernels.rows import BLOCK, add_values, lay_out, scale_logits, score, vectors, weigh
+from kvbench.kernels.attend import (
+    LIST_PIECE,
+    add_bias,
+    begin_piece,
+    join,
+    queries,
+    scratch,
+    shares,
+    space,
+    write_piece,
+)
+from kvbench.kernels.rows import BLOCK, add_values, scale_logits, score, vectors, weigh
 from kvbench.kernels.threads import claim, in_threads
 from kvbench.kernels.vectors import (
     LANES,
-    LOWEST,
     NOTHING,
     inner,
     kernel,
@@ -77,7 +86,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     plain = pair == 1 and number.itemsize == 4
     for i in range(BLOCK):
         keys[i] = block_keys.ctypes.data + i * size
-    laid_query, most, total, sums = scratch(query)
+    work = scratch(query)
     block = np.empty((query.shape[1], BLOCK), np.float32)
     lists, heads = len(query) // len(index), cache.shape[1]
     before, pieces = pieces
@@ -86,10 +95,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         at, piece = item // pieces, item % pieces
         row = at // lists
         head, list_row = at % lists * heads // lists, min(at % lists, index.shape[1] - 1)
-        most[:] = LOWEST
-        total[:] = 0
-        sums[:] = 0
-        lay_out(query[at], laid_query, stored)
+        begin_piece(work, query[at], stored)
         place, end = piece * LIST_PIECE, min(count, (piece + 1) * LIST_PIECE)
         while place < end:
             rows = 0
@@ -102,25 +108,19 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
                 break
             if plain and not rebuilt and _neighbours(ids, rows):
                 _find_values(ids, rows, tables[row], cache, head, size, values)
-                _score_columns(laid_query, ids, rows, tables[row], cache, head, block)
+                _score_columns(work.query, ids, rows, tables[row], cache, head, block)
             else:
                 _copy_rows(ids, 0, rows, tables[row], cache, head, pair, block_keys, block_values)
                 for i in range(rows):
                     values[i] = block_values.ctypes.data + i * size
                     if rebuilt:
                         keys[i] = rebuilt + ((row * heads + head) * count + rank[i]) * size
-                score(laid_query, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
+                score(work.query, keys, groups, (0, 0), rows, (keys[:0], 0), block, stored)
             scale_logits(block, rows, scaling)
-            for r in range(query.shape[1]):
-                if bias.shape[2]:
-                    for i in range(rows):
-                        block[r, i] += bias[at, r, rank[i]]
-                if logits.shape[2]:
-                    for i in range(rows):
-                        logits[at, r, rank[i]] = block[r, i]
-            weigh(block, rows, most, total, sums)
-            add_values(block, values, (0, 0), rows, (keys[:0], 0), sums, stored)
-        write_piece(results[at, before + piece], most, total, sums, stored)
+            add_bias(block, rank[:rows], at, bias, logits)
+            weigh(block, rows, work.most, work.total, work.sums)
+            add_values(block, values, (0, 0), rows, (keys[:0], 0), work.sums, stored)
+        write_piece(results[at, before + piece], work.most, work.total, work.sums, stored)
         item = claim(claims)
 
 
