@@ -143,13 +143,17 @@ def bench(vectors: Floats, queries: Floats, k: int, names: list[str]) -> dict[st
     built: dict[Any, tuple[Any, float]] = {}
     arms = {name: arm(name, vectors, queries, built) for name in names}
     query_ids = range(len(queries))
-    us = median_us({name: partial(arm.search, k) for name, arm in arms.items()}, query_ids)
-    nearest = {name: [arm.search(k, query) for query in query_ids] for name, arm in arms.items()}
+    calls = {name: partial(built_arm.search, k) for name, built_arm in arms.items()}
+    us = median_us(calls, query_ids)
+    nearest = {name: [call(query) for query in query_ids] for name, call in calls.items()}
     rows = {}
-    for name, arm in arms.items():
-        megabytes = faiss.serialize_index(arm.index).nbytes / 1e6
-        shares = map(np.mean, map(np.isin, nearest["Flat"], nearest[name]))
-        rows[name] = (arm.build_s, us[name] / 1e3, megabytes, 100 * float(np.mean(list(shares))))
+    for name, built_arm in arms.items():
+        megabytes = faiss.serialize_index(built_arm.index).nbytes / 1e6
+        recalls = [
+            np.isin(*both).mean() for both in zip(nearest["Flat"], nearest[name], strict=True)
+        ]
+        accuracy = 100 * float(np.mean(recalls))
+        rows[name] = (built_arm.build_s, us[name] / 1e3, megabytes, accuracy)
     ratios, paper = over_flat(rows), over_flat(PAPER)
     return {
         "vectors": "made",
