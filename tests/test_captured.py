@@ -26,7 +26,6 @@ from kvbench.memory import device as memory
 
 CASES = {case.id: case for case in METHODS}
 FIFTY = ["full", "snapkv", "quest", "h2o"]  # that are followed for longer, as memory moves
-QUICK = [*FIFTY, "topk", "rkv", "adakv_snapkv", "squeeze"]
 # Presets whose steps need the host, and what for.
 TEXT = "cuts what is generated into chunks, and says by Python numbers which tokens are recent"
 SEARCH = "its index is searched on the CPU"
@@ -132,9 +131,7 @@ def same(loaded: Loaded, case: Case, steps: int, **settings: Any) -> CapturedSte
     return captured.step
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.slow] * (case.id not in QUICK)) for case in CAPTURED]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CAPTURED])
 def test_a_captured_step_is_an_eager_one_to_the_bit(above: Loaded, case: Case) -> None:
     steps = 70 if case.name in ("raas", "scope") else 8  # lists of these grow until they are full
     step = same(above, case, steps, lengths=LONGER.get(case.id, (150, 90)))

@@ -487,10 +487,10 @@ class Engine:
             out, weights = self.executor(
                 query, store, attended, self.shape.scaling, self.method.needs.probabilities
             )
-        note = partial(self.audit.attended, layer, selection, store.device.numbers)
-        note()
+        noted = layer, selection, store.device.numbers
+        self.audit.attended(*noted)
         if self._repeats is not None:
-            self._repeats.append(note)
+            self._repeats.append(partial(self.audit.attended, *noted))
         if self.probe is not None:
             self.probe.step(
                 layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks

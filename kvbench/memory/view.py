@@ -32,6 +32,7 @@ class StoreView(View):
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
         self._stores, self._metered = stores, read
+        self._seen: dict[torch.device, tuple[list[int], torch.Tensor]] = {}
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens seen by each row."""
@@ -39,7 +40,14 @@ class StoreView(View):
 
     def seen(self, layer: int) -> torch.Tensor:
         """`lengths` as [B] int64 on the device; on a GPU the next token is counted in it."""
-        return self._stores[layer].seen
+        store = self._stores[layer]
+        if store.device.counters is not None:
+            return store.device.counters.seen
+        # of a step, most layers of a device ask for the same
+        device = store.device.first.device
+        if device not in self._seen or self._seen[device][0] != store.lengths:
+            self._seen[device] = store.lengths, store.seen
+        return self._seen[device][1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie.

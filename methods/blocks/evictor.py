@@ -131,7 +131,7 @@ class Evictor(KeepsEnds):
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is held: all that memory holds, while no token has gone."""
         tokens = self.token_lists[layer]
-        if tokens.ids.is_cuda:  # in every step, so that these are alike
+        if tokens.counts.is_cuda:  # in every step, so that these are alike
             return Selection(tokens.ids.clone())
         return None if self.in_memory[layer] and tokens.untouched else Selection(tokens.ids)
 
