@@ -541,9 +541,10 @@ def over_requests(requests: Sequence[Request]) -> dict[str, float]:
 
 def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[Step]]:
     """Bytes on the device of a batch with room for answers, and its steps after the first."""
-    from kvbench.backends.hf.generate import EngineCache, decode_step
     from kvbench.backends.hf.model import engine_for, method_named
+    from kvbench.backends.hf.runner import ModelRunner
     from kvbench.budget import Budget
+    from kvbench.engine.passes import DecodePasses
     from kvbench.measure.synthetic import SyntheticEngine
 
     budget = Budget(None if part.method == FULL else part.budget)
@@ -560,10 +561,11 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     )
     prompts = torch.randint(256, (batch, part.tokens), generator=torch.Generator().manual_seed(0))
     engine.fill_prompt(prompts.tolist())
-    cache, tokens, timed = EngineCache(engine), prompts[:, -1], list[Step]()
+    passes, tokens = DecodePasses(ModelRunner(loaded.model), engine), prompts[:, -1]
+    timed: list[Step] = []
     for _ in range(WARM + steps):
         began = time.perf_counter()
-        tokens = decode_step(loaded.model, tokens, cache, [True] * batch)
+        tokens = passes.next_tokens(tokens)
         timed.append(Step(time.perf_counter() - began, batch, batch, True, 0, 0))
         engine.settle()
     audit = engine.report()

@@ -50,11 +50,12 @@ wait_briefly()  # as a run does, before torch is loaded
 import torch  # noqa: E402
 
 from kvbench.backends.hf import loading as models  # noqa: E402
-from kvbench.backends.hf.generate import EngineCache, decode_step  # noqa: E402
 from kvbench.backends.hf.model import engine_for, method_named  # noqa: E402
+from kvbench.backends.hf.runner import ModelRunner  # noqa: E402
 from kvbench.backends.hf.streamed import stream  # noqa: E402
 from kvbench.budget import Budget  # noqa: E402
 from kvbench.config import choices, shipped  # noqa: E402
+from kvbench.engine.passes import DecodePasses  # noqa: E402
 from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
 from kvbench.memory.kinds import kv_of  # noqa: E402
@@ -131,7 +132,7 @@ class Side:
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
         self.engine.fill_prompt(prompt.tolist())
-        self.cache, self.tokens = EngineCache(self.engine), prompt[:, -1]
+        self.passes, self.tokens = DecodePasses(ModelRunner(self.model), self.engine), prompt[:, -1]
         self.engine.spans.reset()
         self.ms: dict[str, list[float]] = defaultdict(list)
 
@@ -141,7 +142,7 @@ class Side:
             self.compiled.reset()
         began = time.perf_counter()
         with self.engine.spans("other"):
-            self.tokens = decode_step(self.model, self.tokens, self.cache, [True])
+            self.tokens = self.passes.next_tokens(self.tokens)
         spent = time.perf_counter() - began
         self.engine.settle()
         parts = self.engine.spans.reset()

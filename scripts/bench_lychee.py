@@ -49,13 +49,15 @@ import torch
 from bench import command_line, median_us, print_result, say
 from json_texts import LAYOUTS, document
 
-from kvbench.backends.hf.generate import Generation, QuestionTokens, generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import bind_methods
+from kvbench.engine.batch import Generation, generate
+from kvbench.engine.request import QuestionTokens
 
 bind_methods()
 
@@ -204,7 +206,7 @@ def answer(
     engine = engine_for(
         loaded.model, [len(prompt)], method, budget, layers, tokenizer, new_tokens=steps
     )
-    return generate(loaded.model, [prompt], engine, **how)
+    return generate(ModelRunner(loaded.model), [prompt], engine, **how)
 
 
 def bench_model(loaded: Loaded, count: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -31,13 +31,15 @@ from bench import command_line, print_result
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import EngineCache, decode_step, prefill
 from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.model import method_named
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import choices, shipped
 from kvbench.engine.engine import Engine
+from kvbench.engine.passes import DecodePasses
+from kvbench.engine.request import chosen_tokens
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
 SIDES = ("kvbench", "transformers")
@@ -51,8 +53,9 @@ class Kvbench:
         model.set_attn_implementation(NAME)
         shape = shape_of(model, [prompt.shape[1]], (), model.dtype, model.device)
         engine = Engine(shape, method_named("full"), Budget(None), new_tokens=new_tokens)
-        self.cache = EngineCache(engine)
-        self.tokens = prefill(model, prompt.tolist(), self.cache, CHUNK)
+        self.engine, runner = engine, ModelRunner(model)
+        self.tokens = chosen_tokens(runner.prefill(engine, prompt.tolist(), CHUNK))
+        self.passes = DecodePasses(runner, engine)
         self.generated = self.tokens.tolist()
 
     def burst(self, steps: int) -> list[float]:
@@ -61,10 +64,10 @@ class Kvbench:
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            self.tokens = decode_step(self.model, self.tokens, self.cache, [True])
+            self.tokens = self.passes.next_tokens(self.tokens)
             self.generated += self.tokens.tolist()
             seconds.append(time.perf_counter() - start)
-            self.cache.engine.settle()
+            self.engine.settle()
         return seconds
 
 

@@ -34,7 +34,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -51,15 +50,15 @@ import argparse  # noqa: E402
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from kvbench.backends.hf import generate  # noqa: E402
-from kvbench.backends.hf.together import DecodePass  # noqa: E402
 from kvbench.cli.compose import composed  # noqa: E402
 from kvbench.cli.demo import METHODS  # noqa: E402
 from kvbench.cli.fetch import DEFAULT  # noqa: E402
 from kvbench.config import ConfigError, choices, nearest  # noqa: E402
+from kvbench.engine.batch import Batch  # noqa: E402
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine  # noqa: E402
 from kvbench.measure.arm import Setup  # noqa: E402
-from kvbench.runs import shared  # noqa: E402
+from kvbench.runs import sweep  # noqa: E402
 from kvbench.runs.identity import arm_name  # noqa: E402
 from kvbench.runs.stored import read_samples  # noqa: E402
 from kvbench.tasks.ruler.needles import SUBSETS  # noqa: E402
@@ -126,7 +125,6 @@ class Watch:
 
     def __init__(self, keep: Callable[[torch.Tensor], Any] | None) -> None:
         self.seconds = 0.0
-        self._inside = False
         self._keep = keep
         self.rows: list[int] = []
         self.records: StepRecords = {}
@@ -136,8 +134,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Take the places of the functions that decode."""
         engine = Setup.engine
-        settle = generate.Decoding.settle
-        step = DecodePass.step
+        settle, decode = Decoded.settle, Batch._decode
 
         def watched_engine(
             setup: Setup,
@@ -151,38 +148,24 @@ class Watch:
             self._of[new_engine] = arm_name(setup.config), samples[0]
             return new_engine
 
-        def settled(decoding: generate.Decoding, logits: torch.Tensor) -> None:
-            if self._keep is not None and (answer := self._of.get(decoding.engine)):
+        def settled(decoded: Decoded, logits: torch.Tensor, seconds: float) -> None:
+            if self._keep is not None and (answer := self._of.get(decoded.engine)):
                 self.records.setdefault(answer, []).append(self._keep(logits))
-            settle(decoding, logits)
+            settle(decoded, logits, seconds)
 
-        def passed(decoded: DecodePass) -> Any:
-            self.rows.append(decoded.rows)
-            return step(decoded)
+        def timed(batch: Batch) -> Any:
+            self.rows.append(batch.rows)
+            began = time.perf_counter()
+            try:
+                return decode(batch)
+            finally:
+                self.seconds += time.perf_counter() - began
 
         with ExitStack() as placed:
             placed.enter_context(patch.object(Setup, "engine", watched_engine))
-            for owner, name, function in (
-                (generate, "_step", generate._step),
-                (generate.Decoding, "settle", settled),
-                (DecodePass, "step", passed),
-            ):
-                placed.enter_context(patch.object(owner, name, self._timed(function)))
+            placed.enter_context(patch.object(Decoded, "settle", settled))
+            placed.enter_context(patch.object(Batch, "_decode", timed))
             yield
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def timed(*arguments: Any) -> Any:
-            if self._inside:
-                return function(*arguments)
-            self._inside, began = True, time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self._inside = False
-                self.seconds += time.perf_counter() - began
-
-        return timed
 
 
 class Sweeps:
@@ -200,7 +183,7 @@ class Sweeps:
         self._words = words
         self._budget = budget
         self._loaded = None
-        self._prepare = shared.prepare
+        self._prepare = sweep.prepare
 
     def run(
         self,
@@ -213,13 +196,13 @@ class Sweeps:
         watch = Watch(keep)
         with (
             tempfile.TemporaryDirectory() as folder,
-            patch.object(shared, "prepare", self._prepared),
+            patch.object(sweep, "prepare", self._prepared),
         ):
             ways = [f"sweep.shared_decode={str(together).lower()}", f"results_dir={folder}"]
             configs, skipped = self._configs(methods, [*words, *ways])
             with watch.watching():
                 began = time.perf_counter()
-                outcomes = shared.run_arms(configs, Console(quiet=True))
+                outcomes = sweep.run_arms(configs, Console(quiet=True))
                 all_s = time.perf_counter() - began
             answers: dict[Answer, list[int]] = {}
             for arm, path, _, error in outcomes:

@@ -26,12 +26,13 @@ import torch
 from bench import command_line
 from numpy.typing import NDArray
 
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.model import engine_for
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.measure.arm import Arm, TokenizedSample, prompt_of
+from kvbench.engine.batch import generate
+from kvbench.measure.arm import Arm
+from kvbench.measure.prompts import TokenizedSample, prompt_of
 from kvbench.method import Method, Needs, Prompt
 from kvbench.runs.run import prepare
 from kvbench.runs.work import samples

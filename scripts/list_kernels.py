@@ -126,7 +126,7 @@ def main(names: list[str]) -> None:
             }
             used[dtype] = {name: kernels for name, kernels in listed.items() if name in every}
     # Each has what is imported here, and compiles for itself.
-    import kvbench.runs.shared  # noqa: F401
+    import kvbench.runs.sweep  # noqa: F401
 
     processes = multiprocessing.get_context("fork")
     for dtype in DTYPES:

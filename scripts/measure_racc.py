@@ -39,12 +39,13 @@ from typing import Any
 import torch
 from bench import command_line, print_result, say
 
-from kvbench.backends.hf.generate import EngineCache, decode_step, prefill
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.engine.engine import Engine
+from kvbench.engine.passes import DecodePasses
 from kvbench.tasks.ruler import prose
 from kvbench.tasks.ruler.needles import Needles, draw
 
@@ -91,15 +92,10 @@ class NeedleText:
 class RaccArm:
     """A method in the middle of its generation."""
 
-    cache: EngineCache
-    model: Any
+    engine: Engine
+    passes: DecodePasses
     right: list[bool] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of its cache."""
-        return self.cache.engine
 
     def ask(self, question: Sequence[int], count: int) -> list[int]:
         """Read a question through the method, and go on greedily for `count` tokens."""
@@ -107,7 +103,7 @@ class RaccArm:
         output: list[int] = []
         for place in range(1, len(question) + count + 1):
             start = time.perf_counter()
-            following = decode_step(self.model, token, self.cache, [True])
+            following = self.passes.next_tokens(token)
             self.step_ms.append(1e3 * (time.perf_counter() - start))
             self.engine.settle()
             if place >= len(question):
@@ -163,9 +159,9 @@ def begun(loaded: Loaded, name: str, text: NeedleText, ratio: float, steps: int)
         (),
         new_tokens=steps,
     )
-    arm = RaccArm(EngineCache(engine), loaded.model)
-    prefill(loaded.model, [text.prompt], arm.cache)
-    return arm
+    runner = ModelRunner(loaded.model)
+    runner.prefill(engine, [text.prompt])
+    return RaccArm(engine, DecodePasses(runner, engine))
 
 
 @torch.inference_mode()

@@ -25,7 +25,9 @@ from bench import command_line, print_result, say
 
 from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
-from kvbench.measure.arm import Arm, measure, prefill_shared, prompt_of
+from kvbench.measure.arm import Arm
+from kvbench.measure.job import measure, prefill_shared
+from kvbench.measure.prompts import prompt_of
 from kvbench.runs.run import prepare
 from kvbench.tasks import Sample
 

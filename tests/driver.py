@@ -20,12 +20,13 @@ from _pytest.mark import ParameterSet
 from omegaconf import DictConfig, OmegaConf
 
 from kvbench.attention import executor as attention
-from kvbench.backends.hf.generate import Generation, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, MethodConfig, method_config
 from kvbench.engine.audit import extra_entries
+from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Template
 from kvbench.memory.kinds import KV, NATIVE
@@ -293,7 +294,7 @@ def run_loop(
         audit_every=audit_every,
         head_scores=scores_of(loaded.model),
     )
-    return generate(loaded.model, prompts, engine, max_new_tokens=steps + 1, **options), engine
+    return generate(ModelRunner(loaded.model), prompts, engine, max_new_tokens=steps + 1, **options), engine
 
 
 # -- an engine without a model ----------------------------------------------------------------------------------------

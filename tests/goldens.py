@@ -20,10 +20,10 @@ import torch
 from driver import METHODS, SMALL, Case, drive, run_loop, stream
 from test_questions import with_folder
 
-from kvbench.backends.hf.generate import Choice, QuestionTokens
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.config import ASSETS, choices, shipped
+from kvbench.engine.request import Choice, QuestionTokens
 from kvbench.memory.kinds import EVERY, NATIVE, VERSIONS, kv_of
 from kvbench.runs.versions import HARNESS
 from kvbench.tasks import Sample, Task

@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 from twin_graphs import SILENT
 
 from kvbench.attention import flashinfer
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import load
 from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import choices, shipped
+from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
 from kvbench.memory.store import LayerStore
 
@@ -149,7 +150,7 @@ def launches(case: Case) -> dict[str, float]:
             engine = engine_for(*arguments, **options)
             monkeypatch.setattr(Engine, "start_step", started)
             monkeypatch.setattr(Engine, "settle", settled)
-            generate(model.model, [numbers(LENGTH)], engine, max_new_tokens=STEPS)
+            generate(ModelRunner(model.model), [numbers(LENGTH)], engine, max_new_tokens=STEPS)
         layers = model.model.config.num_hidden_layers
     return {part: counts[part] / (layers if part in PARTS[:4] else 1) for part in PARTS}
 

@@ -12,13 +12,14 @@ import pytest
 from driver import slow
 from omegaconf import DictConfig
 
-from kvbench.backends.hf.generate import generate
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.measure.arm import batches, measure, prompt_of
+from kvbench.engine.batch import generate
+from kvbench.measure.job import measure
+from kvbench.measure.prompts import batches, prompt_of
 from kvbench.memory.store import LayerStore
-from kvbench.runs.run import largest_prompts, prepare, run
-from kvbench.runs.shared import run_shared
+from kvbench.runs.run import largest_prompts, prepare
+from kvbench.runs.sweep import run, run_shared
 from kvbench.runs.work import samples
 from kvbench.tasks import Sample, Timed
 
@@ -83,14 +84,14 @@ def test_a_row_that_fails_takes_no_other_with_it_and_is_tried_again(
     second = list(alone.values())[1]["id"]
     sizes: list[int] = []
 
-    def failing(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+    def failing(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
         sizes.append(len(prompts))
         if second in engine.method.context.samples:
             raise FloatingPointError("the model's logits are NaN or infinite")
-        return generate(model, prompts, engine, **options)
+        return generate(runner, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.backends.hf.generate.generate", failing)
+        patch.setattr("kvbench.engine.batch.generate", failing)
         summary = run(configured("snapkv", 3))
     assert (summary["n"], summary["failed"], sizes) == (6, 1, [3, 1, 1, 1, 3])
     for key, record in records(tmp_path / "3").items():

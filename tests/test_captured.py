@@ -15,13 +15,15 @@ from integrity import check
 from twin import Twin, device
 
 from kvbench.attention import flashinfer
-from kvbench.backends.hf.generate import Choice, QuestionTokens, generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import choices, shipped
+from kvbench.engine.batch import generate
 from kvbench.engine.captured import CapturedStep
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Choice, QuestionTokens
 from kvbench.memory import device as memory
 
 CASES = {case.id: case for case in METHODS}
@@ -109,7 +111,7 @@ def outcome(
     prompts = [numbers(length, seed=row) for row, length in enumerate(lengths)]
     ends = [numbers(steps + 1, seed=9), *(numbers(steps // 2, seed=row) for row in range(1, len(lengths)))]
     generation = generate(
-        loaded.model,
+        ModelRunner(loaded.model),
         prompts,
         engine,
         max_new_tokens=steps + 1,
@@ -179,7 +181,7 @@ def test_a_cpu_repeats_nothing(tiny: Loaded) -> None:
 
 def test_a_copied_engine_captures_anew(above: Loaded) -> None:
     engine = engine_for(above.model, [60], CASES["full"].build(), Budget(None), (), attention="torch", new_tokens=20)
-    generate(above.model, [numbers(60)], engine, max_new_tokens=5)
+    generate(ModelRunner(above.model), [numbers(60)], engine, max_new_tokens=5)
     copied: Engine = copy.deepcopy(engine)
     assert copied.captured is not None and engine.captured is not None and engine.captured.repeated == 2
     assert copied.captured.eager == copied.captured.repeated == 0

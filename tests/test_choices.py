@@ -15,8 +15,8 @@ import pytest
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
 from kvbench.runs.summary import summarise
+from kvbench.runs.sweep import run
 from kvbench.tasks import Sample
 from kvbench.tasks.gpqa import Gpqa
 from kvbench.tasks.longbench_v2 import LongBenchV2

@@ -54,9 +54,8 @@ def command(tmp_path, monkeypatch, capsys):
     """The same within this process: (exit code, stderr, configs that were run)."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    stand_in = ModuleType("kvbench.runs.run")
+    stand_in = ModuleType("kvbench.runs.sweep")
     stand_in.run = lambda cfg, shard=None: ran.append(cfg)
-    monkeypatch.setitem(sys.modules, "kvbench.runs.run", stand_in)
 
     def run_arms(configs, shard=None):
         outcomes = []
@@ -67,7 +66,7 @@ def command(tmp_path, monkeypatch, capsys):
                 outcomes.append(SimpleNamespace(summary=None, error=error))
         return outcomes
 
-    monkeypatch.setitem(sys.modules, "kvbench.runs.shared", stand_in)
+    monkeypatch.setitem(sys.modules, "kvbench.runs.sweep", stand_in)
     stand_in.run_arms = run_arms
 
     def run(*words, does=None):

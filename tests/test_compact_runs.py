@@ -13,7 +13,7 @@ import yaml
 
 from kvbench.cli.compose import composed
 from kvbench.report.data.frame import collect
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run_shared
 
 SCRIPT = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "compact_runs.py"))
 

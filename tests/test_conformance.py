@@ -34,11 +34,11 @@ from driver import (
 )
 
 from kvbench.attention import executor as attention
-from kvbench.backends.hf.generate import Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, choices
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Stops
 from kvbench.memory.view import StoreView
 from kvbench.method import Method, Prompt
 

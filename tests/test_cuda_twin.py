@@ -28,12 +28,13 @@ from driver import (
 from twin import Twin, device
 
 from kvbench.backends.hf.cache import KVCache
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import shipped
+from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
 from kvbench.memory.view import StoreView
 
@@ -234,7 +235,7 @@ def test_probes_measure_the_same(cuda: Twin, above: Loaded, tiny: Loaded, name: 
         engine = engine_for(
             loaded.model, [150, 90], method, Budget(SMALL), (), loaded.tokenizer, new_tokens=4, probe_every=2
         )
-        report = generate(loaded.model, prompts, engine, max_new_tokens=4).probe
+        report = generate(ModelRunner(loaded.model), prompts, engine, max_new_tokens=4).probe
         return {name: value for name, value in report.items() if isinstance(value, float)}
 
     assert probed(above) == pytest.approx(probed(tiny), abs=CLOSE)

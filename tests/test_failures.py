@@ -16,10 +16,10 @@ import pytest
 import torch
 from driver import slow
 
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import quick_in_bfloat16
 from kvbench.cli import checks
 from kvbench.cli import main as cli
+from kvbench.engine.batch import generate
 from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,23 +137,24 @@ def test_bad_input_is_one_line_and_loads_no_torch(refused: Callable[..., str], w
 def with_weights(value: float) -> Callable[..., Any]:
     """Generate with a model one of whose weights is `value`."""
 
-    def broken(model: Any, *arguments: Any, **options: Any) -> Any:
-        weight = model.model.norm.weight
+    def broken(runner: Any, *arguments: Any, **options: Any) -> Any:
+        weight = runner.model.model.norm.weight
         kept = weight[5].item()
         try:
             weight[5] = value
-            return generate(model, *arguments, **options)
+            return generate(runner, *arguments, **options)
         finally:
             weight[5] = kept
 
     return broken
 
 
-def without_memory(model: Any, *arguments: Any, **options: Any) -> Any:
+def without_memory(runner: Any, *arguments: Any, **options: Any) -> Any:
     """Generate with a model whose third layer asks for more memory than any machine has."""
-    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    layer = runner.model.model.layers[2]
+    hook = layer.register_forward_pre_hook(lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
     try:
-        return generate(model, *arguments, **options)
+        return generate(runner, *arguments, **options)
     finally:
         hook.remove()
 
@@ -186,12 +187,12 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
     expected = records(tmp_path / "whole")
     second = list(expected)[1]
 
-    def generate_or_fail(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+    def generate_or_fail(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
         failing = engine.method.context.samples[0] == second
-        return (broken if failing else generate)(model, prompts, engine, **options)
+        return (broken if failing else generate)(runner, prompts, engine, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.backends.hf.generate.generate", generate_or_fail)
+        patch.setattr("kvbench.engine.batch.generate", generate_or_fail)
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out

@@ -16,8 +16,8 @@ from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.compose import composed
 from kvbench.cli.score import rescore
 from kvbench.config import ConfigError
-from kvbench.runs.run import prepare, run
-from kvbench.runs.shared import run_shared
+from kvbench.runs.run import prepare
+from kvbench.runs.sweep import run, run_shared
 from kvbench.runs.work import work_of
 from kvbench.tasks.fidelity import Fidelity
 

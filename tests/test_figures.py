@@ -34,8 +34,7 @@ from kvbench.report.figures import all as figures
 from kvbench.report.figures import steps
 from kvbench.report.figures.pareto import front
 from kvbench.report.figures.passkey import passkey_cells
-from kvbench.runs.run import run
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run, run_shared
 
 PASSKEY = ("task=passkey", "task.lengths=[300,600]", "task.positions=3")
 

@@ -21,7 +21,7 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, choices, method_config, shipped
 from kvbench.models.card import ModelCard
 from kvbench.models.footprint import GIB, Footprint, Prompts, free_memory
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = {  # weights, published or counted by transformers; norms and biases are left out of the estimate

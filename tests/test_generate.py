@@ -9,10 +9,10 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Case, each_method, numbers, run_loop
 
-from kvbench.backends.hf.generate import QuestionTokens, Stops
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.engine.request import QuestionTokens, Stops
 from kvbench.method import Needs
 from kvbench.spans import PARTS, Spans
 

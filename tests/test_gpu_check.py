@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvbench.cli.compose import composed
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import kvbench.runs.shared
+import kvbench.runs.sweep
 from kvbench.cli.compose import composed
-from kvbench.runs.shared import run_arms
+from kvbench.runs.sweep import run_arms
 
 PROGRAM = """
 import json, resource, sys
@@ -60,7 +60,7 @@ def test_arms_in_groups_give_what_arms_together_give(tmp_path: Path, monkeypatch
     arms = [("full", "null"), ("quest", "64"), ("snapkv", "64"), ("streaming_llm", "64"), ("quest", "96")]
     found: list[dict[str, Any]] = []
     for size, folder in ((5, "together"), (2, "groups")):
-        monkeypatch.setattr(kvbench.runs.shared, "folders_at_once", lambda wanted, shard, size=size: size)
+        monkeypatch.setattr(kvbench.runs.sweep, "folders_at_once", lambda wanted, shard, size=size: size)
         base = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", f"results_dir={tmp_path / folder}"]
         outcomes = run_arms([composed(f"method={method}", f"budget={budget}", *base) for method, budget in arms])
         assert [(one.error, one.summary and one.summary["n"]) for one in outcomes] == [(None, 2)] * 5

@@ -34,14 +34,14 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from kvbench.measure import lane
+from kvbench.engine import batch
 from kvbench.runs import run
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run as run_alone, run_shared
 from kvbench.cli.checks import read_config
 from kvbench.config import conf_dir
 
 torch.set_num_threads(1)
-lane.MOST_ROWS = 6  # of two samples, so that they end now and then
+batch.MOST_ROWS = 6  # of two samples, so that they end now and then
 broken, unbroken, kills, torn = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 methods, words = sys.argv[5].split(","), sys.argv[6:]
 with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -64,7 +64,7 @@ def start(results_dir, before=lambda: None):
         try:
             before()
             if len(methods) == 1:
-                run.run(configs[results_dir][0])
+                run_alone(configs[results_dir][0])
             else:
                 run_shared(configs[results_dir])
             status = 0

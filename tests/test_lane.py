@@ -11,18 +11,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import kvbench.backends.hf.together
-import kvbench.measure.arm
+import kvbench.measure.job
+import kvbench.measure.prompts
 from kvbench.backends.hf.prefilled import prefill_once
-from kvbench.backends.hf.together import DecodePass
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.measure import lane, room
+from kvbench.engine import batch
+from kvbench.engine.batch import Admission, Batch
+from kvbench.measure import room
 from kvbench.method import Method, Needs
-from kvbench.runs import shared
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
-from kvbench.runs.shared import run_arms, run_shared
+from kvbench.runs.sweep import run_arms, run_shared
 from kvbench.runs.terminal import Console
 from methods.quest import Quest
 
@@ -112,13 +113,13 @@ def test_how_much_is_left_is_known_with_the_first_pass_and_nothing_is_left_at_th
     configs: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     reports, first = list[Reporter](), list[float | None]()
-    real, rows = shared.SideBySide, Reporter.rows
+    init, rows = Reporter.__init__, Reporter.rows
 
     def noted(self: Reporter, count: int, seconds: float) -> None:
         rows(self, count, seconds)
         first.append(self.joint_decode.remaining(1.0))
 
-    monkeypatch.setattr(shared, "SideBySide", lambda arms: (reports.append(arms.report), real(arms))[1])
+    monkeypatch.setattr(Reporter, "__init__", lambda self, *all: (reports.append(self), init(self, *all))[1])
     monkeypatch.setattr(Reporter, "rows", noted)
     quiet(configs(*words, arms=ARMS[:3]))
     together = reports[0].joint_decode
@@ -143,17 +144,17 @@ def test_samples_wait_until_there_is_room(
 ) -> None:
     """One generation goes on whatever the estimate says; where all fit, all are there at once."""
     rows = list[int]()
-    real = DecodePass.step
+    real = Batch.step
 
-    def noted(self: DecodePass) -> Any:
+    def noted(self: Batch) -> Any:
         rows.append(self.rows)
         return real(self)
 
-    monkeypatch.setattr(DecodePass, "step", noted)
+    monkeypatch.setattr(Batch, "step", noted)
     if limit == "rows":
-        monkeypatch.setattr(lane, "MOST_ROWS", 3)
+        monkeypatch.setattr(batch, "MOST_ROWS", 3)
     elif limit == "bytes":
-        monkeypatch.setattr(lane, "room", lambda loaded: 1.0)
+        monkeypatch.setattr(room, "room", lambda loaded: 1.0)
     quiet(configs())
     assert len(records(tmp_path / "together")) == 16
     assert max(rows) == {"rows": 3, "bytes": 1, "nothing": 16}[limit]
@@ -163,14 +164,14 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
     configs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = list[tuple[Any, float]]()
-    real = lane.Lane.join
+    real = Batch.admit
 
-    def noted(self: lane.Lane, begin: Any, rows: int, going: lane.Admission) -> None:
+    def noted(self: Batch, begin: Any, rows: int, going: Admission) -> None:
         prefilled: Any = going.prompt[0]
         counted.append((prefilled, going.prompt[1] - prefilled.nbytes))
         real(self, begin, rows, going)
 
-    monkeypatch.setattr(lane.Lane, "join", noted)
+    monkeypatch.setattr(Batch, "admit", noted)
     quiet(
         configs("task=fidelity", "task.lengths=[100]", "task.steps=6", "task.samples=1", "~task.limit", arms=ARMS[:1])
     )
@@ -202,9 +203,9 @@ def test_what_a_shared_prefill_keeps_for_methods_is_estimated_before_it_is_made(
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, real = 0, DecodePass.step
+    steps, real = 0, Batch.step
 
-    def stopping(self: DecodePass) -> Any:
+    def stopping(self: Batch) -> Any:
         nonlocal steps
         steps += 1
         if steps == 5:
@@ -214,8 +215,8 @@ def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
     first = ("task=niah", "task.subsets=[niah_single_1]", "task.samples=4", "task.max_new_tokens=4")
     first = (*first, "task.lengths=[1000]")
     with monkeypatch.context() as patch:
-        patch.setattr(lane, "MOST_ROWS", 6)
-        patch.setattr(DecodePass, "step", stopping)
+        patch.setattr(batch, "MOST_ROWS", 6)
+        patch.setattr(Batch, "step", stopping)
         with pytest.raises(KeyboardInterrupt):
             quiet(configs(*first))
     before = records(tmp_path / "together")
@@ -223,7 +224,7 @@ def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(
     quiet(configs(*first))
     after = records(tmp_path / "together")
     assert len(after) == 16 and {key: after[key] for key in before} == before
-    monkeypatch.setattr(DecodePass, "step", stopping)
+    monkeypatch.setattr(Batch, "step", stopping)
     quiet(configs(*first))
     assert records(tmp_path / "together") == after, "nothing was left to do"
 
@@ -275,9 +276,9 @@ def test_too_little_memory_waits_for_others_to_leave(
     """What the estimate does not know; a generation that is alone and has no room fails its sample."""
     going = 0
 
-    class Crowded(DecodePass):
-        def join(self, decoding: Any) -> None:
-            super().join(decoding)
+    class Crowded(Batch):
+        def join(self, *sequence: Any) -> None:
+            super().join(*sequence)
             nonlocal going
             going = self.rows
 
@@ -293,7 +294,7 @@ def test_too_little_memory_waits_for_others_to_leave(
         real(self, *given)
 
     real = Method.begin
-    monkeypatch.setattr("kvbench.measure.lane.DecodePass", Crowded)
+    monkeypatch.setattr(batch, "Batch", Crowded)
     monkeypatch.setattr(Method, "begin", begin)
     summaries = quiet(configs(arms=ARMS[1:3]))
     assert [(one["n"], one["failed"]) for one in summaries] == [(4, 0)] * 2
@@ -302,14 +303,14 @@ def test_too_little_memory_waits_for_others_to_leave(
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kvbench.measure.arm.prefill_shared
+    real = kvbench.measure.job.prefill_shared
 
     def failing(arms: Any, prompts: Any, *progress: Any) -> Any:
         if prompts[0].sample.id.endswith("-0-0"):
             raise MemoryError("no room")
         return real(arms, prompts, *progress)
 
-    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", failing)
     summaries = quiet(configs())
     assert len({summary["failed"] for summary in summaries}) == 1 and summaries[0]["failed"] >= 1
 
@@ -327,7 +328,7 @@ def test_a_prefill_for_all_arms_says_how_far_it_is(configs: Any, folder: str, mo
 def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kvbench.measure.arm.prompt_of
+    real = kvbench.measure.prompts.prompt_of
 
     def refusing(arm: Any, sample: Any) -> Any:
         if len(seen) == 2:
@@ -336,7 +337,7 @@ def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
         return real(arm, sample)
 
     seen: list[str] = []
-    monkeypatch.setattr(kvbench.measure.arm, "prompt_of", refusing)
+    monkeypatch.setattr(kvbench.measure.prompts, "prompt_of", refusing)
     with pytest.raises(ConfigError):
         quiet(configs())
     assert {key.partition("/")[2] for key in records(tmp_path / "together")} == set(seen)
@@ -345,7 +346,7 @@ def test_a_sample_that_no_protocol_can_run_loses_none_before_it(
 def test_what_cannot_go_together_goes_alone_and_says_so(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kvbench.backends.hf.together, "unfit", lambda model: "of a reason")
+    monkeypatch.setattr(ModelRunner, "alone", lambda runner: "of a reason")
     run_shared(configs("task.limit=1", arms=ARMS[:2]), Console(width=200))
     assert capsys.readouterr().out.count("decodes alone: of a reason") == 2
     assert all(record["tpot_ms"] for record in records(tmp_path / "together").values())

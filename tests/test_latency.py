@@ -31,14 +31,16 @@ from kvbench.cli.report import main as report
 from kvbench.cli.score import main as score
 from kvbench.config import ConfigError, choices
 from kvbench.measure import hardware, latency, machine
-from kvbench.measure.arm import measure, prompt_of
+from kvbench.measure.job import measure
+from kvbench.measure.prompts import prompt_of
 from kvbench.measure.synthetic import SYNTHETIC_SPAN, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import summary
-from kvbench.runs.run import prepare, run
+from kvbench.runs.run import prepare
+from kvbench.runs.sweep import run
 from kvbench.tasks.latency import Latency
 
 TABLES = ["latency", "latency_bytes", "latency_parts", "latency_breakeven"]

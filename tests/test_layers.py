@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 from zoo import FAMILIES, LENGTH, NEW, OFFSET, SIZES, WINDOW, WINDOWED, config_of, generated, inputs, random_model
 
 from kvbench import KVCache
-from kvbench.backends.hf.generate import Choice, Generation, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.rotary import RotaryOf
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
+from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Choice
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
 from kvbench.models.card import ModelCard
@@ -80,7 +82,7 @@ def looped(
     making = {key: options.pop(key) for key in ("attention", "probe_every") if key in options}
     lengths = [len(prompt) for prompt in prompts]
     engine = engine_for(model, lengths, method_named(name), Budget(budget), (), new_tokens=NEW, **making)
-    return generate(model, prompts, engine, max_new_tokens=NEW, **options)
+    return generate(ModelRunner(model), prompts, engine, max_new_tokens=NEW, **options)
 
 
 # -- inside generate() -------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_a_synthetic_prompt_fills_windows_too(pair: Any) -> None:
     model, rows = pair("gemma3_text").ours, [numbers(200, seed=1), numbers(200, seed=2)]
     settings: dict[str, Any] = {"kind": SyntheticEngine, "new_tokens": NEW}
     engine = engine_for(model, [200, 200], method_named("quest"), Budget(64), (), **settings)
-    audit = generate(model, rows, engine, max_new_tokens=NEW, prefilled=Filled(engine, rows)).audit
+    audit = generate(ModelRunner(model), rows, engine, max_new_tokens=NEW, prefilled=Filled(engine, rows)).audit
     assert audit["windowed_kv_bytes"] == 2 * 2 * (WINDOW - 1) * ENTRY
     assert audit["device_kv_bytes"] == 2 * 2 * (200 + NEW - 1) * ENTRY + audit["windowed_kv_bytes"]
 
@@ -309,7 +311,9 @@ def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
     use_kvbench_attention(ours)
     engine = engine_for(ours, [40], watching, Budget(None), [layer for layer in range(4) if layer != last])
     logits: list[torch.Tensor] = []
-    generate(ours, [row], engine, max_new_tokens=2, choice=Choice(forced_tokens=[[5, 5]]), watch=logits.append)
+    generate(
+        ModelRunner(ours), [row], engine, max_new_tokens=2, choice=Choice(forced_tokens=[[5, 5]]), watch=logits.append
+    )
     torch.testing.assert_close(logits[0][0], after.logits[0, -1], rtol=0, atol=CLOSE * 10)
     received = told.attentions[last].sum(dim=2)
     torch.testing.assert_close(watching.prompt.attention_sums, received, rtol=0, atol=CLOSE)

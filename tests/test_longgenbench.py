@@ -16,8 +16,8 @@ from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.judge import main as judge
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
 from kvbench.runs.summary import summarise
+from kvbench.runs.sweep import run
 from kvbench.tasks import Sample, longgenbench
 from kvbench.tasks.longgenbench import LongGenBench, ManyProblems
 

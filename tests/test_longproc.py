@@ -13,7 +13,7 @@ from driver import slow
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 from kvbench.tasks import Sample
 from kvbench.tasks.longproc import LongProc, countdown, cpp
 from kvbench.tasks.longproc.scores import html_to_tsv, path_traversal, tom_tracking

@@ -11,7 +11,7 @@ import pytest
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 from kvbench.tasks import Sample
 from kvbench.tasks.maths import Aime, Math500
 

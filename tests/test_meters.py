@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import kvbench.spans
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.engine.audit import method_bytes
+from kvbench.engine.batch import generate
 from kvbench.kernels.lists import count_lists
 from kvbench.method import Method, Prompt, Selection
 from kvbench.spans import Spans
@@ -339,7 +340,7 @@ def test_counted_tokens_stay_inside_the_budget(tiny: Loaded, capacity: int) -> N
             (),
             new_tokens=steps + 1,
         )
-        audit = generate(tiny.model, prompts, engine, max_new_tokens=steps + 1).audit
+        audit = generate(ModelRunner(tiny.model), prompts, engine, max_new_tokens=steps + 1).audit
         assert not audit["over_rule"]
         attended[generated] = audit["attended_max"]
     assert attended == {"free": min(capacity, 150) + steps, "counted": capacity}

@@ -17,7 +17,7 @@ from words import configs
 from kvbench.backends.hf.loading import load, stop_ids_of
 from kvbench.cli.checks import check
 from kvbench.config import ConfigError, shipped
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 Damage = Callable[[Path], Any]
 

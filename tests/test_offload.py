@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
-from kvbench.measure.arm import is_failed_sample
+from kvbench.measure.job import is_failed_sample
 from kvbench.memory import transfer
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.host import Arrival, HostTier, rows_in

@@ -65,7 +65,7 @@ def test_a_closed_stream_is_one_that_nobody_wants(closed, tmp_path):
 @pytest.mark.parametrize("model", ["tiny", "qwen3-0.6b"])
 def test_the_line_that_a_run_begins_with_names_the_model_that_was_given(model, monkeypatch, tmp_path, capsys):
     (mine := tmp_path / "mine").symlink_to(ASSETS / "tiny")
-    monkeypatch.setattr("kvbench.runs.run.run", lambda config: {})
+    monkeypatch.setattr("kvbench.runs.sweep.run", lambda config: {})
     for words, named in ([], "tiny"), ([f"model={model}", f"model.path={mine}"], mine):
         assert cli.main(["task=passkey", "method=full", *words]) == 0
         assert f"passkey, full on {named}: loading" in capsys.readouterr().out

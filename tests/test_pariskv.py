@@ -17,7 +17,7 @@ from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import bind_methods
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 bind_methods()
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.measure.arm import MARGIN, excerpt
+from kvbench.measure.prompts import MARGIN, excerpt
 from kvbench.tasks import Sample
 from kvbench.tasks.passkey import DESCRIPTION, FILLER, INFORMATION, QUESTION, Passkey, prompt
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from driver import METHODS, SMALL, Attended, numbers, run_loop, same_attended, slow, watch
 
-from kvbench.backends.hf.generate import EngineCache, decode_step
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
+from kvbench.engine.passes import DecodePasses
 from kvbench.method import Method, Needs
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
@@ -154,13 +155,13 @@ def test_method_that_began_earlier_must_not_go_on(tiny: Loaded, arm: str) -> Non
     shared = snapshot(tiny, None)
     early, late = fresh_engine(tiny, arm), fresh_engine(tiny, "quest")
     shared.lend(early)
-    early_cache, late_cache = EngineCache(early), EngineCache(late)
-    active = [True] * len(RAGGED)
-    tokens = decode_step(tiny.model, shared.tokens, early_cache, active)
+    runner = ModelRunner(tiny.model)
+    early_passes = DecodePasses(runner, early)
+    tokens = early_passes.next_tokens(shared.tokens)
     shared.lend(late)
     with pytest.raises(RuntimeError, match="another method has begun"):
-        decode_step(tiny.model, tokens, early_cache, active)
-    assert torch.isfinite(decode_step(tiny.model, shared.tokens, late_cache, active)).all()
+        early_passes.next_tokens(tokens)
+    assert torch.isfinite(DecodePasses(runner, late).next_tokens(shared.tokens)).all()
 
 
 @torch.inference_mode()
@@ -173,7 +174,7 @@ def test_what_was_not_recorded_is_refused_and_hurts_nobody(tiny: Loaded) -> None
             shared.lend(fresh_engine(tiny, arm))
     with pytest.raises(ValueError, match="150, 97, 60"):
         shared.lend(fresh_engine(tiny, "full", [150, 97, 61]))
-    decode_step(tiny.model, shared.tokens, EngineCache(held), [True] * len(RAGGED))
+    DecodePasses(ModelRunner(tiny.model), held).next_tokens(shared.tokens)
 
 
 @torch.inference_mode()

@@ -13,15 +13,16 @@ import pytest
 import torch
 from driver import SMALL, Driven, Stream, drive, numbers, run_loop, stream
 
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
+from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
-from kvbench.measure.arm import measured
+from kvbench.measure.job import measured
 from kvbench.method import Method, Needs, Selection
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 # The probe computes in fp32, the recount in fp64; every measure is of the order of 1.
 NEAR = 1e-5
@@ -198,7 +199,7 @@ def test_probe_changes_neither_tokens_nor_audit(tiny: Loaded, name: str) -> None
 def probing_run(loaded: Loaded, method: Method) -> Any:
     lengths = list(map(len, RAGGED))
     engine = engine_for(loaded.model, lengths, method, Budget(SMALL), (), new_tokens=8, probe_every=2)
-    return generate(loaded.model, RAGGED, engine, max_new_tokens=8)
+    return generate(ModelRunner(loaded.model), RAGGED, engine, max_new_tokens=8)
 
 
 def test_probed_run_publishes_no_timings(tiny: Loaded) -> None:

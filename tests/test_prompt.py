@@ -11,11 +11,14 @@ from driver import CLOSE, SMALL, Stream, drive, numbers, run_loop, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.generate import EngineCache, QuestionTokens, Stops, decode_step, generate, prefill
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
+from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
+from kvbench.engine.passes import DecodePasses
+from kvbench.engine.request import QuestionTokens, Stops, chosen_tokens
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
 
 # -- the prompt --------------------------------------------------------------------------------------------------------
@@ -247,13 +250,14 @@ def test_question_is_read_as_decode_steps(tiny: Loaded, name: str, chunk: int | 
     lengths = list(map(len, CONTEXTS))
     with torch.inference_mode():
         engine = engine_for(tiny.model, lengths, method, Budget(SMALL), (), new_tokens=len(QUESTION) + 5)
-        cache = EngineCache(engine)
-        tokens = prefill(tiny.model, CONTEXTS, cache, chunk)
+        runner = ModelRunner(tiny.model)
+        tokens = chosen_tokens(runner.prefill(engine, CONTEXTS, chunk))
+        passes = DecodePasses(runner, engine)
         for token in QUESTION:
-            tokens = decode_step(tiny.model, torch.full_like(tokens, token), cache, [True, True])
+            tokens = passes.next_tokens(torch.full_like(tokens, token))
         by_hand = [tokens]
         for _ in range(4):
-            by_hand.append(decode_step(tiny.model, by_hand[-1], cache, [True, True]))
+            by_hand.append(passes.next_tokens(by_hand[-1]))
     generation, asked = question_run(tiny, method_named(name), **options)
     assert generation.tokens == torch.stack(by_hand, dim=1).tolist()
     assert asked.stores[0].lengths == engine.stores[0].lengths
@@ -264,7 +268,7 @@ def question_run(loaded: Loaded, method: Method, **options: Any) -> Any:
     """Four decode steps after the question; `run_loop` reserves memory for prompt and steps only."""
     lengths = list(map(len, CONTEXTS))
     engine = engine_for(loaded.model, lengths, method, Budget(SMALL), (), new_tokens=len(QUESTION) + 5)
-    return generate(loaded.model, CONTEXTS, engine, max_new_tokens=5, **options), engine
+    return generate(ModelRunner(loaded.model), CONTEXTS, engine, max_new_tokens=5, **options), engine
 
 
 def test_full_attention_reads_a_question_as_part_of_the_prompt(tiny: Loaded) -> None:

@@ -18,9 +18,9 @@ from kvbench.cli.compose import composed
 from kvbench.cli.report import main
 from kvbench.report.data.frame import collect
 from kvbench.runs.quantities import KIB, MIB, MS, NUMBERS, QUANTITIES, find, named, recorded
-from kvbench.runs.run import run
 from kvbench.runs.stored import json_in, runs_in
 from kvbench.runs.summary import summarise
+from kvbench.runs.sweep import run
 from kvbench.runs.table import Ended, print_ends, table
 
 

@@ -14,19 +14,22 @@ from driver import SMALL, Case, each_method, numbers, scores_of, slow
 from test_shared import records
 from zoo import random_model
 
-import kvbench.measure.arm
-from kvbench.backends.hf.generate import QuestionTokens, generate
+import kvbench.measure.job
+import kvbench.measure.prompts
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.protocol import Protocol
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
+from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
-from kvbench.measure.arm import prompt_of, read
+from kvbench.engine.request import QuestionTokens
+from kvbench.measure.prompts import prompt_of, read
 from kvbench.method import Method
 from kvbench.runs.run import prepare
-from kvbench.runs.shared import run_arms, run_shared
+from kvbench.runs.sweep import run_arms, run_shared
 from kvbench.runs.terminal import Console
 from kvbench.runs.work import work_of
 from kvbench.tasks import Sample
@@ -50,7 +53,7 @@ def asked(
     options |= {"question": QuestionTokens([question] * len(contexts), at_once=True)} if question else {}
     watch = lambda logits: noted.append(logits.clone())  # noqa: E731
     return (
-        generate(model, contexts, engine, max_new_tokens=NEW, watch=watch, **options).tokens,
+        generate(ModelRunner(model), contexts, engine, max_new_tokens=NEW, watch=watch, **options).tokens,
         torch.stack(noted),
         engine,
     )
@@ -159,7 +162,7 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
     arms: Sequence[str], configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together, one by one, and each question with a prefill and a method of its own: the same answers."""
-    real, prefills, built = kvbench.measure.arm.prefill_shared, list[int](), list[str]()
+    real, prefills, built = kvbench.measure.job.prefill_shared, list[int](), list[str]()
 
     def counted(arms: Any, prompts: Any, *progress: Any) -> Any:
         prefills.append(len(prompts))
@@ -171,7 +174,7 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
         built.append("quest") if layer == self.shape.sparse_layers[0] else None
         return real_build(self, layer, prompt)
 
-    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", counted)
+    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", counted)
     monkeypatch.setattr(Quest, "prefill", counted_build)
     run_shared(configs(arms=arms), Console(quiet=True))
     assert (len(prefills), len(built)) == (2, 2)
@@ -179,7 +182,8 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
     assert (len(prefills), len(built)) == (4, 4)
     for config in configs("sweep.shared_prefill=false", folder="alone", arms=arms):
         run_shared([config], Console(quiet=True))
-    monkeypatch.setattr(kvbench.measure.arm, "contexts", lambda prompts: None)
+    for module in (kvbench.measure.job, kvbench.measure.prompts):
+        monkeypatch.setattr(module, "contexts", lambda prompts: None)
     run_shared(configs(folder="apart", arms=arms), Console(quiet=True))
     assert len(built) == 4 + 2 + 6
     expected = comparable(tmp_path / "apart")

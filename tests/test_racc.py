@@ -24,7 +24,8 @@ from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.engine.engine import Engine
-from kvbench.measure.arm import measure, prompt_of
+from kvbench.measure.job import measure
+from kvbench.measure.prompts import prompt_of
 from kvbench.runs.run import prepare
 from kvbench.runs.work import samples
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli.compose import composed
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 from kvbench.tasks import longbench
 
 DATA = Path(__file__).parents[2] / "shared" / "data"

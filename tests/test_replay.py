@@ -13,17 +13,19 @@ from test_protocol import TEMPLATE, byte_level
 from zoo import random_model
 
 from kvbench import KVCache
-from kvbench.backends.hf.generate import Generation, QuestionTokens, generate
 from kvbench.backends.hf.layers import attention_modules
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, output_weight, use_kvbench_attention
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.replay import template_of
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.vllm.plan import Plan
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
+from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Pass, Template
+from kvbench.engine.request import QuestionTokens
 from kvbench.measure.render import render
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 from kvbench.tasks import Sample
@@ -80,7 +82,7 @@ def test_a_template_is_what_is_around_a_users_text(bos: bool) -> None:
 def looped(loaded: Any, rows: Sequence[Sequence[int]], method: Method, **options: Any) -> tuple[Generation, Engine]:
     lengths = list(map(len, rows))
     engine = engine_for(loaded.model, lengths, method, Budget(None), (), loaded.tokenizer, new_tokens=9)
-    return generate(loaded.model, rows, engine, max_new_tokens=3, **options), engine
+    return generate(ModelRunner(loaded.model), rows, engine, max_new_tokens=3, **options), engine
 
 
 def check(loaded: Any, rows: Sequence[Sequence[int]], layers: dict[int, Prompt]) -> None:

@@ -15,7 +15,7 @@ from kvbench.cli.compose import composed
 from kvbench.cli.report import SHIPPED, main
 from kvbench.report.data import papers as published
 from kvbench.report.figures import all as figures
-from kvbench.runs.run import run
+from kvbench.runs.sweep import run
 
 CHECKOUT = Path(__file__).parents[1]
 

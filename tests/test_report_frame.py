@@ -20,8 +20,7 @@ from kvbench.cli.compose import composed
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.tables import runs as tables
-from kvbench.runs.run import run
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run, run_shared
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 from zoo import PAD, random_model
 
 from kvbench import KVCache
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.rotary import RotaryOf
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
+from kvbench.engine.batch import generate
 from kvbench.engine.positions import ModelRotation
 from kvbench.method import Needs
 
@@ -66,7 +67,9 @@ def looped(
     noted: list[torch.Tensor] = []
     engine = engine_for(model, list(map(len, rows)), method_named("full"), Budget(None), (), new_tokens=new)
     watch = lambda logits: noted.append(logits.clone())  # noqa: E731
-    return generate(model, rows, engine, max_new_tokens=new, watch=watch, **options).tokens, torch.stack(noted)
+    return generate(ModelRunner(model), rows, engine, max_new_tokens=new, watch=watch, **options).tokens, torch.stack(
+        noted
+    )
 
 
 def cached(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache, **options: Any) -> list[list[int]]:

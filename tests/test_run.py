@@ -15,16 +15,17 @@ from driver import slow
 from hydra import compose, initialize_config_dir
 from words import other
 
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.run_config import RunConfig
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, ConfigError, conf_dir, shipped
+from kvbench.engine.batch import generate
 from kvbench.models import hub
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
 from kvbench.runs.folder import ResultsError
-from kvbench.runs.run import identity, open_folder, prepare, run
+from kvbench.runs.run import identity, open_folder, prepare
+from kvbench.runs.sweep import run
 from kvbench.spans import PARTS
 from kvbench.tasks.fidelity import Fidelity
 
@@ -54,12 +55,12 @@ class Generated:
         self.ids: list[str] = []
         self.broken: dict[str, Exception] = {}
 
-    def __call__(self, model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+    def __call__(self, runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
         sample = engine.method.context.samples[0]
         self.ids.append(sample)
         if sample in self.broken:
             raise self.broken[sample]
-        return generate(model, prompts, engine, **options)
+        return generate(runner, prompts, engine, **options)
 
     def since(self) -> list[str]:
         """The ids since the last call."""
@@ -70,7 +71,7 @@ class Generated:
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
     calls = Generated()
-    monkeypatch.setattr("kvbench.backends.hf.generate.generate", calls)
+    monkeypatch.setattr("kvbench.engine.batch.generate", calls)
     return calls
 
 
@@ -130,7 +131,7 @@ def test_a_folder_that_another_process_holds_is_refused_before_kernels_are_compi
     configured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured()
-    monkeypatch.setattr("kvbench.runs.run.compile_for", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr("kvbench.runs.sweep.compile_for", lambda *_: pytest.fail("compiles"))
     with open_folder(prepare(config)), pytest.raises(ResultsError, match="in use"):
         run(config)
 
@@ -243,11 +244,11 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
 ) -> None:
     given: list[tuple[int, int]] = []
 
-    def note(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+    def note(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
         given.append((len(prompts[0]), len(options["question"])))
-        return generate(model, prompts, engine, **options)
+        return generate(runner, prompts, engine, **options)
 
-    monkeypatch.setattr("kvbench.backends.hf.generate.generate", note)
+    monkeypatch.setattr("kvbench.engine.batch.generate", note)
     run(configured("task.limit=1", "protocol.question=decode"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token

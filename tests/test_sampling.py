@@ -15,8 +15,7 @@ import torch
 from driver import numbers, run_loop
 from twin import device, on_device
 
-import kvbench.measure.arm
-from kvbench.backends.hf.generate import Choice, QuestionTokens, Stops
+import kvbench.measure.job
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import method_named
 from kvbench.backends.hf.prefilled import prefill_once
@@ -25,12 +24,12 @@ from kvbench.backends.protocol import Protocol
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
+from kvbench.engine.request import Choice, QuestionTokens, Stops
 from kvbench.method import Needs
 from kvbench.report.data.frame import collect
 from kvbench.report.tables.runs import summary as summary_tables
-from kvbench.runs.run import run
-from kvbench.runs.shared import run_shared
 from kvbench.runs.summary import summarise
+from kvbench.runs.sweep import run, run_shared
 
 PROMPTS = [numbers(60, seed=4), numbers(41, seed=5)]
 DRAWS = 2000
@@ -158,8 +157,8 @@ def test_a_sweep_gives_k_answers_a_prompt_that_no_other_arm_changes(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    once = kvbench.measure.arm.prefill_once
-    monkeypatch.setattr(kvbench.measure.arm, "prefill_once", lambda *all, **more: made.append(1) or once(*all, **more))
+    once = kvbench.measure.job.prefill_once
+    monkeypatch.setattr(kvbench.measure.job, "prefill_once", lambda *all, **more: made.append(1) or once(*all, **more))
     summaries = run_shared(configs())
     assert len(made) == 2, "a prefill a prompt serves all arms and answers"
     run(configs(folder="alone", arms=["quest"])[0])

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.backends.hf.generate import Stops
 from kvbench.backends.vllm import plan
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped, planned
 from kvbench.config import ConfigError
+from kvbench.engine.request import Stops
 from kvbench.models.card import ModelCard
 from kvbench.models.footprint import Prompts
 from kvbench.runs.identity import arm_name
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run_shared
 
 
 @pytest.fixture(autouse=True)

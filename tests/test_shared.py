@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-import kvbench.measure.arm
-from kvbench.backends.hf.generate import generate
+import kvbench.measure.job
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.runs.run import run
-from kvbench.runs.shared import run_shared
+from kvbench.engine.batch import generate
+from kvbench.runs.sweep import run, run_shared
 
 ARMS = (("full", "null"), ("quest", "64"), ("snapkv", "64"), ("streaming_llm", "64"))
 SAME = ("id", "output", "output_ids", "scores", "audit", "prompt_tokens", "answers", "error")
@@ -78,13 +77,13 @@ def test_full_attention_is_one_run_whatever_budget_it_is_given(configs, tmp_path
 def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monkeypatch):
     calls: list[str] = []
 
-    def stopping(model: Any, prompts: Any, engine: Any, **options: Any) -> Any:
+    def stopping(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
         calls.append(engine.method.context.samples[0])
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return generate(model, prompts, engine, **options)
+        return generate(runner, prompts, engine, **options)
 
-    monkeypatch.setattr("kvbench.backends.hf.generate.generate", stopping)
+    monkeypatch.setattr("kvbench.engine.batch.generate", stopping)
     with pytest.raises(KeyboardInterrupt):
         run_shared(configs())
     assert len(lines(tmp_path / "shared")) == 5
@@ -97,7 +96,7 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 
 
 def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
-    real, made = kvbench.measure.arm.prefill_shared, []
+    real, made = kvbench.measure.job.prefill_shared, []
 
     def noted(arms: Any, prompts: Any, progress: Any) -> Any:
         assert not any(earlier() for earlier in made), "its memory is needed for the next"
@@ -105,21 +104,21 @@ def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
         made.append(weakref.ref(prefilled))
         return prefilled
 
-    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", noted)
     run_shared(configs()[:2])
     assert len(made) == 3
 
 
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_that_has_no_less_to_hold(configs, tmp_path, monkeypatch):
     """Where an arm alone would move tokens to the host, it has a prefill of its own."""
-    real = kvbench.measure.arm.prefill_shared
+    real = kvbench.measure.job.prefill_shared
 
     def failing(arms: Any, prompts: Any, progress: Any) -> Any:
         if any(prompt.sample.id.endswith("-0-0") for prompt in prompts):
             raise MemoryError("no room")
         return real(arms, prompts, progress)
 
-    monkeypatch.setattr(kvbench.measure.arm, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", failing)
     summaries = run_shared(configs())
     assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
     errors = {record["error"] for record in records(tmp_path / "shared").values()}

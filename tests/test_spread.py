@@ -13,12 +13,13 @@ from twin import Twin, device
 
 from kvbench.backends.hf import spread
 from kvbench.backends.hf.cache import KVCache
-from kvbench.backends.hf.generate import generate
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.prefilled import prefill_once
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, ConfigError, shipped
+from kvbench.engine.batch import generate
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 CASES = {case.id: case for case in METHODS}
@@ -99,7 +100,7 @@ def test_one_prefill_and_probes_serve_a_spread_model_too(cuda: Twin, both: Loade
         engine = engine_for(
             loaded.model, [150, 90], CASES["snapkv"].build(), Budget(SMALL), (), None, new_tokens=4, probe_every=2
         )
-        report = generate(loaded.model, PROMPTS, engine, max_new_tokens=4).probe
+        report = generate(ModelRunner(loaded.model), PROMPTS, engine, max_new_tokens=4).probe
         return {name: value for name, value in report.items() if isinstance(value, float)}
 
     assert probed(both) == pytest.approx(probed(tiny), abs=1e-5)

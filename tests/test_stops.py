@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 
 from kvbench.backends.hf.loading import byte_tokenizer
-from kvbench.measure.arm import ends_at, stops
+from kvbench.measure.job import ends_at, stops
 from kvbench.tasks import Sample
 
 PIECES = [

@@ -14,12 +14,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from kvbench.backends.hf.generate import Generation, Stops
 from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.checks import check, read_config
 from kvbench.config import ConfigError, conf_dir
-from kvbench.measure.arm import stops
-from kvbench.runs import run as runs
+from kvbench.engine.batch import Generation
+from kvbench.engine.request import Stops
+from kvbench.measure.job import stops
+from kvbench.runs import sweep as runs
 from kvbench.tasks import Sample, Task
 from kvbench.tasks.sources import LocalFile, read_jsonl
 
@@ -84,11 +85,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `generate` was asked for, by sample; it says "yes"."""
     asked: dict[str, Any] = {}
 
-    def generate(model: Any, prompts: Any, engine: Any, **options: Any) -> Generation:
+    def generate(runner: Any, prompts: Any, engine: Any, **options: Any) -> Generation:
         asked[engine.method.context.samples[0]] = {**options, "prompt": prompts[0]}
         return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
 
-    monkeypatch.setattr("kvbench.backends.hf.generate.generate", generate)
+    monkeypatch.setattr("kvbench.engine.batch.generate", generate)
     return asked
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, shipped
-from kvbench.measure.arm import measure, prefill_shared, prompt_of
+from kvbench.measure.job import measure, prefill_shared
+from kvbench.measure.prompts import prompt_of
 from kvbench.models.hub import ModelConfig
 from kvbench.runs.run import prepare
 

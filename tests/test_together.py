@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import WINDOW, random_model
 
-from kvbench.backends.hf.generate import Choice, Decoding, QuestionTokens, Stops, begin, generate
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.hf.sampling import Sampler
-from kvbench.backends.hf.together import DecodePass, collecting_later, concluded, unfit
 from kvbench.budget import Budget
+from kvbench.engine.batch import Batch, collecting_later, generate
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Choice, GenerationRequest, QuestionTokens, Stops
 from kvbench.memory import large
 from kvbench.memory.large import Original
 from kvbench.method import Method, Needs, Selection
@@ -56,28 +58,30 @@ class Rows:
     """
 
     def __init__(self, loaded: Loaded) -> None:
-        self.loaded, self.rows = loaded, DecodePass(loaded.model)
+        self.loaded, self.runner = loaded, ModelRunner(loaded.model)
+        self.rows = Batch(self.runner)
         self.logits: list[list[torch.Tensor]] = []
         self.generated: dict[int, list[list[int]]] = {}
         self.errors: dict[int, Exception | None] = {}
         self.audits: dict[int, dict[str, Any]] = {}
-        self._names: dict[Decoding, int] = {}
+        self._names: dict[Decoded, int] = {}
 
-    def join(self, method: Method, prompt: Prefilled, **more: Any) -> Decoding:
+    def join(self, method: Method, prompt: Prefilled, **more: Any) -> Decoded:
         own = engine(self.loaded, method, prompt.lengths, samples=["one"])
         self.logits.append(noted := list[torch.Tensor]())
         options: dict[str, Any] = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
-        decoding = begin(self.loaded.model, own, prompt, **options)
-        self._names[decoding] = len(self._names)
-        self.rows.join(decoding)
-        return decoding
+        request = GenerationRequest(prefilled=prompt, **options)
+        decoded = Decoded.begin(self.runner, [[0] * length for length in prompt.lengths], own, request)
+        self._names[decoded] = len(self._names)
+        self.rows.join(decoded)
+        return decoded
 
     def step(self) -> None:
-        for decoding, error in self.rows.step():
-            name = self._names[decoding]
-            self.generated[name], self.errors[name] = decoding.generated, error
+        for decoded, error in self.rows.step():
+            name = self._names[decoded]
+            self.generated[name], self.errors[name] = decoded.generated, error
             if error is None:
-                self.audits[name] = concluded(decoding).audit
+                self.audits[name] = decoded.conclude().audit
 
     def finish(self) -> None:
         while self.rows.rows:
@@ -93,7 +97,7 @@ def alone(loaded: Loaded, method: Method, *prompts: Sequence[int], **more: Any) 
     shared = prefilled(loaded, *prompts, divided=False, needs=method.needs)
     own = engine(loaded, method, [len(prompt) for prompt in prompts], samples=["one"])
     options = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
-    made = generate(loaded.model, prompts, own, prefilled=shared, **options)
+    made = generate(ModelRunner(loaded.model), prompts, own, prefilled=shared, **options)
     return torch.stack(noted), made
 
 
@@ -267,4 +271,5 @@ def test_garbage_is_collected_again_after_a_pass() -> None:
 
 def test_angles_that_follow_the_length_go_alone(tiny: Loaded) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    assert unfit(tiny.model) is None and unfit(random_model("llama", rope_parameters=dynamic)) is not None
+    assert ModelRunner(tiny.model).alone() is None
+    assert ModelRunner(random_model("llama", rope_parameters=dynamic)).alone() is not None

@@ -17,8 +17,8 @@ from kvbench.report.claims.verdict import Finding, Missing
 from kvbench.report.data.frame import collect
 from kvbench.report.figures.all import draw
 from kvbench.report.site.rows import Site
-from kvbench.runs.run import run
 from kvbench.runs.summary import is_unbounded, summarise
+from kvbench.runs.sweep import run
 
 STEPS = 64
 

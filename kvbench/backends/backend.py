@@ -8,28 +8,20 @@ of an arm. Nothing here imports torch before a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvbench.backends.run_config import RunConfig
 from kvbench.budget import Budget
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.backends.hf.generate import (
-        Choice,
-        Decoding,
-        Generation,
-        Lender,
-        Progress,
-        QuestionTokens,
-        Stops,
-    )
     from kvbench.backends.hf.loading import Loaded
+    from kvbench.engine.batch import Generation
     from kvbench.engine.engine import Engine
+    from kvbench.engine.passes import TokenRows
+    from kvbench.engine.request import GenerationRequest
     from kvbench.models.footprint import Prompts
     from kvbench.models.hub import ModelSource
 
@@ -43,35 +35,6 @@ class BackendArm(Protocol):
     loaded: Any
     budget: Budget
     dense_layers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A batch to generate for; see `kvbench.backends.hf.generate.generate`.
-
-    Attributes
-    ----------
-    rows
-        token ids of each prompt.
-    engine
-        makes one for them with room for the question and the new tokens, fresh or begun from
-        `prefilled`.
-    question
-        what follows every prompt, read through the method.
-    watch
-        called after every step with its logits [B, vocabulary].
-    """
-
-    rows: Sequence[Sequence[int]]
-    engine: Callable[[], Engine]
-    max_new_tokens: int
-    stops: Stops
-    choice: Choice
-    prefill_chunk: int | None
-    question: QuestionTokens
-    prefilled: Lender | None = None
-    progress: Progress | None = None
-    watch: Callable[[torch.Tensor], object] | None = None
 
 
 class GeneratedBatch(NamedTuple):
@@ -142,8 +105,26 @@ class Backend(Protocol):
             something is wrong that only the model's files or the machine show.
         """
 
-    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
+    def generate(
+        self,
+        arm: BackendArm,
+        prompts: TokenRows,
+        make: Callable[[], Engine],
+        request: GenerationRequest,
+    ) -> GeneratedBatch:
         """Generate for a batch of prompts.
+
+        Parameters
+        ----------
+        arm
+            what generates.
+        prompts
+            token ids of each row.
+        make
+            an engine for them with room for the question and the new tokens, fresh or begun from
+            the request's prefill.
+        request
+            what is generated.
 
         Raises
         ------
@@ -152,9 +133,6 @@ class Backend(Protocol):
         FloatingPointError
             NaN or inf in the logits, or in a query or key that a method would be shown.
         """
-
-    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
-        """Begin to generate from a prefill, of a backend with `has_engine`."""
 
 
 class _Transformers:
@@ -174,42 +152,19 @@ class _Transformers:
         stream(loaded.model)
         return loaded
 
-    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
-        from kvbench.backends.hf.generate import generate
+    def generate(
+        self,
+        arm: BackendArm,
+        prompts: TokenRows,
+        make: Callable[[], Engine],
+        request: GenerationRequest,
+    ) -> GeneratedBatch:
+        from kvbench.backends.hf.runner import ModelRunner
+        from kvbench.engine.batch import generate
 
-        engine = request.engine()
-        generation = generate(
-            arm.loaded.model,
-            request.rows,
-            engine,
-            max_new_tokens=request.max_new_tokens,
-            stops=request.stops,
-            choice=request.choice,
-            prefill_chunk=request.prefill_chunk,
-            question=request.question,
-            prefilled=request.prefilled,
-            progress=request.progress,
-            watch=request.watch,
-        )
-        return GeneratedBatch.by(engine, generation, len(request.rows))
-
-    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
-        """Begin to generate from a prefill, to go on beside others; see
-        `kvbench.backends.hf.together`.
-        """
-        from kvbench.backends.hf.generate import begin
-
-        assert request.prefilled is not None
-        return begin(
-            arm.loaded.model,
-            request.engine(),
-            request.prefilled,
-            max_new_tokens=request.max_new_tokens,
-            stops=request.stops,
-            choice=request.choice,
-            question=request.question,
-            watch=request.watch,
-        )
+        engine = make()
+        generation = generate(ModelRunner(arm.loaded.model), prompts, engine, **vars(request))
+        return GeneratedBatch.by(engine, generation, len(prompts))
 
 
 class _VLLM:
@@ -234,22 +189,25 @@ class _VLLM:
 
         return load(run, prompts, try_out)
 
-    def generate(self, arm: BackendArm, request: GenerationRequest) -> GeneratedBatch:
+    def generate(
+        self,
+        arm: BackendArm,
+        prompts: TokenRows,
+        make: Callable[[], Engine],
+        request: GenerationRequest,
+    ) -> GeneratedBatch:
         from kvbench.backends.vllm.plan import plan_of_run
 
-        for row in request.rows:
+        for row in prompts:
             arm.budget.check_prompt(len(row))
         generation, audits = arm.loaded.generate(
             plan_of_run(arm.config, arm.dense_layers),
-            request.rows,
+            prompts,
             max_new_tokens=request.max_new_tokens,
             stops=request.stops,
             progress=request.progress,
         )
         return GeneratedBatch(generation, audits, [audit.pop("broken", None) for audit in audits])
-
-    def begin(self, arm: BackendArm, request: GenerationRequest) -> Decoding:
-        raise AssertionError("vLLM decodes in an engine of its own")
 
 
 BACKENDS: dict[str, Backend] = {"hf": _Transformers(), "vllm": _VLLM()}

@@ -184,7 +184,7 @@ def config(words: Sequence[str], task: str, method: str) -> RunConfig:
 
 def demo(configs: dict[str, list[RunConfig]], console: Console) -> list[DemoRow]:
     """Run all arms on both tasks."""
-    from kvbench.runs.shared import run_shared
+    from kvbench.runs.sweep import run_shared
 
     summaries = {}
     for task, arms in configs.items():

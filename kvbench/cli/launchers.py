@@ -76,10 +76,10 @@ class SweepJob:
             for config in [] if self.checked else self.configs:
                 check_run(config)
             if len(self.configs) == 1 and not self.configs[0].decodes_jointly:
-                from kvbench.runs.run import run
+                from kvbench.runs.sweep import run
 
                 return [Ended(run(self.configs[0], self.shard) or {})]
-            from kvbench.runs.shared import run_arms
+            from kvbench.runs.sweep import run_arms
 
             return [
                 Ended(outcome.summary or {}) if outcome.error is None else ended_by(outcome.error)

@@ -3,7 +3,7 @@ through a method.
 
 Texts become tokens, and tokens texts, as in lm-eval's `hf` model, which this one inherits from:
 with full attention both give the same scores. What is asked of the model goes through the measured
-loop (`kvbench.backends.hf.generate`).
+loop (`kvbench.engine.batch`).
 
 A continuation is scored as it would have been generated. All of its context but the last token is
 prefilled, once for all continuations of that context; the last token and then the continuation's
@@ -28,16 +28,16 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 import kvbench
-from kvbench.backends.hf import generate
-from kvbench.backends.hf.generate import Choice, Decoding, Stops
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
-from kvbench.backends.hf.together import concluded
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.cli.greedy import refuse_settings, refuse_shipped
 from kvbench.cli.lm_eval import LM_EVAL_KEYS, setup_config
 from kvbench.config import ConfigError
-from kvbench.measure.arm import Setup, ends_at
-from kvbench.measure.lane import Admission, Lane
-from kvbench.measure.room import prompt_bytes, recorded_bytes, row_bytes
+from kvbench.engine import batch
+from kvbench.engine.request import Choice, GenerationRequest, Stops
+from kvbench.measure.arm import Setup
+from kvbench.measure.job import ends_at
+from kvbench.measure.room import prompt_bytes, recorded_bytes, room, row_bytes
 from kvbench.models.footprint import Prompts
 from kvbench.runs.kernels import compile_for
 from kvbench.runs.run import build_method, load_model, set_up
@@ -212,8 +212,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         rows = [ids[there].tolist() for ids, there in zip(context.cpu(), mask.cpu(), strict=True)]
         new_tokens = max_length - context.shape[1]
         engine = setup.engine(rows, new_tokens)
-        generation = generate.generate(
-            setup.loaded.model,
+        generation = batch.generate(
+            ModelRunner(setup.loaded.model),
             rows,
             engine,
             max_new_tokens=new_tokens,
@@ -279,14 +279,15 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
                 bar.update()
 
-            lane = Lane(self.setup.loaded)
+            loaded = self.setup.loaded
+            decoding = batch.Batch(ModelRunner(loaded.model), room(loaded))
             for start in range(0, len(longest_first), size):
-                batch = longest_first[start : start + size]
+                part = longest_first[start : start + size]
                 continuations = [
-                    {index: requests[index][2] for index in contexts[context]} for context in batch
+                    {index: requests[index][2] for index in contexts[context]} for context in part
                 ]
-                self._score(lane, batch, continuations, answer)
-            lane.finish()
+                self._score(decoding, part, continuations, answer)
+            decoding.finish()
         return [answers[index] for index in range(len(requests))]
 
     def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
@@ -308,7 +309,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
     def _score(
         self,
-        lane: Lane,
+        decoding: batch.Batch,
         contexts: Sequence[Sequence[int]],
         continuations: Continuations,
         answer: Answer,
@@ -331,7 +332,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         longest = max(len(tokens) for by_index in forced for tokens in by_index.values())
         needs = [setup.method.needs]
         lengths = [len(row) for row in rows]
-        lane.clear(
+        decoding.clear(
             2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows)
         )
         more = {
@@ -346,7 +347,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             # context.
             indices, now = zip(*turn, strict=True)
             self._join(
-                lane,
+                decoding,
                 contexts,
                 Continued(rows, list(indices), list(now), longest),
                 prefilled,
@@ -355,7 +356,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
     def _join(
         self,
-        lane: Lane,
+        decoding: batch.Batch,
         contexts: Sequence[Sequence[int]],
         now: Continued,
         prefilled: Prefilled,
@@ -367,29 +368,21 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         )
         lengths = list(map(len, now.rows))
 
-        def begin() -> Decoding:
-            ends: dict[str, Any] = {
-                "max_new_tokens": max(map(len, now.forced)),
-                "watch": likelihoods,
-            }
-            engine = setup.engine(now.rows, now.longest)
-            return generate.begin(
-                setup.loaded.model,
-                engine,
-                prefilled,
+        def begin() -> batch.Sequence:
+            request = GenerationRequest(
+                max(map(len, now.forced)),
                 choice=Choice(forced_tokens=now.forced),
-                **ends,
+                prefilled=prefilled,
+                watch=likelihoods,
             )
+            engine = setup.engine(now.rows, now.longest)
+            return batch.Sequence.begin(ModelRunner(setup.loaded.model), now.rows, engine, request)
 
-        def ended(decoding: Decoding | None, error: Exception | None) -> None:
-            if decoding is None:
+        def ended(sequence: batch.Sequence | None, error: Exception | None) -> None:
+            if sequence is None:
                 raise error or AssertionError("a generation ends with an error, or is over")
-            self._note(
-                "loglikelihood",
-                concluded(decoding).audit,
-                decoding.steps,
-                decoding.engine.audit.broken(),
-            )
+            audit, broken = sequence.conclude().audit, sequence.engine.audit.broken()
+            self._note("loglikelihood", audit, sequence.steps, broken)
             for row, index in enumerate(now.indices):
                 if index is not None:
                     if len(contexts[row]) == 1:
@@ -399,7 +392,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
         size = row_bytes(setup, lengths, now.longest)
-        lane.join(begin, len(lengths), Admission(self, size, (prefilled, prefilled.nbytes), ended))
+        admission = batch.Admission(ended, self, size, (prefilled, prefilled.nbytes))
+        decoding.admit(begin, len(lengths), admission)
 
     @torch.inference_mode()
     def _logits_after(self, token: int) -> torch.Tensor:
@@ -410,7 +404,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
 
 
 class Likelihoods:
-    """Adds up the log-probabilities of given tokens, row by row; `watch` of `generate`.
+    """Adds up the log-probabilities of given tokens, row by row; `watch` of a request.
 
     Parameters
     ----------

@@ -210,7 +210,7 @@ def _run_single(cfg: DictConfig) -> int:
     config = check(cfg)
     # torch takes seconds to import, and a cold disk many.
     print(f"{config.task.name}, {arm_name(config)} on {config.model.title}: loading", flush=True)
-    from kvbench.runs.run import run
+    from kvbench.runs.sweep import run
     from kvbench.runs.table import all_failed
 
     summary = run(config)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import EngineCache, prefill
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.rotary import RotaryOf
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, ConfigError
 from kvbench.engine.engine import Engine
@@ -78,7 +78,7 @@ def _read(loaded: Loaded, prompt: list[int], scorer: Method) -> None:
     )
     engine = Engine(shape, scorer, Budget(None), new_tokens=1, rotary=rotary)
     with torch.inference_mode():
-        prefill(model, [prompt], EngineCache(engine))
+        ModelRunner(model).prefill(engine, [prompt])
 
 
 def random_tokens(
@@ -198,7 +198,7 @@ def copy_scores(
     first
         position of the first one.
     """
-    heads, length, _ = queries.shape
+    heads, length = queries.shape[:2]
     group = heads // keys.shape[0]
     echo, induction = torch.zeros(2, heads, dtype=torch.float64, device=keys.device)
     for head in range(keys.shape[0]):

@@ -12,60 +12,44 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import Choice, Decoding, begin, generate
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Choice, GenerationRequest
 from kvbench.method import Method
 from kvbench.models.types import Model
 
 
 def full_attention(
     model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
-) -> None:
-    """Note in `prefilled.reference` what full attention says after each given token; nothing to do
-    the second time.
+) -> tuple[Engine, GenerationRequest]:
+    """Full attention on forced tokens: an engine, and a request that notes in
+    `prefilled.reference` what it says after each, ahead of whatever compares with it.
 
     Parameters
     ----------
     model
         with "kvbench" attention.
     prefilled
-        of the prompt; whoever began from it before must not go on.
+        of the prompt; unless it is divided, what began from it before must not go on.
     prompt, forced_tokens
         token ids; the last forced one is only predicted.
     """
-    if prefilled.reference is None:
-        engine, ends = _full(model, prefilled, prompt, forced_tokens)
-        generate(model, [prompt], engine, prefilled=prefilled, **ends)
-
-
-def begin_full_attention(
-    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
-) -> Decoding:
-    """As `full_attention`, to go on beside others, and ahead of who compares with it."""
-    engine, ends = _full(model, prefilled, prompt, forced_tokens)
-    return begin(model, engine, prefilled, **ends)
-
-
-def _full(
-    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
-) -> tuple[Engine, Any]:
-    """An engine with full attention, and how its generation ends and is noted."""
     shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
     prefilled.reference = steps = []
-    ends = {
-        "max_new_tokens": len(forced_tokens),
-        "choice": Choice(forced_tokens=[forced_tokens]),
-        "watch": lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
-    }
-    return Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens)), ends
+    request = GenerationRequest(
+        len(forced_tokens),
+        choice=Choice(forced_tokens=[forced_tokens]),
+        prefilled=prefilled,
+        watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
+    )
+    return Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens)), request
 
 
 class Comparison:
     """Compares a generation, step by step, with full attention's log-probabilities; `watch` of
-    `generate`.
+    a `GenerationRequest`.
 
     Parameters
     ----------

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import EngineCache, Generation, Progress, decode_step, generate
+from kvbench.backends.hf.runner import ModelRunner
+from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
+from kvbench.engine.passes import DecodePasses
+from kvbench.engine.request import Progress
 from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import SYNTHETIC_SPAN, Filled, SyntheticEngine
 from kvbench.models.types import Model
@@ -118,7 +121,7 @@ def _generate(
         assert isinstance(engine, SyntheticEngine)
         filled = Filled(engine, rows)
     return generate(
-        model,
+        ModelRunner(model),
         rows,
         engine,
         max_new_tokens=new_tokens,
@@ -140,7 +143,8 @@ class _Watch:
     """
 
     def __init__(self, device: torch.device, prompt: int, progress: Progress | None) -> None:
-        self._device, self._prompt, self._progress = device, prompt, progress
+        self._device, self._prompt = device, prompt
+        self._progress = progress
         self._prefilling = True
         self.prefill_bytes: int | None = None
 
@@ -191,13 +195,13 @@ def _busy_ms(model: Model, generation: Generation, engine: Engine, steps: int) -
     """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the
     generated ones.
     """
-    cache = EngineCache(engine)
+    passes = DecodePasses(ModelRunner(model), engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])
 
     def decode() -> None:
         nonlocal tokens
         for _ in range(steps):
-            tokens = decode_step(model, tokens, cache, [True] * len(tokens))
+            tokens = passes.next_tokens(tokens)
 
     busy = hardware.busy_seconds(decode, model.device)
     return None if busy is None else 1e3 * busy / steps

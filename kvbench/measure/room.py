@@ -72,8 +72,8 @@ def row_bytes(
     index_share
         what the method's index took of the keys and values of an earlier prompt; None: not known.
     """
-    shape, kv, size = _shape(setup, lengths), setup.config.kv, setup.budget.size
-    layers = len(shape.sparse_layers)
+    shape, kv = _shape(setup, lengths), setup.config.kv
+    size, layers = setup.budget.size, len(shape.sparse_layers)
     sparse, plain = _entries(shape, layers), _token_bytes(shape)
     total = shape.batch * len(shape.full_layers) * new_tokens * plain
     total += round((INDEX if index_share is None else index_share) * sparse * plain)

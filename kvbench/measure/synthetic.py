@@ -30,12 +30,13 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.generate import Draw
 from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Draw
 from kvbench.method import Shape
 
-TOPICS, RUN, FOLLOWS = 64, 64, 0.9
+TOPICS, RUN = 64, 64
+FOLLOWS = 0.9
 DRIFT = 32768  # positions in which a centre turns once around
 SINKS, SINK_LOGIT = 4, 9.0  # the logit that a query adds there
 GROUP_HOLDS, HEAD_HOLDS = 16, 2

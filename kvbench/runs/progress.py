@@ -217,8 +217,8 @@ class Reporter:
             done = f"{joint.decoded:,} of {max(joint.decoded, joint.expected):,} tokens"
             yield f"{joint.rows} rows decode together, {done}"
 
-    def sample(self, record: dict[str, Any], share: float) -> None:
-        """A sample has ended, `share` of the work of this start."""
+    def covered(self, record: dict[str, Any]) -> None:
+        """Say once where a sample's budget covers its prompt."""
         budget = record.get("audit", {}).get("budget")
         if budget is not None and budget >= record["prompt_tokens"]:
             self.once(
@@ -226,8 +226,6 @@ class Reporter:
                 f"budget: C = {budget} covers the {record['prompt_tokens']} tokens of"
                 f" {record['id']}, which is full attention (said once)",
             )
-        self.failed(record)
-        self.advance(share)
 
     def advance(self, share: float) -> None:
         """One more sample is done, `share` of the work; one that ended early has no

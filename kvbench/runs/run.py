@@ -18,27 +18,20 @@ from kvbench.backends.hf import loading as models
 from kvbench.backends.hf import spread
 from kvbench.backends.protocol import GREEDY
 from kvbench.backends.run_config import RunConfig
-from kvbench.config import ConfigError, bind_methods, user_choices
+from kvbench.config import ConfigError, user_choices
 from kvbench.measure import machine
-from kvbench.measure.arm import Arm, PromptPrefill, Setup, measure, read
-from kvbench.measure.machine import threads
+from kvbench.measure.arm import Arm, Setup
 from kvbench.memory.kinds import NATIVE
 from kvbench.method import Method
-from kvbench.models import hub
 from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import treatment
 from kvbench.models.types import Tokenizer
 from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
-from kvbench.runs.heartbeat import beating
 from kvbench.runs.identity import LOCAL, arm_name
-from kvbench.runs.kernels import compile_for
-from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.summary import machine_name, summarise
-from kvbench.runs.table import table
-from kvbench.runs.terminal import Console
 from kvbench.runs.versions import files_digest, is_ours, versions_of
-from kvbench.runs.work import Work, work_of
+from kvbench.runs.work import Work
 from kvbench.tasks import Task, take, task_of
 from kvbench.tasks.fidelity import Fidelity
 
@@ -55,48 +48,6 @@ NOT_IDENTITY = {
     "dtype",
 }
 NOT_IDENTITY_OF_GROUP = {"about", "valid", "limit", "version"}
-
-
-def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
-    """Run one config to its end, or from where it was interrupted.
-
-    Parameters
-    ----------
-    config
-        checked.
-    shard
-        which of its samples to run.
-
-    Returns
-    -------
-    dict[str, Any]
-        The summary; {} where other shards still have samples to run.
-
-    Raises
-    ------
-    ConfigError
-        something is wrong that only the loaded model or the task's data shows.
-    ResultsError
-        the run folder cannot be used.
-    """
-    bind_methods()
-    with threads(config.threads):
-        arm, console = prepare(config), Console()
-        with open_folder(arm, shard) as folder, beating([folder]):
-            compile_for([arm], console)
-            if folder.tear:
-                console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
-            work = work_of(arm, config.task.limit, folder.done, shard)
-            folder.expect(work.whole)
-            with progress(console, work.total, work.done) as report:
-                _measure(arm, work, folder, report)
-            summary = concluded(folder, work, arm)
-        if summary:
-            _say_summary(arm, folder, summary, console)
-        else:
-            waits = f"shard {shard} is done; others still have samples to run: {folder.path}"
-            console.print(waits, soft_wrap=True)
-        return summary
 
 
 def prepare(config: RunConfig, loaded: models.Loaded | None = None) -> Arm:
@@ -367,24 +318,6 @@ def device_name(device: torch.device, count: int = 1) -> str:
     )
 
 
-def _measure(arm: Arm, work: Work, folder: RunFolder, report: Reporter) -> None:
-    """Run what is left to do, and keep each record as it comes."""
-    prefill = PromptPrefill()
-    for batch in read(arm, work.samples):
-        report.begin()
-        records = measure(arm, batch.prompts, report.tokens, prefill=prefill, again=batch.again)
-        for sample, record in zip(batch.samples, records, strict=True):
-            share = work.share(sample)
-            folder.add(record, report.share + share)
-            report.sample(record, share)
-            if arm.attends_whole(record):
-                tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
-                report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
-            if sample.chat and not record["chat"] and arm.protocol.chat == "auto":
-                raw = "the tokenizer has no chat template, prompts are raw (said once)"
-                report.once("chat", f"protocol.chat=auto: {raw}")
-
-
 def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
     """The summary of the samples that a start was for; a folder that holds more keeps one of all of
     them.
@@ -415,24 +348,3 @@ def concluded(folder: RunFolder, work: Work, arm: Arm) -> dict[str, Any]:
     elif folder.finished:
         folder.finish(summarise(folder.records.values(), arm.task.metric))
     return summary
-
-
-def _say_summary(arm: Arm, folder: RunFolder, summary: dict[str, Any], console: Console) -> None:
-    """Print the table of a run that is done, and what a reader must know beside it."""
-    name, samples_file = arm.loaded.name, folder.path / "samples.jsonl"
-    title = f"{arm.task.name}, {arm_name(arm.config)} on {name} in {dtype_of(arm)}"
-    console.print(table(title, arm.task.metric, summary))
-    if how := hub.weights_origin(arm.loaded.revision):
-        console.print(f"weights of {name}: {how}", soft_wrap=True)
-    console.print(f"results: {folder.path}", soft_wrap=True)
-    if summary["n"] < len(folder.records):
-        console.print(
-            f"task.limit={arm.config.task.limit}: of the {len(folder.records)} samples there these"
-            " are the first"
-        )
-    if summary["failed"]:
-        console.print(
-            f"{summary['failed']} of {summary['n']} samples failed and scored 0: {samples_file}"
-            " says why; the same command tries them again",
-            soft_wrap=True,
-        )

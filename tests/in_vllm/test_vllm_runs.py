@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM lives in an environment of its own: mak
 from kvbench.backends.vllm.requests import RequestEngine
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped
-from kvbench.runs.shared import run_shared
+from kvbench.runs.sweep import run_shared
 
 ARMS = ("full", "think", "topk")
 

@@ -108,7 +108,8 @@ class KVCache(WatchedCache):
         }
         sizes = Budget.of(budget, config, accounting)
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
-        shape, self.model, self._method = self._plan.shape, model, chosen
+        self.model, self._method = model, chosen
+        shape = self._plan.shape
         self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
         super().__init__(shape.layers, self._windowed)
         compile_silently(
@@ -325,7 +326,7 @@ class KVCache(WatchedCache):
         self._unsettled = False
 
     def _start_forward(self, query: torch.Tensor, padding: torch.Tensor | None) -> None:
-        batch, _, width, _ = query.shape
+        batch, width = len(query), query.shape[2]
         ids = _ids_of(query)
         if self.engine is None:
             columns = self.prompt_length or width

@@ -198,6 +198,11 @@ class CountingCache(Cache):
         )
         self.first = min(layer for layer in range(layers) if layer not in windowed)
 
+    @property
+    def columns(self) -> int:
+        """Columns of all passes so far, as a layer with full attention has counted them."""
+        return int(self.layers[self.first].get_seq_length())
+
     def count(self, tokens: int) -> None:
         """So many tokens of every row are there without a pass through this cache; fewer than none:
         taken back.

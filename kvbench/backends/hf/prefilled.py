@@ -17,19 +17,14 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.backends.hf.generate import (
-    Draw,
-    EngineCache,
-    chosen_tokens,
-    prefill_logits,
-    windows_of,
-)
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
+from kvbench.backends.hf.runner import ModelRunner, windows_of
 from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
+from kvbench.engine.request import Draw, chosen_tokens
 from kvbench.memory.large import Original
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
@@ -89,11 +84,8 @@ class Prefilled:
         self._logits, self._not_first = logits, not_first
         self.tokens = chosen_tokens(logits, not_first)
         self.seconds = time.perf_counter() - start
-        self._prompts, self._similarity, self._replays = (
-            recorded.prompts,
-            recorded.similarity,
-            recorded.replays,
-        )
+        self._prompts, self._replays = recorded.prompts, recorded.replays
+        self._similarity = recorded.similarity
         self._sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
         self._original: Original | None = None
         self._windowed = engine.windowed
@@ -281,7 +273,7 @@ def prefill_once(
     refuse_recomputed(model, shape.lengths, max_new_tokens)
     recorder = Recorder(union(needs))
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
-    logits = prefill_logits(model, prompts, EngineCache(engine), chunk, progress)
+    logits = ModelRunner(model).prefill(engine, prompts, chunk, progress)
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = template_of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)

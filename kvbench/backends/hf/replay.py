@@ -61,12 +61,15 @@ def read_again(model: PreTrainedModel, engine: Engine) -> None:
     ConfigError
         the prompts were no token ids.
     """
-    replay, template, lengths = engine.method.needs.replay, engine.template, engine.shape.lengths
+    replay, template = engine.method.needs.replay, engine.template
     assert replay is not None and template is not None, (
         "this engine was made without the tokenizer's template"
     )
     shown = next(prompt for prompt in engine.waiting.values() if prompt is not None)
-    rows = [ids[:length] for ids, length in zip(shown.token_ids.tolist(), lengths, strict=True)]
+    rows = [
+        ids[:length]
+        for ids, length in zip(shown.token_ids.tolist(), engine.shape.lengths, strict=True)
+    ]
     if min(map(min, rows)) < 0:
         raise ConfigError(
             f"inputs_embeds: {type(engine.method).__name__} reads prompts again; expected input_ids"
@@ -84,12 +87,9 @@ def replayed(
     """
     by_layer: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
     for replay_pass in passes:
-        cache, norms, length = (
-            ReplayCache(engine, replay_pass.row),
-            dict[int, torch.Tensor](),
-            engine.shape.lengths[replay_pass.row],
-        )
-        end, offset = cache.get_seq_length() + len(replay_pass.ids), engine.offsets[replay_pass.row]
+        cache, norms = ReplayCache(engine, replay_pass.row), dict[int, torch.Tensor]()
+        length = engine.shape.lengths[replay_pass.row]
+        end, offset = cache.columns + len(replay_pass.ids), engine.offsets[replay_pass.row]
         ids = torch.tensor([replay_pass.ids], device=model.device)
         positions = torch.arange(length, length + len(replay_pass.ids), device=ids.device)[None]
         padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None
@@ -115,14 +115,14 @@ class ReplayCache(CountingCache):
     def __init__(self, engine: Engine, row: int) -> None:
         windowed = {layer: _row_of(windowed, row) for layer, windowed in engine.windowed.items()}
         super().__init__(engine.shape.layers, windowed)
-        self.scaling, self._stores, self._row = engine.shape.scaling, engine.stores, row
-        self._length = engine.shape.lengths[row]
+        self.scaling, self._stores = engine.shape.scaling, engine.stores
+        self._row, self._length = row, engine.shape.lengths[row]
         self.count(engine.offsets[row] + self._length)
         self.captured: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before the pass, and those of it in a layer that has been read."""
-        return int(self.layers[self.first].get_seq_length())
+        return self.columns
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attention over the whole row, and over what comes in this pass."""

@@ -15,10 +15,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import loading as models
-from kvbench.backends.hf.generate import Generation, Progress, Stops
 from kvbench.backends.run_config import RunConfig
 from kvbench.backends.vllm.plan import Plan, plan_of_run
 from kvbench.config import ConfigError, first_line
+from kvbench.engine.batch import Generation
+from kvbench.engine.request import Progress, Stops
 from kvbench.models import hub
 from kvbench.models.card import ModelCard
 from kvbench.models.footprint import Footprint, Prompts
@@ -61,7 +62,7 @@ class Served(models.Loaded):
         stops: Stops = Stops(),  # noqa: B008 (frozen)
         progress: Progress | None = None,
     ) -> tuple[Generation, list[dict[str, Any]]]:
-        """Generate for a batch of prompts, greedily; see `kvbench.backends.hf.generate.generate`.
+        """Generate for a batch of prompts, greedily; see `kvbench.engine.batch.generate`.
 
         Times are of the engine's steps, as they are seen from outside: the first token is there
         when every prompt has its own, and decode steps are those after it.

@@ -1,0 +1,211 @@
+"""The forward passes of a model of transformers, for the decode loop in `kvbench.engine.batch`.
+
+Prompts of unequal length stand right-padded in one batch, each row with its own positions;
+causality keeps padding out of every real token's sight. Where layers have a window, which counts
+columns, the padding is on the left, and a mask keeps it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from kvbench.backends.hf import rotary
+from kvbench.backends.hf.hooks import Call, CountingCache, WindowedLayer, windowed_layers
+from kvbench.backends.hf.replay import read_again
+from kvbench.backends.hf.residuals import residuals_watched
+from kvbench.engine.engine import Engine, LayerMemory
+from kvbench.engine.passes import EngineGroup, ModelPasses, TokenRows
+from kvbench.memory.transfer import uploaded
+
+
+class EngineCache(CountingCache):
+    """The decode loop's cache: that loop itself says which phase each forward pass belongs to."""
+
+    def __init__(self, engine: Engine | EngineGroup) -> None:
+        super().__init__(engine.shape.layers, windows_of(engine))
+        self.engine, self.scaling = engine, engine.shape.scaling
+        if engine.prefilled:
+            self.count(max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
+
+    def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
+        """Attention of one layer by the engine, in the phase that the loop is in; see
+        `Engine.attend`.
+        """
+        return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
+
+
+def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
+    """The layers with a window of a generation, by their index; new ones where it has none yet."""
+    engine.windowed = engine.windowed or windowed_layers(engine.shape.windows)
+    return engine.windowed
+
+
+class ModelRunner:
+    """See `kvbench.engine.passes.Runner`.
+
+    Parameters
+    ----------
+    model
+        with "kvbench" attention.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def prefill(
+        self,
+        engine: Engine,
+        prompts: TokenRows,
+        chunk: int | None = None,
+        progress: Callable[[int], object] = lambda done: None,
+    ) -> Tensor:
+        """Read the prompts; the logits [B, vocabulary] of each row's first new token."""
+        cache, offsets = EngineCache(engine), engine.offsets
+        ends = [offset + len(prompt) for offset, prompt in zip(offsets, prompts, strict=True)]
+        ids = torch.zeros(len(prompts), max(ends), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, ends[row] - len(prompt) : ends[row]] = torch.tensor(prompt)
+        ids = ids.to(self.model.device)
+        last: dict[int, Tensor] = {}
+        with residuals_watched(self.model, engine.method.needs):
+            for column in range(0, ids.shape[1], chunk or ids.shape[1]):
+                part = ids[:, column : column + (chunk or ids.shape[1])]
+                end = column + part.shape[1]
+                ending = [row for row, row_end in enumerate(ends) if column < row_end <= end]
+                columns = sorted({ends[row] - 1 - column for row in ending})
+                engine.start_chunk(part)
+                positions = _positions(engine, column, end)
+                logits = self._forward(cache, part, positions, columns)
+                for row in ending:
+                    # and no more of the chunk's
+                    last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()
+                progress(end)
+        if engine.waiting:
+            read_again(self.model, engine)
+        return torch.stack([last[row] for row in range(len(prompts))])
+
+    def passes(self, rows: Engine | EngineGroup) -> ModelPasses:
+        """Further passes over what has read its prompts."""
+        cache = EngineCache(rows)
+
+        def forward(ids: Tensor, positions: Tensor) -> Tensor:
+            return self._forward(cache, ids, positions)[:, -1]
+
+        return ModelPasses(forward, cache.count)
+
+    def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
+        """The engines' windows in one: of unequal rows the shorter ones have padding before
+        them.
+        """
+        longest = max(length for engine in engines for length in engine.lengths)
+        windowed = windowed_layers(engines[0].shape.windows)
+        for layer, window in windowed.items():
+            _join(window, layer, engines, longest)
+        return windowed
+
+    def alone(self) -> str | None:
+        """Why generations of this model cannot share a pass, or None."""
+        if rotary.stretches(self.model):
+            return "the angles of its rotary positions follow the length of the text"
+        if len({weight.device for weight in self.model.parameters()}) > 1:
+            return "its layers lie on several devices"
+        return None
+
+    def _forward(
+        self,
+        cache: EngineCache,
+        ids: Tensor,
+        positions: Tensor,
+        columns: list[int] | None = None,
+    ) -> Tensor:
+        """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+        engine, end = cache.engine, cache.columns + ids.shape[1]
+        # the last layer's device is another one than that of the ids
+        spread = bool(engine.shape.elsewhere)
+        keep = torch.tensor(columns, device="cpu" if spread else ids.device) if columns else 1
+        padding = None
+        if any(engine.offsets):
+            first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
+            padding = torch.arange(end, device=ids.device) >= first
+        lengths = [*engine.shape.lengths]
+        if engine.prefilled:
+            lengths = [length + ids.shape[1] for length in engine.lengths]
+        with engine.spans("model"), rotary.angles_of(lengths):
+            out = self.model(
+                input_ids=ids,
+                attention_mask=padding,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        logits: Tensor = out.logits
+        return logits
+
+
+def _positions(engine: Engine, column: int, end: int) -> Tensor:
+    """[B, end - column] positions of a prompt's columns in their rows; padding has any."""
+    device = engine.shape.device
+    first, length = uploaded(torch.tensor([engine.offsets, [*engine.shape.lengths]]), device)
+    columns = torch.arange(column, end, device=device)
+    return (columns - first[:, None]).clamp(min=0).minimum(length[:, None] - 1)
+
+
+# -- layers with a window --------------------------------------------------------------------------
+
+
+class Share:
+    """The rows of one engine in a window that several fill.
+
+    Parameters
+    ----------
+    window
+        of all.
+    rows
+        which of it.
+    count
+        tokens of these rows that the window holds now, padding left out.
+    """
+
+    def __init__(self, window: WindowedLayer, rows: slice, count: int) -> None:
+        self._window, self._rows = window, rows
+        self._count, self._before = count, window.cumulative_length
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, n, D], in place."""
+        window = self._window
+        assert window.keys is not None and window.values is not None
+        count = min(window.keys.shape[2], self._count + window.cumulative_length - self._before)
+        return window.keys[self._rows, :, -count:], window.values[self._rows, :, -count:]
+
+    def resident_bytes(self) -> int:
+        """Bytes of the keys and values that the next token may attend."""
+        return sum(part.nbytes for part in self.tokens())
+
+    allocated_bytes = resident_bytes
+
+
+def _join(window: WindowedLayer, layer: int, engines: Sequence[Engine], longest: int) -> None:
+    """Fill a layer's window with those of engines, which have a `Share` of it from now on."""
+    parts = [_tokens(engine.windowed[layer]) for engine in engines]
+    width = max(key.shape[2] for key, _ in parts)
+    window.keys, window.values = (
+        torch.cat([pad(part, (0, 0, width - part.shape[2], 0)) for part in states])
+        for states in zip(*parts, strict=True)
+    )
+    window.is_initialized, window.cumulative_length = True, longest
+    window.dtype, window.device = window.keys.dtype, window.keys.device
+    begin = 0
+    for engine, (key, _) in zip(engines, parts, strict=True):
+        rows = slice(begin, begin := begin + len(key))
+        engine.windowed = {**engine.windowed, layer: Share(window, rows, key.shape[2])}
+
+
+def _tokens(window: Any) -> tuple[Tensor, Tensor]:
+    return window.tokens() if isinstance(window, Share) else (window.keys, window.values)

@@ -1,0 +1,498 @@
+"""The one decode loop: sequences whose next tokens come from one forward pass a step.
+
+A `Sequence` is a generation of one or more rows with its engine; a `Batch` decodes a token of every
+row. Alone is a batch of one sequence with a clock. Several sequences share the pass, whose linear
+layers then read the weights once for all rows; attention, and all that a method does, is every
+engine's by itself. Sequences join and leave between two passes, and what fails one of them touches
+no other. Which library runs the model is a `Runner`'s business.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.engine import Engine
+from kvbench.engine.passes import DecodePasses, EngineGroup, Runner, TokenRows
+from kvbench.engine.request import GenerationRequest, QuestionTokens, chosen_tokens
+from kvbench.spans import PARTS
+
+MOST_ROWS = 128  # of one pass; more make a row hardly quicker
+
+
+@dataclass
+class Generation:
+    """What one sequence generated, and what it cost.
+
+    Attributes
+    ----------
+    tokens
+        new token ids of each row, a stop token included.
+    ttft_s
+        seconds from the start to the first new token (prefill, index build, question); without the
+        prefill where that was shared.
+    tt2t_s
+        seconds from the start to the second new token, or None.
+    step_ms
+        milliseconds of each decode step.
+    prefill_ms
+        breakdown of the prefill by span, in all.
+    breakdown_ms
+        breakdown of a decode step by span, mean over the steps after the warm-up; the parts add up
+        to its mean time.
+    audit
+        see `kvbench.engine.audit.Audit.report`.
+    probe
+        see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean
+        nothing.
+    shared_prefill
+        the prefill was made once for several methods.
+    together
+        it shared its passes with others: no time but the engine's own parts of a step is of this
+        generation, and only these are here.
+    """
+
+    tokens: list[list[int]]
+    ttft_s: float = 0.0
+    tt2t_s: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    prefill_ms: dict[str, float] = field(default_factory=dict)
+    breakdown_ms: dict[str, float] = field(default_factory=dict)
+    audit: dict[str, Any] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    shared_prefill: bool = False
+    together: bool = False
+
+
+class Sequence:
+    """A generation between two forward passes: what it reads next, and what it has generated.
+
+    Parameters
+    ----------
+    engine
+        that has read the prompts.
+    first
+        the first new token of each row, [B] on the CPU; where a question is left, its logits say
+        others.
+    request
+        what is generated.
+    question
+        what is left to read in decode steps, its tokens [q, B].
+    timed
+        it decodes alone, so that what a step takes is its time.
+
+    Attributes
+    ----------
+    tokens
+        what the next pass reads, [B] on the CPU.
+    generated
+        new token ids of each row.
+    active
+        rows that still generate.
+    steps
+        passes since the first new token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        first: Tensor,
+        request: GenerationRequest,
+        question: abc.Sequence[Tensor] = (),
+        timed: bool = False,
+    ) -> None:
+        self.engine, self.timed = engine, timed
+        self._request, self._question = request, list(question)
+        self.generated: list[list[int]] = [[] for _ in first]
+        self.active, self.steps = [True] * len(first), 0
+        shared = request.prefilled is not None
+        self._generation = Generation(self.generated, shared_prefill=shared, together=not timed)
+        self.tokens = question[0] if question else request.choice.first(first)
+        if not question:
+            self._add(self.tokens)
+
+    @classmethod
+    @torch.inference_mode()
+    def begin(
+        cls,
+        runner: Runner,
+        prompts: TokenRows,
+        engine: Engine,
+        request: GenerationRequest,
+        timed: bool = False,
+    ) -> Sequence:
+        """Read the prompts, unless a prefill has, and a question that is read at once.
+
+        Parameters
+        ----------
+        runner
+            the model's.
+        prompts
+            token ids of each row.
+        engine
+            fresh and made for these, or one that has begun from the request's prefill and done
+            nothing since.
+        request, timed
+            as of the class.
+        """
+        began, question = time.perf_counter(), request.question
+        with engine.spans("other"):
+            first = _first_tokens(runner, prompts, engine, request)
+            if question.at_once and len(question) > 1:
+                turn = DecodePasses(runner, engine).turn(torch.tensor(question.rows))
+                first, question = request.first(turn), QuestionTokens()
+        seconds = time.perf_counter() - began
+        tokens = [*torch.tensor(question.rows).T] if question else ()
+        sequence = cls(engine, first, request, tokens, timed)
+        sequence._generation.ttft_s = seconds
+        if timed and not question:
+            sequence._end_prefill()
+        return sequence
+
+    @property
+    def over(self) -> bool:
+        """Whether no row generates another token."""
+        return not self._question and (self.to_come == 0 or not any(self.active))
+
+    @property
+    def to_come(self) -> int:
+        """Passes to come, at most."""
+        return len(self._question) + self._request.max_new_tokens - 1 - self.steps
+
+    def choose(self, logits: Tensor) -> None:
+        """Take the logits [B, vocabulary] of the pass: they say the tokens of the next one.
+
+        Raises
+        ------
+        FloatingPointError
+            they are NaN or infinite.
+        """
+        request = self._request
+        if not self._question:
+            self.tokens = request.choice(logits, self.steps + 1)
+        elif len(self._question) > 1:
+            chosen_tokens(logits)
+            self.tokens = self._question[1]
+        else:
+            self.tokens = request.choice.first(request.first(logits))
+
+    def settle(self, logits: Tensor, seconds: float) -> None:
+        """Count the pass that `choose` was given, and its time; outside the times."""
+        self.engine.settle()
+        if self._question:
+            self._question.pop(0)
+            self._generation.ttft_s += seconds
+            if not self._question:
+                self._add(self.tokens)
+                if self.timed:
+                    self._end_prefill()
+            return
+        self.steps += 1
+        if self._request.watch:
+            self._request.watch(logits)
+        self._add(self.tokens)
+        if self.timed:
+            self._count_step(seconds)
+
+    def _add(self, tokens: Tensor) -> None:
+        for row, token in enumerate(tokens.tolist()):
+            if self.active[row]:
+                self.generated[row].append(token)
+                choice, stops = self._request.choice, self._request.stops
+                self.active[row] = choice.goes_on(row, self.generated[row], stops)
+
+    def _end_prefill(self) -> None:
+        """The first new token is there, and the times of the prefill are over."""
+        self._generation.prefill_ms = _milliseconds(self.engine.spans.reset(), 1)
+
+    def _count_step(self, seconds: float) -> None:
+        self._generation.step_ms.append(seconds * 1e3)
+        if self.steps == self._request.warmup:
+            self.engine.spans.reset()
+        if self._request.progress:
+            read = max(self.engine.shape.lengths) + len(self._request.question)
+            self._request.progress(read + self.steps + 1, read + self._request.max_new_tokens)
+
+    def conclude(self) -> Generation:
+        """What it has come to, once it is over."""
+        generation, engine = self._generation, self.engine
+        if not self.timed:
+            generation.ttft_s = 0.0
+            spent, steps = engine.spans.reset(), max(1, engine.audit.steps)
+            generation.breakdown_ms = {
+                name: 1e3 * seconds / steps for name, seconds in sorted(spent.items())
+            }
+        elif generation.step_ms:
+            generation.tt2t_s = generation.ttft_s + generation.step_ms[0] / 1e3
+            measured = len(generation.step_ms) - self._request.warmup
+            if measured > 0:
+                generation.breakdown_ms = _milliseconds(engine.spans.reset(), measured)
+        generation.audit = engine.report()
+        generation.probe = engine.probe.report() if engine.probe else {}
+        return generation
+
+
+def _first_tokens(
+    runner: Runner, prompts: TokenRows, engine: Engine, request: GenerationRequest
+) -> Tensor:
+    """The first new token of each row, [B] on the CPU, where nothing follows the prompts."""
+    source, question = request.prefilled, len(request.question)
+    if source is not None:
+        if not engine.prefilled:
+            source.lend(engine)
+        return source.first_tokens(None if question else request.choice.draw)
+    total, progress = max(map(len, prompts)) + question + request.max_new_tokens, request.progress
+    logits = runner.prefill(
+        engine, prompts, request.prefill_chunk, lambda done: progress and progress(done, total)
+    )
+    return chosen_tokens(logits) if question else request.first(logits)
+
+
+def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """Spans per step; the standard parts always, a method's own spans beside them."""
+    names = *PARTS, *sorted(set(seconds) - set(PARTS))
+    return {name: seconds.get(name, 0.0) * 1e3 / steps for name in names}
+
+
+@torch.inference_mode()
+def generate(runner: Runner, prompts: TokenRows, engine: Engine, **request: Any) -> Generation:
+    """Generate for a batch of prompts, alone and with a clock.
+
+    A step makes the host wait for the device once, for its tokens.
+
+    Parameters
+    ----------
+    runner, prompts, engine
+        see `Sequence.begin`.
+    request
+        see `GenerationRequest`.
+
+    Raises
+    ------
+    FloatingPointError
+        NaN or inf in the logits, or in a query or key that a method would be shown.
+    """
+    sequence = Sequence.begin(runner, prompts, engine, GenerationRequest(**request), timed=True)
+    batch = Batch(runner)
+    if not sequence.over:
+        batch.join(sequence)
+    while batch.rows:
+        for _, error in batch.step():
+            if error is not None:
+                raise error
+    return sequence.conclude()
+
+
+# Called with a sequence that is over, or None and why there is none. Its engine holds keys and
+# values for this call alone.
+Ended = Callable[[Sequence | None, Exception | None], object]
+
+
+class Admission(NamedTuple):
+    """What a sequence takes in a batch, and whose it is.
+
+    Attributes
+    ----------
+    ended
+        called once, when it joins or later.
+    owner
+        for `Batch.drop`.
+    size
+        bytes that it takes by itself.
+    prompt
+        what it shares with others, and the bytes that this takes as long as any of them goes on.
+    """
+
+    ended: Ended
+    owner: object = None
+    size: float = 0.0
+    prompt: tuple[object, float] = (None, 0.0)
+
+
+class Dropped(Exception):
+    """A sequence goes no further, since its owner does not."""
+
+
+class Batch:
+    """Sequences that decode in one pass, as many as memory has room for; where the model's cannot
+    share one, a single sequence.
+
+    Parameters
+    ----------
+    runner
+        the model's.
+    room
+        bytes that they may take.
+    stepped
+        called after each pass with its rows and its seconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        room: float = float("inf"),
+        stepped: Callable[[int, float], object] = lambda rows, seconds: None,
+    ) -> None:
+        self._runner, self._stepped = runner, stepped
+        self._room, self._most = room, 1 if runner.alone() else MOST_ROWS
+        self._running: dict[Sequence, Admission | None] = {}
+        # None: sequences have joined or left since the last pass
+        self._passes: DecodePasses | None = None
+        self._errors: dict[int, Exception] = {}  # of sequences, by their places in the pass
+
+    @property
+    def rows(self) -> int:
+        """Rows of the next pass."""
+        return sum(len(sequence.generated) for sequence in self._running)
+
+    def join(self, sequence: Sequence, admission: Admission | None = None) -> None:
+        """A sequence, not over, goes on here from the next pass on."""
+        if not sequence.timed:
+            sequence.engine.spans.reset()  # what it has spent on its prompt
+        self._running[sequence] = admission
+        self._passes = None
+
+    def admit(self, begin: Callable[[], Sequence], rows: int, admission: Admission) -> None:
+        """Begin a sequence and have it join, once there is room for it.
+
+        Parameters
+        ----------
+        begin
+            begins it; where that takes more memory than there is, which no estimate knows for sure,
+            again when others have left.
+        rows
+            that it has.
+        """
+        self.clear(admission.size, rows)
+        while True:
+            try:
+                sequence = begin()
+                break
+            except Exception as error:
+                if not (is_out_of_memory(error) and self._running):
+                    admission.ended(None, error)
+                    return
+            before = self.rows
+            while self.rows == before:
+                self.step()
+        self.join(sequence, admission)
+        if sequence.over:
+            self._end(sequence, None)
+
+    def clear(self, required_bytes: float, rows: int) -> None:
+        """Go on until there is room for so many bytes and rows, or nothing is left to wait for."""
+        while self._running and (
+            self.rows + rows > self._most or self._taken() + required_bytes > self._room
+        ):
+            self.step()
+
+    def _taken(self) -> float:
+        admissions = [admission for admission in self._running.values() if admission is not None]
+        prompts = {id(admission.prompt[0]): admission.prompt[1] for admission in admissions}
+        return sum(prompts.values()) + sum(admission.size for admission in admissions)
+
+    def step(self) -> list[tuple[Sequence, Exception | None]]:
+        """Decode a token of every row.
+
+        Returns
+        -------
+        list[tuple[Sequence, Exception | None]]
+            The sequences that left: those that are over, and those that failed, each with its
+            error.
+        """
+        rows, began = self.rows, time.monotonic()
+        finished = self._decode()
+        for sequence, error in finished:
+            self._end(sequence, error)
+        self._stepped(rows, time.monotonic() - began)
+        return finished
+
+    def finish(self) -> None:
+        """Go on until nothing is left."""
+        while self._running:
+            self.step()
+
+    def drop(self, owner: object) -> None:
+        """Nothing of an owner goes on; what did has ended for no reason of its own."""
+        for sequence, admission in [*self._running.items()]:
+            if admission is not None and admission.owner == owner:
+                self._end(sequence, Dropped())
+
+    def _end(self, sequence: Sequence, error: Exception | None) -> None:
+        """A sequence leaves, unless an earlier one has dropped it."""
+        admission = self._running.pop(sequence, None)
+        self._passes = None
+        if admission is not None:
+            try:
+                admission.ended(None if error else sequence, error)
+            finally:
+                sequence.engine.release()
+
+    def _compose(self) -> DecodePasses:
+        engines = [sequence.engine for sequence in self._running]
+        if next(iter(self._running)).timed:
+            (engine,), self._errors = engines, {}
+            return DecodePasses(self._runner, engine)
+        group = EngineGroup(engines, self._runner.joined(engines))
+        self._errors = group.errors
+        return DecodePasses(self._runner, group)
+
+    def _decode(self) -> list[tuple[Sequence, Exception | None]]:
+        self._passes = passes = self._passes or self._compose()
+        sequences, errors = [*self._running], self._errors
+        tokens = torch.cat([sequence.tokens for sequence in sequences])
+        active = [is_active for sequence in sequences for is_active in sequence.active]
+        with torch.inference_mode(), collecting_later():
+            began = time.perf_counter()
+            with passes.rows.spans("other"):
+                logits = passes(tokens, active).split([len(seq.active) for seq in sequences])
+                for index, sequence in enumerate(sequences):
+                    _attempt(errors, index, sequence.choose, logits[index])
+            seconds = time.perf_counter() - began
+            for index, sequence in enumerate(sequences):
+                _attempt(errors, index, sequence.settle, logits[index], seconds)
+        pairs = [(sequence, errors.get(index)) for index, sequence in enumerate(sequences)]
+        return [(sequence, error) for sequence, error in pairs if error or sequence.over]
+
+
+def _attempt(
+    errors: dict[int, Exception], index: int, call: Callable[..., None], *arguments: object
+) -> None:
+    """Call a sequence, unless it has failed; what it raises is its own error."""
+    if index not in errors:
+        try:
+            call(*arguments)
+        except Exception as error:
+            errors[index] = error
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Leave garbage that refers to itself for later: to find it Python looks at every object of
+    every engine.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is no more memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator, and CUDA's for pinned host memory, say it in words only
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("can't allocate memory", "out of memory")
+    )

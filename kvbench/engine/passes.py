@@ -1,0 +1,185 @@
+"""Forward passes after the prompt: over one engine's rows, or over those of several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.captured import Forward
+from kvbench.engine.engine import Engine, LayerMemory, surely_finite
+from kvbench.engine.request import chosen_tokens
+from kvbench.memory.transfer import uploaded
+from kvbench.method import Method
+from kvbench.spans import Spans
+
+Answer = TypeVar("Answer")
+TokenRows = Sequence[Sequence[int]]
+
+
+class EngineGroup:
+    """What a forward pass asks of an engine in decode steps, answered by several: rows of the batch
+    are theirs in turn.
+
+    Where one of them raises an error its rows are zeros from there on, and it is asked nothing
+    more.
+
+    Parameters
+    ----------
+    engines
+        of one model; all have read their prompts.
+    windowed
+        the layers with a window, by index, which all rows fill.
+
+    Attributes
+    ----------
+    errors
+        what an engine raised, by its index.
+    shape
+        sizes of the model; lengths and batch are the first engine's alone.
+    offsets
+        columns of padding before each row, where layers have a window: all rows end in the last
+        column.
+    """
+
+    prefilled = True
+
+    def __init__(self, engines: Sequence[Engine], windowed: Mapping[int, LayerMemory]) -> None:
+        self._engines, self.windowed = engines, windowed
+        self._rows = [engine.shape.batch for engine in engines]
+        self.shape, self.method = engines[0].shape, Method()
+        self.spans = Spans(self.shape.device)
+        self.errors: dict[int, Exception] = {}
+        lengths = self.lengths
+        self.offsets = [max(lengths) - length if windowed else 0 for length in lengths]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row so far."""
+        return [length for engine in self._engines for length in engine.lengths]
+
+    def start_step(self, tokens: Tensor, active: Sequence[bool]) -> None:
+        """A decode forward begins, see `Engine.start_step`."""
+        at = 0
+        for index, row_tokens in enumerate(tokens.split(self._rows)):
+            row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
+            self._ask(index, self._engines[index].start_step, row_tokens, row_active)
+
+    def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+        """Logits of the decode step that was started, see `Engine.run`; none is captured."""
+        return forward(*uploaded(inputs, self.shape.device))
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention [B, Hq, 1, D] of one layer, see `Engine.attend`."""
+        valid, out = surely_finite(query, key), list[Tensor]()  # all at once
+        parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
+        for index, (engine, row_parts) in enumerate(zip(self._engines, parts, strict=True)):
+            attend = partial(engine.attend, valid=valid)
+            attended = self._ask(index, attend, layer, *row_parts, sinks)
+            out.append(torch.zeros_like(row_parts[0]) if attended is None else attended)
+        return torch.cat(out)
+
+    def _ask(self, index: int, ask: Callable[..., Answer], *arguments: object) -> Answer | None:
+        """What an engine answers; None of one that has failed, now or before."""
+        if index not in self.errors:
+            try:
+                return ask(*arguments)
+            except Exception as error:
+                self.errors[index] = error
+        return None
+
+
+class ModelPasses(NamedTuple):
+    """Passes over what has read its prompts.
+
+    Attributes
+    ----------
+    forward
+        from token ids and their positions, [B, q] each, to the logits [B, vocabulary] after the
+        last ones.
+    count
+        told of a token of every row that comes without a pass: a captured step was repeated.
+    """
+
+    forward: Forward
+    count: Callable[[int], object]
+
+
+class Runner(Protocol):
+    """The forward passes of a model."""
+
+    def prefill(
+        self,
+        engine: Engine,
+        prompts: TokenRows,
+        chunk: int | None,
+        progress: Callable[[int], object],
+    ) -> Tensor:
+        """Read the prompts of a fresh engine.
+
+        Parameters
+        ----------
+        prompts
+            token ids of each row.
+        chunk
+            prompt columns in one forward pass; None: all.
+        progress
+            called with the columns read, after each pass.
+
+        Returns
+        -------
+        Tensor
+            The logits [B, vocabulary] of what comes after each row.
+        """
+
+    def passes(self, rows: Engine | EngineGroup) -> ModelPasses:
+        """Further passes over what has read its prompts."""
+
+    def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
+        """The layers with a window of several engines as those of one batch, by their index."""
+
+    def alone(self) -> str | None:
+        """Why sequences of this model cannot share a pass, or None."""
+
+
+class DecodePasses:
+    """Passes over the rows of an engine, or of several, after their prompts.
+
+    Parameters
+    ----------
+    runner
+        the model's.
+    rows
+        that have read their prompts.
+    """
+
+    def __init__(self, runner: Runner, rows: Engine | EngineGroup) -> None:
+        self.rows, self._passes = rows, runner.passes(rows)
+
+    def __call__(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """One step: tokens [B] on the CPU in, the logits [B, vocabulary] of the next ones out."""
+        positions = torch.tensor(self.rows.lengths)
+        self.rows.start_step(tokens, active)
+        inputs = torch.stack([tokens, positions])
+        return self.rows.run(inputs, self._step, self._passes.count)
+
+    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._passes.forward(ids[:, None], positions[:, None])
+
+    def next_tokens(self, tokens: Tensor) -> Tensor:
+        """One step of rows that all generate: the likeliest tokens [B] after tokens [B], on the
+        CPU.
+        """
+        return chosen_tokens(self(tokens, [True] * len(tokens)))
+
+    def turn(self, ids: Tensor) -> Tensor:
+        """Read tokens [B, q] on the CPU of an engine at once; the logits of the next ones."""
+        positions = torch.tensor(self.rows.lengths)[:, None] + torch.arange(ids.shape[1])
+        self.rows.start_turn(ids)  # type: ignore[union-attr]
+        ids, positions = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
+        return self._passes.forward(ids, positions)

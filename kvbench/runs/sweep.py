@@ -1,0 +1,626 @@
+"""Samples through the arms of a sweep, each with a run folder; a run is a sweep of one arm.
+
+Arms differ in method and budget alone: a sample is prefilled once, and each arm begins from that.
+Where they decode together (`sweep.shared_decode`) samples go through all arms side by side, as many
+as there is room for; they have no times of their own, and logits that differ by rounding from those
+of a run alone. Else each gets the bits that a run by itself would give, and only what the one
+prefill hides, the time to the first token, is missing there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbench.backends.hf.prefilled import Prefilled
+from kvbench.backends.hf.runner import ModelRunner
+from kvbench.backends.run_config import RunConfig
+from kvbench.config import ConfigError, bind_methods
+from kvbench.engine import batch as engine_batch
+from kvbench.engine.batch import Admission
+from kvbench.measure import room
+from kvbench.measure.arm import Arm
+from kvbench.measure.job import (
+    PromptJob,
+    PromptPrefill,
+    begin_reference,
+    is_failed_sample,
+    measure,
+)
+from kvbench.measure.machine import threads
+from kvbench.measure.prompts import PromptBatch, TokenizedSample, read
+from kvbench.models import hub
+from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
+from kvbench.runs.handles import folders_at_once
+from kvbench.runs.heartbeat import beating
+from kvbench.runs.identity import MAY_DIFFER, arm_name, starts_alone
+from kvbench.runs.kernels import compile_for
+from kvbench.runs.progress import Reporter, progress
+from kvbench.runs.run import concluded, dtype_of, open_folder, prepare
+from kvbench.runs.table import table
+from kvbench.runs.terminal import Console
+from kvbench.runs.work import Work, work_of
+from kvbench.tasks import Sample
+
+PREFILLING = 2  # times the keys and values of a prompt are in memory while it is divided
+
+Records = list[dict[str, Any]]
+
+
+class Outcome(NamedTuple):
+    """How an arm ended.
+
+    Attributes
+    ----------
+    arm
+        method and budget, "quest-64".
+    path
+        its run folder, if it got one.
+    summary
+        of a finished arm; {} where other shards still have samples to run.
+    error
+        what ended the arm before its last sample; what it had done until then stays in its folder.
+    """
+
+    arm: str
+    path: Path | None = None
+    summary: dict[str, Any] | None = None
+    error: Exception | None = None
+
+
+def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
+    """Run one config to its end, alone and with a clock, or from where it was interrupted.
+
+    Parameters
+    ----------
+    config
+        checked.
+    shard
+        which of its samples to run.
+
+    Returns
+    -------
+    dict[str, Any]
+        The summary; {} where other shards still have samples to run.
+
+    Raises
+    ------
+    ConfigError
+        something is wrong that only the loaded model or the task's data shows.
+    ResultsError
+        the run folder cannot be used.
+    """
+    bind_methods()
+    with threads(config.threads):
+        arm, console = prepare(config), Console()
+        with open_folder(arm, shard) as folder, beating([folder]):
+            compile_for([arm], console)
+            sweep = Sweep({0: (arm, folder)}, console, shard, by_itself=True)
+            summary = concluded(folder, sweep.run(), arm)
+        _say(arm, folder, summary, console, shard)
+    return summary
+
+
+def _say(
+    arm: Arm, folder: RunFolder, summary: dict[str, Any], console: Console, shard: Shard
+) -> None:
+    """Print what a run has come to."""
+    say = partial(console.print, soft_wrap=True)
+    if not summary:
+        say(f"shard {shard} is done; others still have samples to run: {folder.path}")
+        return
+    title = f"{arm.task.name}, {arm_name(arm.config)} on {arm.loaded.name} in {dtype_of(arm)}"
+    console.print(table(title, arm.task.metric, summary))
+    if how := hub.weights_origin(arm.loaded.revision):
+        say(f"weights of {arm.loaded.name}: {how}")
+    say(f"results: {folder.path}")
+    if summary["n"] < len(folder.records):
+        limit = arm.config.task.limit
+        console.print(
+            f"task.limit={limit}: of the {len(folder.records)} samples there these are the first"
+        )
+    if summary["failed"]:
+        say(
+            f"{summary['failed']} of {summary['n']} samples failed and scored 0:"
+            f" {folder.path / 'samples.jsonl'} says why; the same command tries them again"
+        )
+
+
+def run_shared(
+    configs: Sequence[RunConfig], console: Console | None = None
+) -> list[dict[str, Any]]:
+    """As `run_arms`, for who wants all arms or none; returns each one's summary.
+
+    Raises
+    ------
+    Exception
+        what ended an arm; the others have finished.
+    """
+    outcomes = run_arms(configs, console)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.summary for outcome in outcomes if outcome.summary is not None]
+
+
+def run_arms(
+    configs: Sequence[RunConfig], console: Console | None = None, shard: Shard = WHOLE
+) -> list[Outcome]:
+    """Run configs together to their end, or from where they were interrupted.
+
+    An arm that fails, or whose folder another process holds, ends alone and the others go on.
+
+    Parameters
+    ----------
+    configs
+        alike but for method, budget, kv and probe.
+    console
+        where progress is drawn.
+    shard
+        which of the samples to run.
+
+    Raises
+    ------
+    ConfigError
+        they differ in more, or something is wrong that only the task's data shows.
+    ResultsError
+        the system allows too few open files for a single one.
+    """
+    bind_methods()
+    refuse_different(configs)
+    size = folders_at_once(len(configs), shard)
+    console, loaded = console or Console(), None
+    if size < len(configs):
+        console.print(
+            f"{len(configs)} arms, {size} at a time: no more files can be open (ulimit -n)",
+            soft_wrap=True,
+        )
+    outcomes: list[Outcome] = []
+    with threads(configs[0].threads):
+        for start in range(0, len(configs), size):
+            new_outcomes, loaded = _at_once(configs[start : start + size], console, shard, loaded)
+            outcomes += new_outcomes
+    return outcomes
+
+
+def _at_once(
+    configs: Sequence[RunConfig], console: Console, shard: Shard, loaded: Any
+) -> tuple[list[Outcome], Any]:
+    """As many arms as can hold their folders at once, from one prefill of each sample; and the
+    model that they ran.
+    """
+    outcomes = [Outcome(arm_name(config)) for config in configs]
+    with ExitStack() as open_folders:
+        running: dict[int, tuple[Arm, RunFolder]] = {}
+        for index, config in enumerate(configs):
+            try:
+                arm = _decoding(prepare(config, loaded), console)
+                loaded = arm.loaded
+                running[index] = arm, open_folders.enter_context(open_folder(arm, shard))
+                outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
+            except (ConfigError, ResultsError) as error:
+                outcomes[index] = outcomes[index]._replace(error=error)
+        if running:
+            with beating([folder for _, folder in running.values()]):
+                compile_for([arm for arm, _ in running.values()], console)
+                sweep = Sweep(running, console, shard)
+                work = sweep.run()
+            for index, (arm, folder) in running.items():
+                if index in sweep.ended:
+                    outcomes[index] = outcomes[index]._replace(error=sweep.ended[index])
+                    continue
+                try:
+                    outcomes[index] = outcomes[index]._replace(summary=concluded(folder, work, arm))
+                except ResultsError as error:
+                    outcomes[index] = outcomes[index]._replace(error=error)
+    return outcomes, loaded
+
+
+def refuse_different(configs: Sequence[RunConfig]) -> None:
+    """Refuse configs that no common prefill can serve.
+
+    Raises
+    ------
+    ConfigError
+        names a key in which two differ, or an arm whose engine no other arm can use.
+    """
+    for config in configs if len(configs) > 1 else ():
+        if starts_alone(config):
+            raise ConfigError(
+                f"method={config.method.name}: vLLM frees what it drops, in an engine for"
+                " this arm alone; expected a run of its own"
+            )
+    first, *others = (
+        {key: value for key, value in config.resolved.items() if key not in MAY_DIFFER}
+        for config in configs
+    )
+    for other in others:
+        for key in sorted(first.keys() | other.keys()):
+            if first.get(key) != other.get(key):
+                raise ConfigError(
+                    f"{key}: arms that share a prefill differ in {', '.join(MAY_DIFFER)} alone"
+                )
+
+
+def _decoding(arm: Arm, console: Console) -> Arm:
+    """An arm that decodes together with others where that is asked for and can be; what cannot is
+    said.
+    """
+    if not arm.config.decodes_jointly:
+        return arm
+    reason = ModelRunner(arm.loaded.model).alone()
+    if reason is not None:
+        console.print(f"{arm_name(arm.config)} decodes alone: {reason}", soft_wrap=True)
+        return arm
+    return replace(arm, decode="together")
+
+
+@dataclass
+class BatchProgress:
+    """A batch on its way through the arms.
+
+    Attributes
+    ----------
+    prompts
+        the batch.
+    waiting
+        the arms that lack it, by their number.
+    counts
+        its end is progress; not of a part that is done again.
+    to_come
+        what must end before the batch is over, the bringing itself included.
+    """
+
+    prompts: PromptBatch
+    waiting: dict[int, Arm]
+    counts: bool = True
+    to_come: int = 1
+
+
+class Sweep:
+    """Arms that run: brings batches of samples to them, and records to their folders.
+
+    Parameters
+    ----------
+    running
+        the arms and their folders, by their number; all decode together, or none does.
+    console
+        where progress is drawn.
+    shard
+        which of the samples to run.
+    by_itself
+        it is a run's: of one arm, which reads its prompts itself, and whose errors are the run's.
+
+    Attributes
+    ----------
+    ended
+        what ended an arm.
+    """
+
+    report: Reporter
+
+    def __init__(
+        self,
+        running: Mapping[int, tuple[Arm, RunFolder]],
+        console: Console,
+        shard: Shard = WHOLE,
+        by_itself: bool = False,
+    ) -> None:
+        self._running, self.ended = running, dict[int, Exception]()
+        self._console, self._by_itself = console, by_itself
+        self._first, _ = next(iter(running.values()))  # samples are the same for all
+        done = set.intersection(*(set(folder.done) for _, folder in running.values()))
+        limit = self._first.config.task.limit
+        self._work = work_of(self._first, limit, done, shard)
+        self._prefill = PromptPrefill()
+        # samples of a batch that has failed beside others, each by itself
+        self._again = deque[BatchProgress]()
+        self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
+
+    def run(self) -> Work:
+        """Every sample through every arm that lacks it.
+
+        Returns
+        -------
+        Work
+            What was to do.
+
+        Raises
+        ------
+        ConfigError
+            a sample cannot run as the protocol asks; those that were brought before it have ended.
+        """
+        work = self._work
+        for _, folder in self._running.values():
+            if folder.tear:
+                self._console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
+            folder.expect(work.whole)
+        with progress(self._console, work.total, work.done) as self.report:
+            loaded = self._first.loaded
+            if self._first.decode == "together":
+                runner, size = ModelRunner(loaded.model), room.room(loaded)
+                self._batch = engine_batch.Batch(runner, size, self.report.rows)
+            self._bring_all(read(self._first, work.samples))
+        return work
+
+    def _bring_all(self, batches: Iterator[PromptBatch]) -> None:
+        together = self._first.decode == "together"
+        while len(self.ended) < len(self._running):
+            try:
+                if self._again:
+                    self._bring(self._again.popleft())
+                elif (prompts := next(batches, None)) is not None:
+                    self._bring(BatchProgress(prompts, self._lacking(prompts.samples)))
+                elif together and self._batch.rows:
+                    self._batch.step()
+                else:
+                    break
+            except ConfigError:
+                if together:
+                    self._batch.finish()
+                raise
+
+    def _lacking(self, samples: Sequence[Sample]) -> dict[int, Arm]:
+        """The arms that go on and have not done all samples of a batch."""
+        return {
+            index: arm
+            for index, (arm, folder) in self._running.items()
+            if index not in self.ended and any(sample.id not in folder.done for sample in samples)
+        }
+
+    def _bring(self, brought: BatchProgress) -> None:
+        """Take a batch to the arms that lack it."""
+        together = self._first.decode == "together"
+        if together:
+            self._clear(brought)
+        prefilled = None
+        for part, prefilled, failed in self._prefilled(brought):
+            if not together:
+                self._run_in_turn(brought, part, prefilled, failed)
+            # for want of memory, it may be, that others have until they leave
+            elif failed and self._batch.rows:
+                self._batch.finish()
+                again = PromptBatch([*part])
+                self._again.append(BatchProgress(again, brought.waiting, counts=False))
+            else:
+                self._join_all(brought, part, prefilled, failed)
+        prefilled = None  # its memory, before the next takes as much
+        if brought.counts and together:
+            self.report.joint_decode.read += self._share(brought.prompts.samples)
+        self._through(brought)
+
+    def _through(self, brought: BatchProgress) -> None:
+        brought.to_come -= 1
+        if brought.counts and not brought.to_come:
+            for sample in brought.prompts.samples:
+                self.report.advance(self._work.share(sample))
+
+    def _share(self, samples: Iterable[Sample]) -> float:
+        """The share of samples in the work of this start."""
+        return sum(map(self._work.share, samples))
+
+    # -- prefills ----------------------------------------------------------------------------------
+
+    def _prefilled(
+        self, brought: BatchProgress
+    ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
+        """A batch with the prefill that serves those who wait for it, see `_parts`."""
+        prompts, running = brought.prompts, [arm for arm, _ in self._running.values()]
+        # An arm that does not wait now may wait for the next answer to this prompt, or question
+        # about this context.
+        begun = running if prompts.again else [*brought.waiting.values()]
+        served = [arm for arm in begun if arm.backend.has_engine] if brought.waiting else []
+        return self._parts(served, prompts)
+
+    def _parts(
+        self, arms: Sequence[Arm], prompts: PromptBatch
+    ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
+        """A batch with its prefill, or why that failed; a failed batch of several falls into its
+        samples.
+        """
+        ready, failed = _ready(prompts.prompts), ""
+        prefilled: Prefilled | None = None
+        self.report.begin()
+        if arms and ready and self._shares(ready, prompts.again):
+            try:
+                new_prefill = self._prefill(arms, ready, prompts.again, self.report.tokens)
+                if self._first.decode == "together":
+                    new_prefill.divide()
+                prefilled = new_prefill
+            except Exception as error:
+                if not is_failed_sample(error):
+                    raise
+                failed = f"{type(error).__name__}: {error}"
+        if failed and len(prompts.prompts) > 1:
+            for prompt in prompts.prompts:
+                yield from self._parts(arms, PromptBatch([prompt]))
+        else:
+            yield prompts.prompts, prefilled, failed
+
+    def _shares(self, ready: Sequence[TokenizedSample], again: bool) -> bool:
+        """Whether prompts have one prefill for several generations; of a run the time of its own is
+        part of each time to the first token.
+        """
+        return not self._by_itself or again or self._prefill.serves(ready)
+
+    # -- one arm after the other -------------------------------------------------------------------
+
+    def _run_in_turn(
+        self,
+        brought: BatchProgress,
+        part: Sequence[TokenizedSample],
+        prefilled: Prefilled | None,
+        failed: str,
+    ) -> None:
+        samples, length = brought.prompts.samples, max(len(prompt.ids) for prompt in part)
+        for number, (index, arm) in enumerate(brought.waiting.items()):
+            if not self._by_itself:
+                self.report.part = number / len(brought.waiting) * self._share(samples)
+                self.report.name(arm_name(arm.config))
+            self.report.begin(length if prefilled else 0)
+            self._add(index, samples, partial(self._measured, arm, part, prefilled, failed))
+
+    def _measured(
+        self, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled | None, failed: str
+    ) -> Records:
+        """The records of a batch, whose prefill has failed for a reason, or not.
+
+        A shared prefill holds all keys and values on the device: an arm whose tokens go to the host
+        may have room alone.
+        """
+        if failed and arm.method.needs.home == "device":
+            return [prompt.failure(arm.task.metric, failed) for prompt in prompts]
+        return measure(arm, prompts, self.report.tokens, prefilled)
+
+    # -- together ----------------------------------------------------------------------------------
+
+    def _clear(self, brought: BatchProgress) -> None:
+        """Wait until there is room for the prefill of a batch."""
+        ready = _ready(brought.prompts.prompts)
+        if ready:
+            needs = [arm.method.needs for arm in brought.waiting.values()]
+            sizes = self._first, _lengths(ready)
+            required = PREFILLING * room.prompt_bytes(*sizes) + self._reference_bytes(ready)
+            self._batch.clear(required + room.recorded_bytes(*sizes, needs), len(ready))
+
+    def _join_all(
+        self,
+        brought: BatchProgress,
+        part: Sequence[TokenizedSample],
+        prefilled: Prefilled | None,
+        failed: str,
+    ) -> None:
+        """Have a part of a batch join in every arm, or fail there."""
+        ready = _ready(part) if prefilled is not None else []
+        lost = [prompt for prompt in part if prompt not in ready]
+        forced = ready and ready[0].sample.forced
+        if forced and prefilled is not None and prefilled.reference is None:
+            begin = partial(begin_reference, self._first.loaded, ready[0], prefilled)
+            admission = Admission(lambda *_: None, prompt=self._shared(ready, prefilled))
+            self._batch.admit(partial(self._expected, begin), 1, admission)
+        for index, arm in brought.waiting.items():
+            metric = arm.task.metric
+            failures = [prompt.failure(metric, failed) for prompt in lost]
+            self._add(index, brought.prompts.samples, partial(list, failures))
+            if prefilled is not None and index not in self.ended:
+                self._join(brought, index, PromptJob(arm, ready, prefilled), prefilled)
+
+    def _join(
+        self, brought: BatchProgress, index: int, job: PromptJob, prefilled: Prefilled
+    ) -> None:
+        """Have an arm's generation join the batch."""
+        arm, prompts = job.arm, job.prompts
+        lengths = _lengths(prompts)
+        size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
+        # what is kept, and a copy, share no page with the prompt
+        if prefilled.again or prefilled.has_begun(id(arm)):
+            size = 2 * (size + room.prompt_bytes(arm, lengths))
+
+        def ended(sequence: engine_batch.Sequence | None, error: Exception | None) -> None:
+            if sequence is not None:  # which may have ended early
+                self.report.joint_decode.expected -= len(prompts) * sequence.to_come
+            records = partial(self._records, index, job, sequence, error)
+            self._add(index, brought.prompts.samples, records)
+            if index in self.ended:
+                self._batch.drop(index)
+            self._through(brought)
+
+        brought.to_come += 1
+        admission = Admission(ended, index, size, self._shared(prompts, prefilled))
+        self._batch.admit(partial(self._expected, job.begin), len(prompts), admission)
+
+    def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
+        """Begin a generation, whose tokens are work to come from here on."""
+        sequence = begin()
+        self.report.joint_decode.expected += len(sequence.generated) * sequence.to_come
+        return sequence
+
+    def _reference_bytes(self, prompts: Sequence[TokenizedSample]) -> int:
+        forced = prompts[0].sample.forced
+        return room.reference_bytes(self._first, len(forced.tokens) - 1) if forced else 0
+
+    def _shared(
+        self, prompts: Sequence[TokenizedSample], prefilled: Prefilled
+    ) -> tuple[Prefilled, int]:
+        """What all arms of these prompts share, and its bytes."""
+        return prefilled, prefilled.nbytes + self._reference_bytes(prompts)
+
+    def _records(
+        self,
+        index: int,
+        job: PromptJob,
+        sequence: engine_batch.Sequence | None,
+        error: Exception | None,
+    ) -> Records:
+        """What samples have come to in an arm; those that have failed beside others are tried again
+        by themselves.
+        """
+        arm, prompts = job.arm, job.prompts
+        try:
+            if sequence is None:
+                raise error or AssertionError("a generation ends with an error, or is over")
+            records = job.records(sequence)
+        except Exception as failed:
+            if not is_failed_sample(failed):
+                raise
+            if len(prompts) == 1:
+                return [prompts[0].failure(arm.task.metric, f"{type(failed).__name__}: {failed}")]
+            self._again.extend(
+                BatchProgress(PromptBatch([prompt]), {index: arm}, counts=False)
+                for prompt in prompts
+            )
+            return []
+        index_bytes = records[0]["audit"].get("index_bytes", 0)
+        share = room.index_share(arm, _lengths(prompts), index_bytes)
+        self._index[index] = max(share, self._index.get(index, 0.0))
+        return records
+
+    # -- what was measured -------------------------------------------------------------------------
+
+    def _add(self, index: int, samples: Sequence[Sample], records: Callable[[], Records]) -> None:
+        """Make records of a batch, or of a part of it, and keep them; what goes wrong ends this arm
+        alone.
+        """
+        if index in self.ended:
+            return
+        arm, folder = self._running[index]
+        try:
+            for record in records():
+                if record["id"] not in folder.done:
+                    folder.add(record, self.report.share + self._share(samples))
+                    self.report.failed(record)
+                    self._remark(arm, record, samples)
+        except Exception as error:
+            if self._by_itself:
+                raise
+            self.ended[index] = error
+            with suppress(ResultsError):  # where nothing can be written, that is the error
+                folder.leave(interrupted=True)
+            self._console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+
+    def _remark(self, arm: Arm, record: dict[str, Any], samples: Sequence[Sample]) -> None:
+        """Say of a run by itself, once, what its first samples show of its settings."""
+        if not self._by_itself:
+            return
+        tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
+        self.report.covered(record)
+        if arm.attends_whole(record):
+            self.report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
+        chat = any(sample.chat for sample in samples if sample.id == record["id"])
+        if chat and not record["chat"] and arm.protocol.chat == "auto":
+            raw = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw"
+            self.report.once("chat", f"{raw} (said once)")
+
+
+def _ready(prompts: Sequence[TokenizedSample]) -> list[TokenizedSample]:
+    """Those that can run."""
+    return [prompt for prompt in prompts if not prompt.record["error"]]
+
+
+def _lengths(prompts: Sequence[TokenizedSample]) -> list[int]:
+    return [len(prompt.ids) for prompt in prompts]
