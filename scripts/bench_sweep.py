@@ -55,7 +55,7 @@ from kvbench.cli.demo import METHODS  # noqa: E402
 from kvbench.cli.fetch import DEFAULT  # noqa: E402
 from kvbench.config import ConfigError, choices, nearest  # noqa: E402
 from kvbench.engine.batch import Batch  # noqa: E402
-from kvbench.engine.batch import Sequence as Decoded
+from kvbench.engine.batch import Sequence as Decoded  # noqa: E402
 from kvbench.engine.engine import Engine  # noqa: E402
 from kvbench.measure.arm import Setup  # noqa: E402
 from kvbench.runs import sweep  # noqa: E402

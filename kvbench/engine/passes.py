@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,7 +95,8 @@ class EngineGroup:
         return None
 
 
-class ModelPasses(NamedTuple):
+@dataclass(frozen=True)
+class ModelPasses:
     """Passes over what has read its prompts.
 
     Attributes
