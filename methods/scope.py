@@ -141,7 +141,9 @@ class SCOPE(Evictor):
         """Evict the generated tokens of which there are too many, and where they count a prompt
         token.
         """
-        prompt = self.prompt.setdefault(layer, tokens.counts.clone())
+        if layer not in self.prompt:
+            self.prompt[layer] = tokens.counts.clone()
+        prompt = self.prompt[layer]
         counted = self.budget.counts_generated
         limit, recent = self._limits(layer, prompt)
         newest = self.view.seen(layer)[:, None, None] - recent
