@@ -1,4 +1,4 @@
-"""`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.runs.run` is a stand-in."""
+"""`python -m kvbench`: what it prints, what it refuses, how it exits. `kvbench.runs.sweep` is a stand-in."""
 
 import errno
 import io
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imported by every Python that finds it on its path: the run that the command line hands over to.
 STAND_IN = """
 import sys, types
-module = types.ModuleType("kvbench.runs.run")
+module = types.ModuleType("kvbench.runs.sweep")
 exec({source!r}, module.__dict__)
-sys.modules["kvbench.runs.run"] = module
+sys.modules["kvbench.runs.sweep"] = module
 """
 
 # At exit, a line that says which of the slow imports happened.
@@ -34,7 +34,7 @@ atexit.register(lambda: print("heavy:", *sorted({"torch", "transformers", "numpy
 
 @pytest.fixture
 def python(tmp_path):
-    """Run `python -m kvbench` for real, in an empty folder, with a `kvbench.runs.run` of this source."""
+    """Run `python -m kvbench` for real, in an empty folder, with a `kvbench.runs.sweep` of this source."""
 
     def run(*words, source="def run(cfg): pass", extra=""):
         site = tmp_path / "site"
