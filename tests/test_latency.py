@@ -156,9 +156,8 @@ def test_what_full_attention_must_read_by_hand(tmp_path: Path) -> None:
     """7 steps, the first of which attends 301 tokens: 304 in the mean, whatever is dense."""
     words = [*SMALL, f"results_dir={tmp_path}", "method=full", "budget=null", "task.batch=[1,3]", "dtype=float32"]
     found = run(composed(*words, "protocol.dense_layers=[0]"))
-    model = composed(*words).model.config
-    head_dim = model.get("head_dim") or model.hidden_size // model.num_attention_heads
-    entry = model.num_hidden_layers * model.num_key_value_heads * 2 * head_dim * 4
+    card = composed(*words).model.card()
+    entry = card.layers * card.kv_heads * 2 * card.head_dim * 4
     for record, rows in zip(records(tmp_path), (1, 3), strict=True):
         told = record["hardware"]
         weights = told["must_read_bytes"] - rows * 304 * entry

@@ -45,9 +45,9 @@ def refusal(folder: Path, load_it: bool = True) -> str:
     """What a run is refused with: as it is checked, as its model is loaded, or as its first prompt becomes tokens."""
     [config] = configs(*words(folder))
     with pytest.raises(ConfigError) as caught:
-        check(config)
+        checked = check(config)
         assert load_it, "the check has let it through"
-        run(config)
+        run(checked)
     line = str(caught.value)
     assert "\n" not in line and len(line) < 400
     return line
@@ -144,7 +144,7 @@ def test_weights_in_eight_bytes_or_in_torchs_own_file_are_read(folder: Path) -> 
     save_file({name: value.double() for name, value in held.items()}, folder / "model.safetensors", {"format": "pt"})
     load_into(folder, torch.save)
     [config] = configs(*words(folder))
-    assert run(config)["scores"]
+    assert run(check(config))["scores"]
 
 
 def tokenizer_with(change: Callable[[dict[str, Any]], object]) -> Damage:

@@ -15,7 +15,7 @@ import torch
 from driver import drive, stream
 from omegaconf import OmegaConf
 
-from kvbench.config import bind_methods
+from kvbench.config import MethodConfig, bind_methods
 from kvbench.method import Method, Prompt
 
 bind_methods()
@@ -49,7 +49,7 @@ def valuenorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Met
     config = OmegaConf.load(folder / "conf" / "method" / "valuenorm.yaml")
 
     def made() -> Method:
-        method: Method = config.build()
+        method: Method = MethodConfig.of(config).build()
         return method
 
     return made

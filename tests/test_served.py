@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.backends.vllm import plan
-from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped, planned
 from kvbench.config import ConfigError
@@ -58,7 +57,7 @@ def test_another_vllm_or_none_is_refused(monkeypatch: pytest.MonkeyPatch, found:
     monkeypatch.setattr(plan, "version", version)
     with pytest.raises(ConfigError, match=message):
         composed("backend=vllm", "method=quest")
-    check(composed("backend=vllm", "method=quest", here=False), here=False)  # a job that runs elsewhere
+    composed("backend=vllm", "method=quest", here=False)  # a job that runs elsewhere
 
 
 def test_the_engine_is_named_and_its_arms_run_together() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from kvbench.backends.hf.prefilled import Prefilled
+from kvbench.backends.hf.runner import windows_of
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import Draw
 from kvbench.method import Shape
@@ -293,4 +294,5 @@ class Filled(Prefilled):
     def lend(self, engine: Engine) -> None:
         """Fill the engine that this was made for."""
         assert engine is self._engine
+        windows_of(engine)  # has them made
         self._engine.fill_prompt(self._rows)
