@@ -92,9 +92,9 @@ def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 BAD = [
-    ("method=qest", "method=qest: no such method; did you mean quest? (valid: "),
+    ("method=qest", "method=qest: no such method; did you mean quest? ("),
     ("model=dumy-tiny", "model=dumy-tiny: no such model; did you mean dummy-tiny"),
-    ("task=pasky", "task=pasky: no such task; did you mean passkey? (valid: "),
+    ("task=pasky", "task=pasky: no such task; did you mean passkey? ("),
     ("budgt=64", "budgt=64: no such key; did you mean budget? "),
     ("method.page_sise=8", "method.page_sise=8: no such key; did you mean page_size or small_page_size? "),
     ("method.split=half", "method.split=half: expected projection | greedy"),

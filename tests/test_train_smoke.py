@@ -30,7 +30,7 @@ def begun(text, layers, curriculum=REPEATS, seed=0):
 @pytest.mark.slow
 def test_a_training_learns_to_repeat_and_saves_a_model_that_loads(tmp_path):
     training = begun(script.text_of(script.train_tokenizer(0, 20, 768)), 2)
-    script.train(training, tmp_path, math.inf)
+    training.train(tmp_path, math.inf)
     curve = json.loads((tmp_path / "training.json").read_text())["curve"]
     assert curve[-1]["step"] == 200 and curve[-1]["answers"] < curve[0]["answers"] / 2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
