@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kvbench.config import ConfigError, choices, nearest
+from kvbench.report import LISTING
 from kvbench.runs.quantities import PASSED
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def table(id: str) -> PaperTable:
     """
     entries = _read("tables")
     if id not in entries:
-        raise ConfigError(f"paper={id}: no such published table; {nearest(id, entries)}")
+        raise ConfigError(f"paper={id}: no such published table; {nearest(id, entries, LISTING)}")
     entry, names = entries[id], _read("names")
     cells = _cells(id.partition("_")[0])
     cells = cells[cells["table"] == id]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvbench.config import ConfigError, nearest, show
+from kvbench.report import LISTING
 from kvbench.report.data.run import NOT_OF_FULL, OF_ARMS, PROTOCOL, YARDSTICK, Run, Runs
 from kvbench.runs.quantities import NUMBERS
 
@@ -101,7 +102,7 @@ def _match(name: str, valid_names: Sequence[str], words: Iterable[str], unknown:
         return ending[0]
     if ending:
         raise ConfigError(f"{name}: {' or '.join(ending)}?")
-    raise ConfigError(f"{unknown}; {nearest(name, words)}")
+    raise ConfigError(f"{unknown}; {nearest(name, words, LISTING)}")
 
 
 # -- settings as labels ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError, nearest
+from kvbench.report import LISTING
 from kvbench.report.data.run import Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.figures.labels import as_written
@@ -87,7 +88,9 @@ def draw(name: str, runs: Runs, size: str = "page") -> Figure:
         what they stored is not as kvbench writes it.
     """
     if name not in FIGURES:
-        raise ConfigError(f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES)}")
+        raise ConfigError(
+            f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES, LISTING)}"
+        )
     try:
         with printed(size):
             return _function(name)(over_seeds(runs, runs)[0])
