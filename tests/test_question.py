@@ -192,9 +192,11 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
         assert comparable(tmp_path / folder) == expected
 
 
-def test_a_run_that_goes_on_makes_what_a_whole_one_makes(configs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arms", [("full", "quest", "icecache"), pytest.param(("snapkv", "magicpig"), marks=pytest.mark.slow)]
+)
+def test_a_run_that_goes_on_makes_what_a_whole_one_makes(arms: Sequence[str], configs: Any, tmp_path: Path) -> None:
     """From the second question of a context on."""
-    arms = ("full", "quest", "icecache")
     run_shared(configs(folder="whole", arms=arms), Console(quiet=True))
     for limit in (2, 5, 6):
         run_shared(configs(f"task.limit={limit}", folder="parts", arms=arms), Console(quiet=True))
