@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvbench.cli.report import main
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
+from kvbench.report.data.shared import most_shared
 from kvbench.report.data.sizes import bytes_stored
 from kvbench.report.data.style import style_of
 from kvbench.report.figures import all as figures
@@ -83,7 +85,7 @@ def test_bytes_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> Non
     assert [bytes_stored(run) for run in collect([tmp_path])] == [1024, 1024]
 
 
-def test_the_front_of_bytes_held_is_named_with_its_budget_and_kv(tmp_path: Path) -> None:
+def test_the_front_of_bytes_held_is_one_for_all_methods_and_ways_to_hold_keys(tmp_path: Path) -> None:
     """Of the arms at 64 tokens the one in fewer bits is cheaper and as near; shares are of full attention's."""
 
     def arm(method: str, budget: int | None, kv: str, held: float, attended: float, kl: float, score: float) -> None:
@@ -98,13 +100,23 @@ def test_the_front_of_bytes_held_is_named_with_its_budget_and_kv(tmp_path: Path)
     arm("snapkv", 64, "int8", 20.0, 2.0, 0.5, 0.6)
     arm("snapkv", 128, "kivi2", 40.0, 3.0, 0.25, 0.8)
     figure = figures.draw("frontier", collect([tmp_path]))
-    (axis,) = figure.axes
-    found = {text.get_text(): text.xy for text in axis.texts}
-    assert found.keys() == {"SnapKV 64, int8-native", "SnapKV 128, kivi2"}
-    assert found["SnapKV 128, kivi2"] == (pytest.approx(100 * 64 / 1024), 0.25)
-    levels = [line for line in axis.lines if line.get_label() == "Full: 0"]
-    assert [set(line.get_xdata()) for line in levels] == [{100.0}], "full attention's KL is 0"
+    full, snapkv = figure.axes
+    found = lines_of(snapkv)
+    assert found.keys() == {"native", "int8-native", "kivi2", "Pareto front"} and not full.containers
+    assert found["kivi2"] == (pytest.approx([100 * 64 / 1024]), [0.25])
+    assert [lines_of(axis)["Pareto front"] for axis in (full, snapkv)] == 2 * [found["Pareto front"]]
     assert overprinted(figure) == []
+
+
+def test_a_front_of_methods_that_hold_keys_alike_has_a_line_a_method(tmp_path: Path) -> None:
+    for method, budget, attended, kl in (
+        ("full", None, 990.0, 0.0),
+        ("snapkv", 64, 80.0, 0.5),
+        ("quest", 64, 90.0, 0.25),
+    ):
+        stored(tmp_path, method, budget, [record("s", "", 1.0, **measured(attended, budget, kl))], task="fidelity")
+    (axis,) = figures.draw("frontier", collect([tmp_path])).axes
+    assert lines_of(axis).keys() == {"SnapKV", "Quest", "Pareto front"}
 
 
 def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_another(tmp_path: Path) -> None:
@@ -153,8 +165,8 @@ def test_lost_mass_is_what_the_probes_did_not_see_selected(tmp_path: Path) -> No
 def test_lengths_of_outputs_stand_at_their_budget(tmp_path: Path) -> None:
     stored(tmp_path, "full", None, [record(f"s{size}", "", 1.0, output_ids=[*range(size)]) for size in (10, 20)])
     looped = [
-        record("loops", "", 1.0, output_ids=[7] * 60),
-        record("told", "", 1.0, written={"length": 40, "looped": 0}),
+        record("s10", "", 1.0, output_ids=[7] * 60),
+        record("s20", "", 1.0, written={"length": 40, "looped": 0}),
     ]
     stored(tmp_path, "quest", 64, looped)
     length, loops = figures.draw("written", collect([tmp_path])).axes
@@ -243,10 +255,10 @@ def test_a_score_stands_where_its_question_was_read(tmp_path: Path) -> None:
         stored(tmp_path, "full", None, (1.0, 1.0), protocol={"question": question})
     runs = collect([tmp_path])
     axes = figures.draw("question", runs).axes
-    assert [axis.get_title().rpartition(" ")[2] for axis in axes] == ["64", "128"]
+    assert [axis.get_title().split()[-1] for axis in axes] == ["64", "128"]
     for axis in axes:
         drawn = lines_of(axis)
-        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["with", "after"]
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["with the context", "after it"]
         assert drawn["SnapKV"][1] == [100, 50] and drawn["Full"][1] == [100, 100]
         assert [round(place) for place in drawn["SnapKV"][0]] == [0, 1]
     with pytest.raises(ConfigError, match=r"figure=question: .*protocol.question"):
@@ -269,3 +281,41 @@ def test_what_a_method_gains_is_its_mean_difference_to_random_tokens_with_protec
     assert means == [-25.0, -12.5, 37.5] and "0.1" in axis.get_xlabel()
     with pytest.raises(ConfigError, match="figure=gain: .*method=random"):
         figures.draw("gain", runs.only(run for run in runs if run.label("method") != "random"))
+
+
+Samples = st.lists(st.frozensets(st.tuples(st.just("0"), st.sampled_from("abcdefghijkl"))), min_size=1, max_size=5)
+
+
+@given(Samples)
+def test_samples_to_compare_on_are_of_most_runs(parts: list[frozenset[tuple[str, str]]]) -> None:
+    chosen = most_shared(parts)
+    sharing = sum(chosen <= part for part in parts)
+    assert sharing >= 1 and all(part >= chosen for part in parts) >= (len(frozenset.intersection(*parts)) >= 8)
+    assert all(sum(part <= other for other in parts) <= sharing for part in parts if len(part) >= len(chosen))
+
+
+def test_a_line_joins_points_of_the_same_samples(tmp_path: Path) -> None:
+    """A run of more samples counts with those that the others have; one that lacks some is left out, and said."""
+    scores = [1.0] * 6 + [0.0] * 4
+    easy = [record(f"s{index}", "", score) for index, score in enumerate(scores)]
+    hard = [record(f"t{index}", "", 0.0) for index in range(10)]
+    stored(tmp_path, "full", None, [*easy, *hard])
+    stored(tmp_path, "quest", 64, easy)
+    stored(tmp_path, "quest", 128, [*easy, *hard])
+    stored(tmp_path, "snapkv", 64, easy[:2])
+    figure = figures.draw("budget", collect([tmp_path]))
+    line = lines_of(figure.axes[0])
+    assert line["Quest"] == ([64, 128], [60, 60]) and set(line["Full"][1]) == {60} and "SnapKV" not in line
+    assert figure.axes[0].get_title().endswith("n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}10")
+    assert {"10", "20", "1"} <= set(re.findall(r"\d+", figure.legends[0].get_title().get_text()))
+
+
+def test_a_line_over_questions_joins_the_same_samples(tmp_path: Path) -> None:
+    """Arms of one question alone are not drawn, and no method is counted that could not be."""
+    scores = {"with": [1.0, 0.0, 1.0, 1.0], "after": [1.0, 0.0]}
+    for question, of in scores.items():
+        for method, budget in (("full", None), ("snapkv", 64)):
+            stored(tmp_path, method, budget, of, protocol={"question": question})
+    stored(tmp_path, "quest", 64, scores["with"])
+    (axis,) = figures.draw("question", collect([tmp_path])).axes
+    assert lines_of(axis).keys() == {"Full", "SnapKV"} and lines_of(axis)["SnapKV"][1] == [50, 50]

@@ -6,12 +6,9 @@ over all of them; at one length both are of the same samples.
 
 from __future__ import annotations
 
-from itertools import compress
-from typing import Any
-
 import numpy as np
 
-from kvbench.report.data.run import Run, Runs, Scores, framed
+from kvbench.report.data.run import Run, Runs
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import answers_of
 
@@ -36,22 +33,9 @@ def by_length(runs: Runs) -> dict[int | None, Runs]:
 
 
 def _part(runs: Runs, part: list[tuple[Run, list[Record] | None]]) -> Runs:
-    index = [run.index for run, _ in part]
-    arms = framed(
-        [run.arm if records is None else run.line(records) for run, records in part]
-    ).set_axis(index)
-    scores = {run.index: _scores(run.scores, records) for run, records in part}
-    return Runs(arms, runs.settings.loc[index], scores, [])
-
-
-def _scores(scores: Scores, records: list[Record] | None) -> Scores:
-    """Of these samples those in the records."""
-    if records is None:
-        return scores
-    there = {answers[0].get("sample") or answers[0]["id"] for answers in answers_of(records)}
-    mask = np.array([id in there for id in scores.ids])
-    fields: dict[str, Any] = {
-        name: values[mask] if isinstance(values, np.ndarray) else [*compress(values, mask)]
-        for name, values in vars(scores).items()
-    }
-    return Scores(**fields)
+    restricted = {}
+    for run, records in part:
+        if records is not None:
+            ids = {answers[0].get("sample") or answers[0]["id"] for answers in answers_of(records)}
+            restricted[run.index] = np.array([id in ids for id in run.scores.ids]), records
+    return runs.only(run for run, _ in part).restricted(restricted)

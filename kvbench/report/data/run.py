@@ -7,8 +7,9 @@ sample, so that what makes all methods' samples hard or easy drops out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,9 @@ NOT_OF_FULL = {"budget", "attention", "shared_prefill", "decode", "dense_layers"
 
 # What sparse arms share, besides, where their budgets mean the same.
 OF_SPARSE = ("protocol.accounting", "protocol.dense_layers", "dense_layers", "protocol.generated")
+
+
+SampleKey = tuple[str, str]  # the seed and id of a sample: its name among runs of one kind
 
 
 class SkippedRun(NamedTuple):
@@ -105,6 +109,19 @@ class Scores:
     def of(self, kl: bool) -> np.ndarray:
         """[n] the KL divergences or the scores."""
         return self.kl if kl else self.values
+
+    @property
+    def keys(self) -> list[SampleKey]:
+        """The name of each sample."""
+        return list(zip(self.seeds, self.ids, strict=True))
+
+    def masked(self, mask: np.ndarray) -> Scores:
+        """Those of the samples where the mask [n] is true."""
+        fields: dict[str, Any] = {
+            name: values[mask] if isinstance(values, np.ndarray) else [*compress(values, mask)]
+            for name, values in vars(self).items()
+        }
+        return Scores(**fields)
 
     def strata(self, groups: tuple[str, ...]) -> list[np.ndarray]:
         """Masks [n] of the samples of each group; of all groups for ().
@@ -256,20 +273,19 @@ class Run:
 
     def on_samples_of(self, other: Run) -> dict[str, Any]:
         """Its line of `Runs.arms`, of those of its samples alone that another run has as well."""
-        sample_keys, shared = (
-            set(zip(run.scores.seeds, run.scores.ids, strict=True)) for run in (self, other)
-        )
-        if sample_keys <= shared:
+        shared = set(other.scores.keys)
+        if shared.issuperset(self.scores.keys):
             return self.arm
-        matching = []
-        for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True):
-            records = samples_so_far(Path(path)).values()
-            matching += [
-                record
-                for record in records
-                if (seed, record.get("sample") or record["id"]) in shared
-            ]
-        return self.line(matching)
+        return self.line(self.records_of(shared))
+
+    def records_of(self, keys: Collection[SampleKey]) -> list[Record]:
+        """All that is stored of its samples with these keys (`Scores.keys`)."""
+        return [
+            record
+            for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True)
+            for record in samples_so_far(Path(path)).values()
+            if (seed, record.get("sample") or record["id"]) in keys
+        ]
 
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
         """What a timed run found, as lines of `Runs.arms`.
@@ -553,6 +569,22 @@ class Runs:
         indices = [run.index for run in chosen]
         scores = {index: self.scores[index] for index in indices}
         return Runs(self.arms.loc[indices], self.settings.loc[indices], scores, self.skipped)
+
+    def restricted(self, parts: Mapping[int, tuple[np.ndarray, Sequence[Record]]]) -> Runs:
+        """These runs, some of them with a part of their samples alone.
+
+        Parameters
+        ----------
+        parts
+            by index, the mask [n] of what stays of the scores, and the records of the same samples.
+        """
+        lines = [run.line(parts[run.index][1]) if run.index in parts else run.arm for run in self]
+        scores = {
+            index: of_run.masked(parts[index][0]) if index in parts else of_run
+            for index, of_run in self.scores.items()
+        }
+        arms = framed(lines).set_axis(self.arms.index)
+        return Runs(arms, self.settings, scores, self.skipped)
 
 
 def is_shared(key: str) -> bool:

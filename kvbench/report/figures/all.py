@@ -21,6 +21,7 @@ from kvbench.config import ConfigError, nearest
 from kvbench.report import LISTING
 from kvbench.report.data.run import Runs
 from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.figures.labels import as_written
 from kvbench.report.figures.panels import LOOK, printed
 from kvbench.runs.stored import DAMAGED, ResultsError, what_of
@@ -93,7 +94,7 @@ def draw(name: str, runs: Runs, size: str = "page") -> Figure:
         )
     try:
         with printed(size):
-            return _function(name)(over_seeds(runs, runs)[0])
+            return _function(name)(on_shared_samples(over_seeds(runs, runs)[0]))
     except ConfigError:
         raise
     except (ResultsError, *DAMAGED) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,13 @@ import pandas as pd
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from kvbench.report.data.run import CELL, Runs, TimedCell, framed, missing
+from kvbench.report.data.run import CELL, Run, Runs, TimedCell, framed, missing
 from kvbench.report.figures.panels import (
+    LOOK,
     MOST_PANELS,
     NOT_COMPARED,
     SMALL,
+    TO_AN_INCH,
     Panel,
     Picture,
     Series,
@@ -25,23 +28,24 @@ from kvbench.report.figures.panels import (
     refuse_crowd,
     rows_of,
     series_of,
+    three_digits,
     undisturbed,
 )
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, Quantity
 
 # Parts of a decode step in the order they are stacked, each with a colour and a hatch for print
-# without colour. Parts that only a method has a name for (IceCache's query, insert) take those of
-# SPARE_LOOKS.
+# without colour. The colours are Paul Tol's light scheme, in which no method is drawn. Parts that
+# only a method has a name for (IceCache's query, insert) take those of SPARE_LOOKS.
 PARTS = {
-    "index_build": ("#332288", "xx"),
-    "index_update": ("#56B4E9", "//"),
-    "select": ("#0072B2", ""),
-    "transfer": ("#D55E00", ".."),
-    "attention": ("#E69F00", ""),
-    "model": ("#999999", "\\\\"),
+    "index_build": ("#77AADD", "xx"),
+    "index_update": ("#99DDFF", "//"),
+    "select": ("#44BB99", ""),
+    "transfer": ("#EE8866", ".."),
+    "attention": ("#EEDD88", ""),
+    "model": ("#DDDDDD", "\\\\"),
     "other": ("#FFFFFF", ""),
 }
-SPARE_LOOKS = (("#009E73", ""), ("#CC79A7", "--"), ("#F0E442", ""), ("#882255", "||"))
+SPARE_LOOKS = (("#BBCC33", ""), ("#FFAABB", "--"), ("#AAAA00", ""), ("#FFAABB", "||"))
 HEADINGS = {"tt2t_s": "time to the second token", "tpot_ms_mean": "time per token"}
 OUTLINED = {"edgecolor": "black", "linewidth": 0.6, "height": 0.7}  # of a bar
 PAGE = 9.0  # inches of height that a page has room for; the legend stands below
@@ -79,16 +83,32 @@ def latency(runs: Runs) -> Figure:
         names = [series.label(arm.budget) for series, arm in bars]
         row[0].set_yticks(range(len(bars)), names, fontsize=size)
         row[0].set_ylim(len(bars) - 0.4, -0.6)
-        row[0].set_title(panel.title, loc="left")
         for axis, name in zip(row, times, strict=False):
             _time(axis, bars, QUANTITIES[name], min(SMALL, size))
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]), looks)
         _limits(row[-2:], [arm for _, arm in bars])
-    return finished(figure, axes, panels, times=True)
+    finished(figure, axes, panels, times=True)
+    for panel, row in zip(panels, axes, strict=True):
+        _head(row[0], textwrap.fill(panel.title, int(TO_AN_INCH * figure.get_figwidth() * 0.8)))
+    return figure
+
+
+def _head(axis: Any, words: str) -> None:
+    """A title that stands over all columns, and of which only the first has to be wide enough."""
+    axis.set_title("\n" * words.count("\n") + " ")
+    at = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "bottom"}
+    axis.annotate(words, (0, 1), (0, 4), fontsize=LOOK["axes.titlesize"], **at).set_in_layout(False)
 
 
 def _time(axis: Any, bars: Sequence[tuple[Series, Any]], time: Quantity, size: float) -> None:
     """A bar of each arm's time with its number, or why it has none."""
+    if all(missing(arm[time.name]) for _, arm in bars):
+        axis.set_xticks([])
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        words = f"{HEADINGS[time.name]}:\n{_why_untimed(bars[0][1])}"
+        look = {"va": "center", "ha": "center", "color": "#666666", "fontsize": size}
+        axis.text(0.5, 0.5, words, transform=axis.transAxes, **look)
+        return
     for place, (series, arm) in enumerate(bars):
         value = arm[time.name]
         if missing(value):
@@ -99,7 +119,7 @@ def _time(axis: Any, bars: Sequence[tuple[Series, Any]], time: Quantity, size: f
         axis.barh(place, value, color=series.style.colour, **OUTLINED)
         if high > low:
             axis.hlines(place, low, high, colors="black", linewidth=1.2)
-        axis.annotate(f" {value:.3g}", (high, place), va="center", fontsize=size)
+        axis.annotate(f" {three_digits(value)}", (high, place), va="center", fontsize=size)
     axis.set_xlabel(time.axis)
     axis.margins(x=0.22)
     axis.locator_params(axis="x", nbins=5)
@@ -126,25 +146,44 @@ def _bar(counts: Sequence[int]) -> float:
 
 
 def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
-    """As `panels_of`; of timed runs each length and batch has a panel of its own."""
+    """As `panels_of`; of timed runs each length and batch has a panel of its own.
+
+    Where two runs of an arm have timed one, that with more repeats counts, then the newer.
+    """
     timed = arms["floor_ms"].notna()
     panels = panels_of("latency", runs, arms[~timed], times=True) if not timed.all() else []
     by_length = panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []
     for panel in by_length:
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
+        of_arm = {run: _arm_of(runs[run]) for run in panel.arms.index}
         for run in panel.arms.index:
             for cell, line in runs[run].cells().items():
-                lines.setdefault(cell, {})[run] = line
+                of_cell = lines.setdefault(cell, {})
+                same = [other for other in of_cell if of_arm[other] == of_arm[run]]
+                if all(_weight(of_cell[other]) < _weight(line) for other in same):
+                    lines[cell] = {k: v for k, v in of_cell.items() if k not in same} | {run: line}
         keys = runs.settings.at[panel.arms.index[0], "task.keys"]
         several = len({cell.machine for cell in lines}) > 1
         for cell, of_cell in sorted(lines.items()):
             frame = undisturbed(framed(list(of_cell.values())).set_axis(list(of_cell)))
             where = f", on {cell.machine}" if several else ""
-            what = f"{panel.title}: {cell.tokens} tokens, batch {cell.batch}, keys of {keys}{where}"
+            alike = panel.title.rpartition(", ")[0]  # without how many lengths a run has
+            what = f"{alike}: {cell.tokens:,} tokens, batch {cell.batch}, keys of {keys}{where}"
             panels.append(panel._replace(title=what, arms=frame[frame["tpot_ms_mean"].notna()]))
     what = "tasks, models, protocols, machines, lengths and batches"
     refuse_crowd("latency", len(panels), what, MOST_PANELS)
     return [panel for panel in panels if len(panel.arms)]
+
+
+def _arm_of(run: Run) -> str:
+    """What two runs share that time one arm, maybe at other lengths and batches."""
+    settings = {key: str(value) for key, value in run.but_for_seed.items() if key not in CELL}
+    return str(sorted(settings.items()))
+
+
+def _weight(line: Mapping[str, Any]) -> tuple[int, str]:
+    """Which of two timed lines of one cell counts: the larger."""
+    return line["n"], str(line["updated"])
 
 
 def _limits(axes: Iterable[Any], arms: Sequence[Any]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.run import Runs
+from kvbench.report.data.run import CELL, Run, Runs
 from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
+    NOT_COMPARED,
     Panel,
     arms_for,
     curves_of,
@@ -31,9 +33,8 @@ def length(runs: Runs) -> Figure:
     (IceCache, Fig. 8; LycheeCluster, Fig. 4.)
     """
     timed = arms_for(runs, "length", probed=False, columns=["tpot_ms_mean"])
-    panels = panels_of(
-        "length", runs, timed[timed["tpot_ms_mean"].notna()], times=True, lines="arm"
-    )
+    timed = timed[timed["tpot_ms_mean"].notna()]
+    panels = panels_of("length", runs, timed, NOT_COMPARED | CELL, times=True, lines="method")
     curves = [
         (panel, panel_curves) for panel in panels if (panel_curves := _length_curves(runs, panel))
     ]
@@ -53,13 +54,19 @@ def length(runs: Runs) -> Figure:
 
 
 def _length_curves(runs: Runs, panel: Panel) -> list[tuple[str, Style, pd.Series]]:
-    """The median time per token by prompt tokens, with label and style; of several lengths only."""
-    curves = []
+    """The median time per token by prompt tokens, with label and style; of several lengths only.
+
+    Runs of an arm at other lengths are one curve; of a batch of several rows there is none.
+    """
+    curves, arms = [], dict[str, tuple[Style, list[Run]]]()
     for label, style, run in curves_of(runs, panel):
+        arms.setdefault(label, (style, []))[1].append(run)
+    for label, (style, arm_runs) in arms.items():
         by_length: dict[int, list[dict[str, Any]]] = {}
-        for record in run.timed_samples():
-            if record.get("tpot_ms") and "length" in record["meta"]:
-                by_length.setdefault(record["meta"]["length"], []).append(record)
+        for record in itertools.chain.from_iterable(run.timed_samples() for run in arm_runs):
+            meta = record["meta"]
+            if record.get("tpot_ms") and "length" in meta and meta.get("batch", 1) == 1:
+                by_length.setdefault(meta["length"], []).append(record)
         samples = [
             record
             for same_length in by_length.values()

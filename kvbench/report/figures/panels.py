@@ -127,12 +127,15 @@ class Panel(NamedTuple):
         of every method in the picture, by its name.
     notes
         what is not shown, for below the picture.
+    left_out
+        methods for which there was no room.
     """
 
     title: str
     arms: pd.DataFrame
     styles: dict[str, Style]
     notes: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
 
 
 class Series(NamedTuple):
@@ -282,9 +285,15 @@ def panels_of(
     few, notes = _few(runs, groups, lines == "arm") if lines and groups else (groups, ())
     styles = styles_of(method for group in few for method in group["method"])
     return [
-        Panel(title, group, styles, (*notes, *unbounded))
-        for title, group in zip(titles, few, strict=True)
-        if len(group)
+        Panel(
+            title,
+            chosen,
+            styles,
+            (*filter(None, chosen["sample_note"].unique()), *notes, *unbounded),
+            frozenset(group["method"]) - frozenset(chosen["method"]),
+        )
+        for title, group, chosen in zip(titles, groups, few, strict=True)
+        if len(chosen)
     ]
 
 
@@ -332,15 +341,15 @@ def _samples(arms: pd.DataFrame) -> str:
 def _few(
     runs: Runs, frames: Sequence[pd.DataFrame], by_arm: bool
 ) -> tuple[Sequence[pd.DataFrame], tuple[str, ...]]:
-    """The arms of each panel that fit into it, of the same methods in all; a note on the others.
+    """The arms of each panel that fit into it, of the same methods in all; a note on the budget.
 
     Where each arm is a line, all are of one budget.
     """
-    every, budgets = pd.concat(frames), ""
+    every, notes = pd.concat(frames), tuple[str, ...]()
     if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
         size = every["budget"].value_counts().sort_index().idxmax()
         frames = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
-        budgets = f"C = {size_text(size)} alone, "
+        notes = (f"C = {size_text(size)} alone: --where budget=... chooses another",)
     shipped = choices("method")
     methods = sorted(
         in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in shipped)
@@ -353,12 +362,18 @@ def _few(
     for method in methods:
         if all(sum(count[name] for name in [*chosen, method]) <= MOST_LINES for count in lines):
             chosen.append(method)
-    if not budgets and len(chosen) == len(methods):
-        return frames, ()
-    note = f"{budgets}{len(chosen)} of {len(methods)} methods: --where method=... chooses others"
     if not chosen:
-        return [frame.head(MOST_LINES) for frame in frames], (note,)
-    return [frame[frame["method"].isin(chosen)] for frame in frames], (note,)
+        return [frame.head(MOST_LINES) for frame in frames], notes
+    return [frame[frame["method"].isin(chosen)] for frame in frames], notes
+
+
+def _left_out(panels: Sequence[Panel]) -> str:
+    """How many methods are drawn of those that these panels could show; "" where all are."""
+    drawn = {method for panel in panels for method in panel.arms["method"]}
+    every = drawn.union(*(panel.left_out for panel in panels))
+    if drawn == every:
+        return ""
+    return f"{len(drawn)} of {len(every)} methods: --where method=... chooses others"
 
 
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
@@ -449,9 +464,7 @@ def _variants(
             if (alone if key == "shared_prefill" else settings)[key].nunique() > 1
         ]
         variants = {
-            run: ", ".join(
-                f"{last_word(key)}={_shortened(settings.at[run, key])}" for key in varied
-            )
+            run: ", ".join(_option(key, runs.settings.at[run, key]) for key in varied)
             for run in method_arms.index
         }
         groups = dict(list(method_arms.groupby(pd.Series(variants))))
@@ -461,6 +474,13 @@ def _variants(
                 variant,
                 groups[variant].sort_values("budget", key=lambda sizes: sizes.astype(float)),
             )
+
+
+def _option(key: str, value: Any) -> str:
+    """A setting in words, also of a run of a version that had none."""
+    if missing(value):
+        return f"no {last_word(key)}"
+    return f"{last_word(key)}={_shortened(str(value))}"
 
 
 def curves_of(runs: Runs, panel: Panel) -> Iterator[tuple[str, Style, Run]]:
@@ -655,7 +675,12 @@ def finished(
         axis.set_ylabel(textwrap.fill(axis.get_ylabel(), int(0.7 * down)))
     arms = pd.concat([panel.arms for panel in panels])
     panel_notes = dict.fromkeys(note for panel in panels for note in panel.notes)
-    below = [*notes, *panel_notes, " | ".join(filter(None, _caveats(arms, times)))]
+    below = [
+        *notes,
+        _left_out(panels),
+        *panel_notes,
+        " | ".join(filter(None, _caveats(arms, times))),
+    ]
     letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
     words = "\n".join(textwrap.fill(line, letters) for line in below if line)
     if not named:
@@ -721,5 +746,10 @@ def size_text(budget: Any) -> str:
 
 
 def thousands(value: float) -> str:
-    """10000 -> "10k", 4096 -> "4096", 0.1 -> "0.1"."""
-    return f"{value / 1000:g}k" if value >= 10_000 and value % 1000 == 0 else f"{value:g}"
+    """36000 -> "36k", 131072 -> "131k", 4096 -> "4096", 0.1 -> "0.1"."""
+    return f"{value / 1000:.3g}k" if value >= 10_000 else f"{value:g}"
+
+
+def three_digits(value: float) -> str:
+    """1321.4 -> "1320", 0.01234 -> "0.0123": a number beside its bar."""
+    return f"{float(f'{value:.3g}'):g}"

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from kvbench.backends.protocol import Question
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
+from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.stats import intervals
 from kvbench.report.figures.panels import (
     MOST_PANELS,
@@ -32,6 +33,7 @@ from kvbench.runs.quantities import QUANTITIES
 KEY = "protocol.question"
 OFFSET = 0.015  # so that no bar hides another
 PLACES = {word: place for place, word in enumerate(get_args(Question))}
+WORDS = {"with": "with the context", "after": "after it", "decode": "after it, by tokens"}
 
 
 def question(runs: Runs) -> Figure:
@@ -39,13 +41,14 @@ def question(runs: Runs) -> Figure:
 
     Full attention is in all of them.
     """
-    arms = arms_for(runs, "question", probed=False, scored=True)
+    paired = _paired(runs, arms_for(runs, "question", probed=False, scored=True))
+    runs = on_shared_samples(runs.only(map(runs.__getitem__, paired.index)), ignoring={KEY})
+    arms = arms_for(runs, "question", probed=False, scored=True) if len(paired) else paired
     arms = arms.assign(**{KEY: runs.settings.loc[arms.index, KEY].map(str)})
     panels = [
         budget_panel
         for panel in panels_of("question", runs, arms, free={*NOT_COMPARED, KEY}, lines="method")
         for budget_panel in _by_budget(panel)
-        if budget_panel.arms[KEY].nunique() > 1
     ]
     if not panels:
         raise ConfigError(
@@ -61,11 +64,19 @@ def question(runs: Runs) -> Figure:
             places = series.arms[KEY].map(PLACES) + OFFSET * aside
             draw_intervals(axis, series, places, [runs[run].score() for run in series.arms.index])
         words = [word for word in PLACES if word in set(panel.arms[KEY])]
-        axis.set_xticks([PLACES[word] for word in words], words)
-        axis.set(title=panel.title, xlabel=KEY, ylabel=QUANTITIES["score"].axis)
+        axis.set_xticks([PLACES[word] for word in words], [WORDS[word] for word in words])
+        axis.set(title=panel.title, xlabel="the question is read", ylabel=QUANTITIES["score"].axis)
         axis.grid(alpha=0.3)
         fit_scores(axis)
     return finished(figure, axes, panels)
+
+
+def _paired(runs: Runs, arms: pd.DataFrame) -> pd.DataFrame:
+    """The arms that ran under several protocols of the question, and differ in nothing else."""
+    apart = [key for key in runs.differing if key not in (KEY, "seed", "shared_prefill", "decode")]
+    settings = pd.Series(list(map(tuple, runs.differing.loc[arms.index, apart].values)), arms.index)
+    questions = runs.settings.loc[arms.index, KEY].map(str)
+    return arms[questions.groupby(settings).transform("nunique") > 1]
 
 
 def _by_budget(panel: Panel) -> Iterator[Panel]:
@@ -73,5 +84,6 @@ def _by_budget(panel: Panel) -> Iterator[Panel]:
     none = panel.arms[panel.arms["budget"].isna()]
     for size, group in panel.arms.groupby("budget"):
         yield panel._replace(
-            title=f"{panel.title}, C = {size_text(size)}", arms=pd.concat([none, group])
+            title=f"{panel.title}, C\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{size_text(size)}",
+            arms=pd.concat([none, group]),
         )
