@@ -121,7 +121,7 @@ def test_a_method_that_was_faster_at_every_length_is_faster_at_or_below_the_shor
     options = {"lengths": list(FULL), "keys": "model", "prefill": True}
     report_runs.stored(tmp_path, "quest", 64, lines, task="latency", options=options)
     (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
-    assert "Quest 64: faster at or below 1000" in {line.get_label() for line in axis.get_lines()}
+    assert "Quest 64" in {line.get_label() for line in axis.get_lines()}, "at every length: a name alone"
     assert max(max(line.get_ydata()) for line in axis.get_lines()) < 300
 
 

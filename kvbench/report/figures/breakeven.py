@@ -27,6 +27,7 @@ from kvbench.report.figures.panels import (
     tiled,
 )
 
+WITHOUT = "a line without a length in its name is faster, or slower, at all lengths"
 # label, style, and milliseconds a token by prompt tokens
 _Curve = tuple[str, Style, Run, dict[int, float]]
 
@@ -51,16 +52,16 @@ def breakeven(runs: Runs) -> Figure:
         for label, style, run, times in drawn:
             full = _full_times(run, drawn)
             start = None if times is full else crossing(times, full)
-            bound = "at or below" if start == min(times) else "from"
-            faster = f": faster {bound} {thousands(round(start))}" if start else ""
+            inside = start and start > min(times)
+            faster = f": faster from {thousands(round(start))}" if inside else ""
             axis.plot(*zip(*times.items(), strict=True), label=label + faster, **line_look(style))
-            if start and start > min(times):  # else the lines cross before the shortest length
+            if inside:  # else the lines cross before the shortest length
                 axis.plot(start, _at(full, start), "o", color=style.colour, markersize=8, zorder=4)
         axis.set(title=panel.title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
         axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.yaxis.set_minor_formatter(LogFormatter())
         mark_powers(axis, [tokens for *_, times in drawn for tokens in times])
-    return finished(figure, axes, [panel for panel, _ in panels], times=True)
+    return finished(figure, axes, [panel for panel, _ in panels], times=True, notes=[WITHOUT])
 
 
 def _full_times(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from kvbench.config import ConfigError
 from kvbench.report.data.control import CONTROL, control_of, protected
 from kvbench.report.data.run import YARDSTICK, Run, Runs
-from kvbench.report.data.stats import Estimate, intervals
-from kvbench.report.data.style import Style
+from kvbench.report.data.stats import FEWEST, Estimate, intervals
+from kvbench.report.data.style import BLACK, GREY
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     Panel,
@@ -33,7 +33,6 @@ class Gain(NamedTuple):
     """A method's difference to the control, under its label, in its style."""
 
     label: str
-    style: Style
     estimate: Estimate
 
 
@@ -53,12 +52,14 @@ def gain(runs: Runs) -> Figure:
         raise ConfigError(
             f"figure=gain: no runs here of method={CONTROL}, with which others are compared"
         )
+    enough = [entry for entry in panels if entry[0].arms["n"].min() >= FEWEST]
+    panels = enough or panels  # differences of fewer samples say little
     refuse_crowd("gain", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
     rows = max(len(panel.arms) for panel, _ in panels)
     refuse_crowd("gain", rows, "arms of one budget", MOST)
     gains = [_gains(runs, panel, controls) for panel, controls in panels]
     bars_of = intervals(entry.estimate for group in gains for entry in group)
-    title = f"score less that of random tokens, paired, with {bars_of}"
+    title = f"score less that of random tokens, paired, with {bars_of}; grey: they include 0"
     figure, axes = tiled(len(panels), title, 0.6 + ROW * rows)
     for (panel, controls), group, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, group)
@@ -90,18 +91,16 @@ def _gains(runs: Runs, panel: Panel, controls: Mapping[int, Run]) -> list[Gain]:
     ]
     estimates = [(series, runs[index].against([controls[index]])) for series, index in pairs]
     gains = [
-        Gain(series.label(), series.style, estimate)
-        for series, estimate in estimates
-        if estimate is not None
+        Gain(series.label(), estimate) for series, estimate in estimates if estimate is not None
     ]
     return sorted(gains, key=lambda gain: gain.estimate.mean)
 
 
 def _draw(axis: Any, gains: list[Gain]) -> None:
-    for place, (_, style, estimate) in enumerate(gains):
-        axis.errorbar(
-            [estimate.mean], [place], xerr=bars([estimate]), color=style.colour, marker=style.marker
-        )
+    """Arms by name, which says whose they are; grey where the interval includes 0."""
+    for place, (_, estimate) in enumerate(gains):
+        colour = BLACK if estimate.differs else GREY
+        axis.errorbar([estimate.mean], [place], xerr=bars([estimate]), color=colour, marker="o")
     axis.axvline(0, color="0.5", linewidth=1)
     axis.set_yticks(range(len(gains)), [entry.label for entry in gains])
     axis.grid(alpha=0.3, axis="x")

@@ -30,7 +30,13 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
             (label, style, means(run.samples())) for label, style, run in curves_of(runs, panel)
         ]
         if any(len(curve) for _, _, curve in curves):
-            drawn.append((panel, curves))
+            end = _last_of_half([curve for _, _, curve in curves])
+            if any(curve.index.max() > end for _, _, curve in curves):
+                note = f"to step {end:g}: fewer than half of the arms generate for longer"
+                panel = panel._replace(notes=(*panel.notes, note))
+            drawn.append(
+                (panel, [(label, style, curve.loc[:end]) for label, style, curve in curves])
+            )
     if not drawn:
         what = "of the runs with probes none is sparse and has values of each step"
         raise ConfigError(f"figure={figure_name}: {what}")
@@ -49,6 +55,12 @@ def probes_over_steps(runs: Runs, figure_name: str, probes: Sequence[str]) -> Fi
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
     return finished(figure, axes, [panel for panel, _ in drawn])
+
+
+def _last_of_half(curves: Sequence[pd.DataFrame]) -> float:
+    """The last step that half of these arms reach: one that loops makes no axis longer."""
+    lasts = sorted(curve.index.max() for curve in curves if len(curve))
+    return float(lasts[len(lasts) // 2])
 
 
 def means(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

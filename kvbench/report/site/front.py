@@ -28,6 +28,8 @@ from kvbench.runs.quantities import QUANTITIES
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 QUESTION_SHARE = 5  # of them in the question
+JUST_OVER = 1.2  # times a limit: what is better and this near to it is named, too
+MOST_NAMED = 3  # of the arms that are no different
 BEST = (  # what its table is of
     "<p>For each limit the method with the lowest KL divergence from full attention or, where a"
     " task has none, with the highest score, on prompts of one length. The limit is on keys and"
@@ -90,9 +92,10 @@ def _best(site: Site, board: str) -> str:
     lines, tests = [], 0
     for indexed, shares in panels:
         fitting = {most: [row for row, share in shares if share <= most] for most in SHARES}
+        over = {most: _just_over(shares, most) for most in SHARES}
         phone = "&amp;index=on" if indexed else ""
         cells = "".join(
-            _cell(site, fitting[share], f'<a class="phone" {link.format(index=phone)}')
+            _cell(site, fitting[share], over[share], f'<a class="phone" {link.format(index=phone)}')
             for share, link in links.items()
         )
         tests += sum(len(_tested(site, rows)) for rows in fitting.values())
@@ -134,12 +137,12 @@ def _question_section(site: Site, pictures: str) -> str:
     )
 
 
-def _tested(site: Site, fitting: Sequence[Row]) -> list[Estimate]:
+def _tested(site: Site, fitting: Sequence[Row]) -> list[tuple[Row, Estimate]]:
     """How far the first of these arms is ahead of each other that shares enough samples with it."""
-    pairs = (site.ahead(fitting[0], row) for row in fitting[1:])
+    pairs = ((row, site.ahead(fitting[0], row)) for row in fitting[1:])
     return [
-        estimate
-        for estimate in pairs
+        (row, estimate)
+        for row, estimate in pairs
         if estimate is not None and ranks(estimate.n, estimate.low, estimate.high)
     ]
 
@@ -174,13 +177,23 @@ def _panel_head(site: Site, row: Row) -> str:
     return escape(task) + small(f"{', '.join(facts)}: keys and values")
 
 
-def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
-    """The first of the arms that fit, and from how many others a paired test does not tell it.
+def _just_over(shares: Sequence[tuple[Row, float]], limit: float) -> str:
+    """The arm that just misses a limit and is better than all that keep it, in words; or ""."""
+    fits = [row for row, share in shares if share <= limit]
+    near = [(row, share) for row, share in shares if limit < share <= JUST_OVER * limit]
+    if not near or near[0][0].has_lost or (fits and fits[0].rank < near[0][0].rank):
+        return ""
+    row, share = near[0]
+    return f"<br><small>just over: {escape(row.name)}, {share:.1f} %</small>"
+
+
+def _cell(site: Site, fitting: Sequence[Row], over: str, limit: str) -> str:
+    """The first of the arms that fit, and the others from which a paired test does not tell it.
 
     None is named where the best has lost what there was to find.
     """
     if not fitting:
-        return f'<td class="none label">{limit}-</td>'
+        return f'<td class="none label">{limit}-{over}</td>'
     first, *others = fitting
     numbers = first.cell.numbers
     name = "kl_mean" if "kl_mean" in numbers else "score"
@@ -188,18 +201,20 @@ def _cell(site: Site, fitting: Sequence[Row], limit: str) -> str:
     if first.has_lost:
         return (
             f'<td class="none label">{limit}-<br><small>the best, of {len(fitting)}:'
-            f" {number}</small></td>"
+            f" {number}</small>{over}</td>"
         )
     tests = _tested(site, fitting)
-    ties, untested = sum(not estimate.differs for estimate in tests), len(others) - len(tests)
-    remarks = f", {ties} of {len(tests)} others no different" if tests else ""
+    ties = [escape(row.name) for row, estimate in tests if not estimate.differs]
+    untested = len(others) - len(tests)
+    remarks = f", {len(ties)} of {len(tests)} others no different" if tests else ""
+    remarks += f" ({', '.join(ties)})" if 0 < len(ties) <= MOST_NAMED else ""
     remarks += f", {untested} untested" if untested and numbers["n"] >= FEWEST else ""
     arm = "" if first.budget == NONE else f" {first.budget}"
     arm += f", {first.variant}" if first.variant else ""
     return (
         '<td class="label"'
         f' data-method="{escape(first.method)}">{limit}{linked(first.method, "")}{escape(arm)}<br>'
-        f"<small>{number}{remarks}</small></td>"
+        f"<small>{number}{remarks}</small>{over}</td>"
     )
 
 

@@ -13,6 +13,7 @@ from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.lengths import by_length
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
 from kvbench.report.data.stats import LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
@@ -244,13 +245,14 @@ class Site:
 
     @cached_property
     def by_length(self) -> list[Row]:
-        """The rows at each length of prompts.
+        """The rows at each length of prompts, of the samples that all arms of a panel share.
 
         An arm with prompts of several lengths has a row for each, in a panel of that length.
         """
         named, length_rows = {row.run.folders: row for row in self.rows}, []
         for length, part in by_length(self.runs).items():
-            for row in Site(part, self.folders).rows:
+            shared = on_shared_samples(over_seeds(part, part)[0])
+            for row in Site(shared, self.folders).rows:
                 if (whole := named.get(row.run.folders)) is None:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
