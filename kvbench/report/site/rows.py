@@ -13,8 +13,8 @@ from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.lengths import by_length
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word
+from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.stats import LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.submissions.checked import Submission
