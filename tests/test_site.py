@@ -292,7 +292,9 @@ def test_the_front_door_says_how_many_are_as_good(tmp_path: Path) -> None:
         stored(tmp_path, method, None if method == "full" else 64, lines)
     *_, start = front(Site(collect([tmp_path]), ""), {"Leaderboard": "leaderboard.html"})
     cells = [words for cell, words in cells_of(str(start.content)) if "data-method" in cell]
-    assert [words.partition("%")[2] for words in cells] == ["Quest 64score 50.0, 1 of 1 others no different"] * 3 * 2
+    assert [words.partition("%")[2] for words in cells] == [
+        "Quest 64score 50.0, 1 of 1 others no different (SnapKV 64)"
+    ] * 6
 
 
 def named_on_the_front(folder: Path) -> list[tuple[str | None, str]]:
@@ -309,14 +311,25 @@ def arm(folder: Path, method: str, scores: list[float], ids: str = "s", **more: 
 
 
 @own
-def test_pairs_that_cannot_be_tested_are_not_counted_as_no_different(tmp_path: Path) -> None:
+def test_an_arm_that_lacks_samples_of_the_others_is_not_beside_them_and_counted(tmp_path: Path) -> None:
     arm(tmp_path, "full", [1.0] * 16)
     arm(tmp_path, "quest", [1.0, 0.0] * 8)
     arm(tmp_path, "snapkv", [0.0, 1.0] * 8)
-    arm(tmp_path, "pariskv", [0.0, 0.0, 1.0] * 2)  # shares six samples with the first
+    arm(tmp_path, "pariskv", [0.0, 0.0, 1.0] * 2)  # six of the samples
     assert {words.partition("%")[2] for _, words in named_on_the_front(tmp_path)} == {
-        "Quest 64score 50.0, 1 of 1 others no different, 1 untested"
+        "Quest 64score 50.0, 1 of 1 others no different (SnapKV 64)"
     }
+    *_, start = front(Site(collect([tmp_path]), ""), {"Leaderboard": "leaderboard.html"})
+    assert "16 samples alone that all runs here have; without 1 run" in str(start.content)
+
+
+@own
+def test_what_just_misses_a_limit_and_is_better_is_named(tmp_path: Path) -> None:
+    for method, size, score in (("full", 2**24, 1.0), ("quest", 2**20, 0.5), ("snapkv", int(2**20 * 1.7), 1.0)):
+        lines = [record(f"s{n}", "", score, audit={"device_kv_bytes": size}) for n in range(8)]
+        stored(tmp_path, method, None if method == "full" else 64, lines)
+    named = {words.partition("%")[0].strip(): words for _, words in named_on_the_front(tmp_path)}
+    assert "just over: SnapKV 64, 10.6 %" in named["10"] and "over" not in named["25"]
 
 
 @own

@@ -68,15 +68,15 @@ def _comparable(runs: Runs, ignoring: Collection[str]) -> Iterable[Sequence[Run]
 def most_shared(parts: Iterable[Part]) -> Part:
     """The samples to compare runs on that have these parts of a task.
 
-    Those that most runs have; where they are fewer than `FEWEST` as many more samples count as much
-    as runs. Of as many runs, the most samples.
+    Those that most runs have; of fewer than `FEWEST` one sample more counts as much as one run, and
+    of as many samples times runs the most samples are taken.
     """
     parts = list(parts)
     common = frozenset.intersection(*parts)
 
-    def rank(part: Part) -> tuple[int, int, int]:
+    def rank(part: Part) -> tuple[int, int]:
         runs = sum(part <= other for other in parts)
-        return runs * min(len(part), FEWEST), runs, len(part)
+        return runs * min(len(part), FEWEST), len(part)
 
     return max([common, *dict.fromkeys(parts)], key=rank)
 
@@ -88,4 +88,5 @@ def _note(rivals: Sequence[Run], shared: Part, longer: Sequence[Run], without: i
     most = max((len(run.scores.ids) for run in longer), default=len(shared))
     words = f"{rivals[0].arm['task']}: the {len(shared)} samples alone that all runs here have"
     words += f", of up to {most}" if longer else ""
-    return f"{words}; without {without} runs that lack some" if without else words
+    lacking = f"; without {without} run{'s' * (without > 1)} that lack{'s' * (without == 1)} some"
+    return f"{words}{lacking}" if without else words

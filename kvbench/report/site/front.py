@@ -174,6 +174,7 @@ def _panel_head(site: Site, row: Row) -> str:
         facts.append("too few to rank")
     if row.full is not None and "kl_mean" not in row.cell.numbers:
         facts.append(f"full attention {row.full.score().mean:.1f}")
+    facts += filter(None, [str(row.run.arm["sample_note"])])
     return escape(task) + small(f"{', '.join(facts)}: keys and values")
 
 
