@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvbench.report.data.run import Run, Runs, SampleKey, is_shared
 from kvbench.report.data.stats import FEWEST
+from kvbench.runs.stored import Record
 from kvbench.tasks.fidelity import Fidelity
 
 Part = frozenset[SampleKey]
@@ -28,7 +29,8 @@ def on_shared_samples(runs: Runs, ignoring: Collection[str] = ()) -> Runs:
     ignoring
         settings in which runs with the same samples may differ.
     """
-    notes, parts, absent = {}, {}, set[int]()
+    notes, parts = dict[int, str](), dict[int, tuple[np.ndarray, list[Record]]]()
+    absent = set[int]()
     for rivals in _comparable(runs, ignoring):
         keys = {run.index: frozenset(run.scores.keys) for run in rivals}
         shared = most_shared(keys.values())

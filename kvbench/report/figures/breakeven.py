@@ -52,10 +52,11 @@ def breakeven(runs: Runs) -> Figure:
         for label, style, run, times in drawn:
             full = _full_times(run, drawn)
             start = None if times is full else crossing(times, full)
-            inside = start and start > min(times)
-            faster = f": faster from {thousands(round(start))}" if inside else ""
-            axis.plot(*zip(*times.items(), strict=True), label=label + faster, **line_look(style))
-            if inside:  # else the lines cross before the shortest length
+            if start is None or start <= min(times):  # the lines cross at no length that was timed
+                axis.plot(*zip(*times.items(), strict=True), label=label, **line_look(style))
+            else:
+                label = f"{label}: faster from {thousands(round(start))}"
+                axis.plot(*zip(*times.items(), strict=True), label=label, **line_look(style))
                 axis.plot(start, _at(full, start), "o", color=style.colour, markersize=8, zorder=4)
         axis.set(title=panel.title, xlabel="prompt tokens", ylabel=TIME.axis, yscale="log")
         axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))

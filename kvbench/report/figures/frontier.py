@@ -140,8 +140,9 @@ def _nearest(arms: pd.DataFrame, measure: str) -> list[str]:
     """
     nearest: list[str] = []
     while len(arms) and len(nearest) < MOST_LINES:
-        places = [*zip(arms["share"], arms[measure].astype(float), strict=True)]
-        corners = set(front(*zip(*places, strict=True), more_is_better=measure == "score"))
+        shares, values = list(arms["share"]), list(arms[measure].astype(float))
+        corners = set(front(shares, values, measure == "score"))
+        places = zip(shares, values, strict=True)
         is_corner = pd.Series([place in corners for place in places], arms.index)
         nearest += [kind for kind in arms["kv"][is_corner].unique() if kind not in nearest]
         arms = arms[~is_corner]
