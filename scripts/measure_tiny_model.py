@@ -26,7 +26,7 @@ from bench import command_line, print_result, say
 from kvbench.backends.hf.loading import Loaded
 from kvbench.cli.compose import composed
 from kvbench.measure.arm import Arm
-from kvbench.measure.job import measure, prefill_shared
+from kvbench.measure.job import PromptJob, SharedPrompts
 from kvbench.measure.prompts import prompt_of
 from kvbench.runs.run import prepare
 from kvbench.tasks import Sample
@@ -77,9 +77,9 @@ def side_by_side(arms: dict[str, Arm]) -> Iterator[tuple[str, str, dict[str, Any
     first = next(iter(arms.values()))
     for sample in first.task.samples(first.loaded.tokenizer, SEED):
         prompt = prompt_of(first, sample)
-        prefilled = prefill_shared(list(arms.values()), [prompt])
+        shared = SharedPrompts(list(arms.values()), [prompt])
         for name, current in arms.items():
-            (record,) = measure(current, [prompt], prefilled=prefilled)
+            (record,) = PromptJob(current, [prompt], shared).run()
             if record["error"]:
                 raise SystemExit(f"{sample.id}, {name}: {record['error']}")
             yield cell_of(current, sample), name, record

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.batch import generate
-from kvbench.measure.job import measure
+from kvbench.engine.batch import Sequence as Decoded
+from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import batches, prompt_of
 from kvbench.memory.store import LayerStore
 from kvbench.runs.run import largest_prompts, prepare
@@ -82,16 +82,16 @@ def test_a_row_that_fails_takes_no_other_with_it_and_is_tried_again(
     run(configured("snapkv", 1))
     alone = records(tmp_path / "1")
     second = list(alone.values())[1]["id"]
-    sizes: list[int] = []
+    sizes, decode = list[int](), Decoded.decode
 
-    def failing(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        sizes.append(len(prompts))
-        if second in engine.method.context.samples:
+    def failing(sequence: Decoded) -> Decoded:
+        sizes.append(len(sequence.generated))
+        if second in sequence.engine.method.context.samples:
             raise FloatingPointError("the model's logits are NaN or infinite")
-        return generate(runner, prompts, engine, **options)
+        return decode(sequence)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.engine.batch.generate", failing)
+        patch.setattr(Decoded, "decode", failing)
         summary = run(configured("snapkv", 3))
     assert (summary["n"], summary["failed"], sizes) == (6, 1, [3, 1, 1, 1, 3])
     for key, record in records(tmp_path / "3").items():
@@ -108,7 +108,7 @@ def test_an_arm_keeps_no_keys_and_values_of_its_last_sample(configured: Any) -> 
         return sum(isinstance(thing, LayerStore) for thing in gc.get_objects())
 
     arm, before = prepare(configured("quest", 1)), stores()
-    (record,) = measure(arm, [prompt_of(arm, next(samples(arm, 1)))])
+    (record,) = PromptJob(arm, [prompt_of(arm, next(samples(arm, 1)))]).run()
     assert not record["error"] and record["audit"]["device_kv_bytes"] and stores() == before
 
 

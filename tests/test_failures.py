@@ -16,10 +16,10 @@ import pytest
 import torch
 from driver import slow
 
+from kvbench.backends.backend import BACKENDS
 from kvbench.backends.hf.loading import quick_in_bfloat16
 from kvbench.cli import checks
 from kvbench.cli import main as cli
-from kvbench.engine.batch import generate
 from kvbench.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,28 +133,31 @@ def test_bad_input_is_one_line_and_loads_no_torch(refused: Callable[..., str], w
 
 # -- one sample fails -------------------------------------------------------------------------------------------------
 
+BACKEND: Any = type(BACKENDS["hf"])
+generate = BACKEND.generate
+
 
 def with_weights(value: float) -> Callable[..., Any]:
     """Generate with a model one of whose weights is `value`."""
 
-    def broken(runner: Any, *arguments: Any, **options: Any) -> Any:
-        weight = runner.model.model.norm.weight
+    def broken(backend: Any, arm: Any, *more: Any) -> Any:
+        weight = arm.loaded.model.model.norm.weight
         kept = weight[5].item()
         try:
             weight[5] = value
-            return generate(runner, *arguments, **options)
+            return generate(backend, arm, *more)
         finally:
             weight[5] = kept
 
     return broken
 
 
-def without_memory(runner: Any, *arguments: Any, **options: Any) -> Any:
+def without_memory(backend: Any, arm: Any, *more: Any) -> Any:
     """Generate with a model whose third layer asks for more memory than any machine has."""
-    layer = runner.model.model.layers[2]
+    layer = arm.loaded.model.model.layers[2]
     hook = layer.register_forward_pre_hook(lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
     try:
-        return generate(runner, *arguments, **options)
+        return generate(backend, arm, *more)
     finally:
         hook.remove()
 
@@ -187,12 +190,14 @@ def test_a_sample_that_fails_is_recorded_and_leaves_the_others_as_they_were(
     expected = records(tmp_path / "whole")
     second = list(expected)[1]
 
-    def generate_or_fail(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        failing = engine.method.context.samples[0] == second
-        return (broken if failing else generate)(runner, prompts, engine, **options)
+    samples: list[Any] = []
+
+    def generate_or_fail(*arguments: Any) -> Any:
+        samples.append(arguments)
+        return (broken if len(samples) == 2 else generate)(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.engine.batch.generate", generate_or_fail)
+        patch.setattr(BACKEND, "generate", generate_or_fail)
         code, out, err = main("task.limit=4", "results_dir=broken")
     assert (code, err) == (0, "")
     assert "(4 samples, 1 failed)" in out

@@ -167,8 +167,8 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
     real = Batch.admit
 
     def noted(self: Batch, begin: Any, rows: int, going: Admission) -> None:
-        prefilled: Any = going.prompt[0]
-        counted.append((prefilled, going.prompt[1] - prefilled.nbytes))
+        shared: Any = going.prompt[0]
+        counted.append((shared, going.prompt[1] - shared.prefilled.nbytes))
         real(self, begin, rows, going)
 
     monkeypatch.setattr(Batch, "admit", noted)
@@ -176,8 +176,8 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
         configs("task=fidelity", "task.lengths=[100]", "task.steps=6", "task.samples=1", "~task.limit", arms=ARMS[:1])
     )
     assert len(counted) == 2
-    for prefilled, size in counted:
-        assert size == sum(one.nbytes for one in prefilled.reference) > 0
+    for shared, size in counted:
+        assert size == sum(one.nbytes for one in shared.reference) > 0
 
 
 def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

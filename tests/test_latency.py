@@ -30,7 +30,7 @@ from kvbench.cli.report import main as report
 from kvbench.cli.score import main as score
 from kvbench.config import ConfigError, choices
 from kvbench.measure import hardware, latency, machine
-from kvbench.measure.job import measure
+from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import prompt_of
 from kvbench.measure.synthetic import SYNTHETIC_SPAN, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
@@ -188,7 +188,7 @@ def test_a_stop_token_ends_nothing(dummies: Callable[[str], Loaded]) -> None:
     """Whatever ends an answer elsewhere, a timed row goes on."""
     arm = prepare(composed(*SMALL, "method=full"), dummies("dummy-tiny"))
     arm.loaded = replace(arm.loaded, stop_ids=tuple(range(len(arm.loaded.tokenizer))))
-    (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
+    (record,) = PromptJob(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))]).run()
     assert len(record["output_ids"]) == 8
 
 
@@ -483,7 +483,7 @@ def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, mo
     words = (*SMALL, f"method={name}", "budget=64", "task.keys=synthetic_attention", f"task.prefill={prefill}")
     config = other(composed(*words, "task.lengths=[600]"), device="cuda", dtype="float32")
     arm = prepare(config)
-    (record,) = measure(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))])
+    (record,) = PromptJob(arm, [prompt_of(arm, next(iter(arm.task.samples(arm.loaded.tokenizer, 0))))]).run()
     told = record["hardware"]
     assert record["error"] is None and len(record["output_ids"]) == 8
     assert told["memory"] == "allocated" and told["upload_bandwidth"] > 0

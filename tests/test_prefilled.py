@@ -17,6 +17,7 @@ from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.engine.passes import DecodePasses
+from kvbench.engine.request import chosen_tokens
 from kvbench.method import Method, Needs
 
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
@@ -157,11 +158,11 @@ def test_method_that_began_earlier_must_not_go_on(tiny: Loaded, arm: str) -> Non
     shared.lend(early)
     runner = ModelRunner(tiny.model)
     early_passes = DecodePasses(runner, early)
-    tokens = early_passes.next_tokens(shared.tokens)
+    tokens = early_passes.next_tokens(chosen_tokens(shared.logits))
     shared.lend(late)
     with pytest.raises(RuntimeError, match="another method has begun"):
         early_passes.next_tokens(tokens)
-    assert torch.isfinite(DecodePasses(runner, late).next_tokens(shared.tokens)).all()
+    assert torch.isfinite(DecodePasses(runner, late).next_tokens(chosen_tokens(shared.logits))).all()
 
 
 @torch.inference_mode()
@@ -174,7 +175,7 @@ def test_what_was_not_recorded_is_refused_and_hurts_nobody(tiny: Loaded) -> None
             shared.lend(fresh_engine(tiny, arm))
     with pytest.raises(ValueError, match="150, 97, 60"):
         shared.lend(fresh_engine(tiny, "full", [150, 97, 61]))
-    DecodePasses(ModelRunner(tiny.model), held).next_tokens(shared.tokens)
+    DecodePasses(ModelRunner(tiny.model), held).next_tokens(chosen_tokens(shared.logits))
 
 
 @torch.inference_mode()
@@ -194,6 +195,6 @@ def test_more_tokens_than_the_prefill_left_room_for_are_refused(tiny: Loaded) ->
 def test_first_tokens_are_those_of_a_prefill(tiny: Loaded) -> None:
     generation, _ = run_loop(tiny, RAGGED, ARMS["full"](), None, steps=0)
     shared = snapshot(tiny, 40)
-    assert shared.tokens.tolist() == [row[0] for row in generation.tokens]
+    assert chosen_tokens(shared.logits).tolist() == [row[0] for row in generation.tokens]
     assert shared.lengths == (150, 97, 60)
     assert shared.seconds > 0

@@ -23,7 +23,7 @@ from kvbench.backends.hf.model import method_named
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.engine.engine import Engine
-from kvbench.measure.job import measure
+from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import prompt_of
 from kvbench.runs.run import prepare
 from kvbench.runs.work import samples
@@ -486,7 +486,7 @@ def test_the_answer_s_length_reaches_the_method_in_a_run() -> None:
     prompt = prompt_of(arm, next(samples(arm, 1)))
     for tokens, scenario in ((10, "liso"), (400, "silo")):
         sample = replace(prompt.sample, max_new_tokens=tokens)
-        measure(arm, [replace(prompt, sample=sample)])
+        PromptJob(arm, [replace(prompt, sample=sample)]).run()
         assert arm.method.scenario == scenario  # type: ignore[attr-defined]
 
 

@@ -19,7 +19,7 @@ from kvbench.backends.run_config import RunConfig
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, ConfigError, conf_dir, shipped
-from kvbench.engine.batch import generate
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.models import hub
 from kvbench.report.data.frame import collect
 from kvbench.runs.command import command_of
@@ -54,13 +54,14 @@ class Generated:
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.broken: dict[str, Exception] = {}
+        self.decode = Decoded.decode
 
-    def __call__(self, runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        sample = engine.method.context.samples[0]
+    def __call__(self, sequence: Decoded) -> Decoded:
+        sample = sequence.engine.method.context.samples[0]
         self.ids.append(sample)
         if sample in self.broken:
             raise self.broken[sample]
-        return generate(runner, prompts, engine, **options)
+        return self.decode(sequence)
 
     def since(self) -> list[str]:
         """The ids since the last call."""
@@ -71,7 +72,7 @@ class Generated:
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> Generated:
     calls = Generated()
-    monkeypatch.setattr("kvbench.engine.batch.generate", calls)
+    monkeypatch.setattr(Decoded, "decode", lambda sequence: calls(sequence))
     return calls
 
 
@@ -242,13 +243,13 @@ def test_sample_whose_method_breaks_its_own_rule_fails(
 def test_question_read_through_the_method_is_no_part_of_the_prefill(
     tmp_path: Path, configured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[int, int]] = []
+    given, decode = list[tuple[int, int]](), Decoded.decode
 
-    def note(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        given.append((len(prompts[0]), len(options["question"])))
-        return generate(runner, prompts, engine, **options)
+    def note(sequence: Decoded) -> Decoded:
+        given.append((sequence.engine.lengths[0], sequence.to_come))
+        return decode(sequence)
 
-    monkeypatch.setattr("kvbench.engine.batch.generate", note)
+    monkeypatch.setattr(Decoded, "decode", note)
     run(configured("task.limit=1", "protocol.question=decode"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token

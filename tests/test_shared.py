@@ -12,7 +12,7 @@ import pytest
 import kvbench.measure.job
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.batch import generate
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.runs.sweep import run, run_shared
 
 ARMS = (("full", "null"), ("quest", "64"), ("snapkv", "64"), ("streaming_llm", "64"))
@@ -75,15 +75,15 @@ def test_full_attention_is_one_run_whatever_budget_it_is_given(configs, tmp_path
 
 
 def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monkeypatch):
-    calls: list[str] = []
+    calls, decode = list[str](), Decoded.decode
 
-    def stopping(runner: Any, prompts: Any, engine: Any, **options: Any) -> Any:
-        calls.append(engine.method.context.samples[0])
+    def stopping(sequence: Decoded) -> Decoded:
+        calls.append(sequence.engine.method.context.samples[0])
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return generate(runner, prompts, engine, **options)
+        return decode(sequence)
 
-    monkeypatch.setattr("kvbench.engine.batch.generate", stopping)
+    monkeypatch.setattr(Decoded, "decode", stopping)
     with pytest.raises(KeyboardInterrupt):
         run_shared(configs())
     assert len(lines(tmp_path / "shared")) == 5

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.checks import check, read_config
 from kvbench.config import ConfigError, conf_dir
-from kvbench.engine.batch import Generation
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.request import Stops
 from kvbench.measure.job import stops
 from kvbench.runs import sweep as runs
@@ -82,14 +82,15 @@ def configured(tmp_path: Path, file: Path) -> Any:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `generate` was asked for, by sample; it says "yes"."""
+    """The lengths of the prompts that were decoded, by sample; each says "yes"."""
     asked: dict[str, Any] = {}
 
-    def generate(runner: Any, prompts: Any, engine: Any, **options: Any) -> Generation:
-        asked[engine.method.context.samples[0]] = {**options, "prompt": prompts[0]}
-        return Generation([byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]], 0.1, audit={"over_rule": 0})
+    def decode(sequence: Decoded) -> Decoded:
+        asked[sequence.engine.method.context.samples[0]] = sequence.engine.lengths[0]
+        sequence.generated[0][:] = byte_tokenizer()("yes", add_special_tokens=False)["input_ids"]
+        return sequence
 
-    monkeypatch.setattr("kvbench.engine.batch.generate", generate)
+    monkeypatch.setattr(Decoded, "decode", decode)
     return asked
 
 
@@ -152,7 +153,7 @@ def test_a_prompt_over_the_window_is_cut_where_the_task_says_so(configured, answ
     assert (summary["cut_samples"], summary["cut_share"]) == (1, cut / (cut + read))
     told = " ".join(capsys.readouterr().out.split())
     assert f"1 of 3 samples, by {100 * cut / (cut + read):.0f} % of all tokens" in told
-    assert len(answers["2"]["prompt"]) + 4 <= 300 and len(answers["3"]["prompt"]) == len(PROMPTS[2]) + 1
+    assert answers["2"] + 4 <= 300 and answers["3"] == len(PROMPTS[2]) + 1
     assert cut > 300
     config = configured()
     config.model.config.max_position_embeddings = 300

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvbench.cli.compose import composed
 from kvbench.config import ASSETS, shipped
-from kvbench.measure.job import measure, prefill_shared
+from kvbench.measure.job import PromptJob, SharedPrompts
 from kvbench.measure.prompts import prompt_of
 from kvbench.models.hub import ModelConfig
 from kvbench.runs.run import prepare
@@ -90,9 +90,9 @@ def test_it_finds_passkeys_and_a_method_that_forgets_them_does_not(arms):
     scores = {"full": 0.0, "streaming_llm": 0.0}
     for sample in islice(arms[0].task.samples(arms[0].loaded.tokenizer, 3), 8):
         prompt = prompt_of(arms[0], sample)
-        prefilled = prefill_shared(arms, [prompt])
+        shared = SharedPrompts(arms, [prompt])
         for name, arm in zip(scores, arms, strict=True):
-            scores[name] += measure(arm, [prompt], prefilled=prefilled)[0]["scores"]["accuracy"]
+            scores[name] += PromptJob(arm, [prompt], shared).run()[0]["scores"]["accuracy"]
     assert scores["full"] >= 7 and scores["streaming_llm"] <= 3
 
 

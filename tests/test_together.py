@@ -40,12 +40,9 @@ def engine(loaded: Loaded, method: Method, lengths: Sequence[int], **more: Any) 
     return engine_for(loaded.model, lengths, method, budget, (), loaded.tokenizer, **settings)
 
 
-def prefilled(loaded: Loaded, *prompts: Sequence[int], divided: bool = True, needs: Needs = NO) -> Prefilled:
+def prefilled(loaded: Loaded, *prompts: Sequence[int], copies: bool = True, needs: Needs = NO) -> Prefilled:
     own, tokenizer = [ALL, needs], loaded.tokenizer
-    found = prefill_once(loaded.model, prompts, own, max_new_tokens=STEPS + 1, tokenizer=tokenizer)
-    if divided:
-        found.divide()
-    return found
+    return prefill_once(loaded.model, prompts, own, max_new_tokens=STEPS + 1, tokenizer=tokenizer, copies=copies)
 
 
 class Rows:
@@ -70,8 +67,7 @@ class Rows:
         own = engine(self.loaded, method, prompt.lengths, samples=["one"])
         self.logits.append(noted := list[torch.Tensor]())
         options: dict[str, Any] = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
-        request = GenerationRequest(prefilled=prompt, **options)
-        decoded = Decoded.begin(self.runner, [[0] * length for length in prompt.lengths], own, request)
+        decoded = Decoded(self.runner, own, (), prompt).ask(GenerationRequest(**options))
         self._names[decoded] = len(self._names)
         self.rows.join(decoded)
         return decoded
@@ -94,7 +90,7 @@ class Rows:
 def alone(loaded: Loaded, method: Method, *prompts: Sequence[int], **more: Any) -> tuple[torch.Tensor, Any]:
     """Logits [steps, rows, vocabulary] of a generation by itself, and what it came to."""
     noted: list[torch.Tensor] = []
-    shared = prefilled(loaded, *prompts, divided=False, needs=method.needs)
+    shared = prefilled(loaded, *prompts, copies=False, needs=method.needs)
     own = engine(loaded, method, [len(prompt) for prompt in prompts], samples=["one"])
     options = {"max_new_tokens": STEPS + 1, "watch": lambda one: noted.append(one.clone()), **more}
     made = generate(ModelRunner(loaded.model), prompts, own, prefilled=shared, **options)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvbench.backends.hf.loading import Loaded
-    from kvbench.engine.batch import Generation
+    from kvbench.engine.batch import Generation, Sequence
     from kvbench.engine.engine import Engine
     from kvbench.engine.passes import TokenRows
     from kvbench.engine.request import GenerationRequest
@@ -109,7 +109,7 @@ class Backend(Protocol):
         self,
         arm: BackendArm,
         prompts: TokenRows,
-        make: Callable[[], Engine],
+        begin: Callable[[], Sequence],
         request: GenerationRequest,
     ) -> GeneratedBatch:
         """Generate for a batch of prompts.
@@ -120,9 +120,8 @@ class Backend(Protocol):
             what generates.
         prompts
             token ids of each row.
-        make
-            an engine for them with room for the question and the new tokens, fresh or begun from
-            the request's prefill.
+        begin
+            for a backend that has kvbench's engine: begins their generation there.
         request
             what is generated.
 
@@ -156,15 +155,11 @@ class _Transformers:
         self,
         arm: BackendArm,
         prompts: TokenRows,
-        make: Callable[[], Engine],
+        begin: Callable[[], Sequence],
         request: GenerationRequest,
     ) -> GeneratedBatch:
-        from kvbench.backends.hf.runner import ModelRunner
-        from kvbench.engine.batch import generate
-
-        engine = make()
-        generation = generate(ModelRunner(arm.loaded.model), prompts, engine, **vars(request))
-        return GeneratedBatch.by(engine, generation, len(prompts))
+        sequence = begin().decode()
+        return GeneratedBatch.by(sequence.engine, sequence.conclude(), len(prompts))
 
 
 class _VLLM:
@@ -193,7 +188,7 @@ class _VLLM:
         self,
         arm: BackendArm,
         prompts: TokenRows,
-        make: Callable[[], Engine],
+        begin: Callable[[], Sequence],
         request: GenerationRequest,
     ) -> GeneratedBatch:
         from kvbench.backends.vllm.plan import plan_of_run

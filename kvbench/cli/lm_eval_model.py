@@ -339,9 +339,9 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             "max_new_tokens": longest,
             "chunk": setup.protocol.prefill_chunk,
             "tokenizer": setup.loaded.tokenizer,
+            "copies": True,
         }
         prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
-        prefilled.divide()
         for turn in zip_longest(*(by_index.items() for by_index in forced), fillvalue=(None, [0])):
             # A row whose continuations are all scored rests: it has nothing to read but its
             # context.
@@ -372,11 +372,10 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             request = GenerationRequest(
                 max(map(len, now.forced)),
                 choice=Choice(forced_tokens=now.forced),
-                prefilled=prefilled,
                 watch=likelihoods,
             )
-            engine = setup.engine(now.rows, now.longest)
-            return batch.Sequence.begin(ModelRunner(setup.loaded.model), now.rows, engine, request)
+            engine, runner = setup.engine(now.rows, now.longest), ModelRunner(setup.loaded.model)
+            return batch.Sequence(runner, engine, now.rows, prefilled).ask(request)
 
         def ended(sequence: batch.Sequence | None, error: Exception | None) -> None:
             if sequence is None:

@@ -9,20 +9,28 @@ no other. Which library runs the model is a `Runner`'s business.
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
-from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
 from kvbench.engine.passes import DecodePasses, EngineGroup, Runner, TokenRows
-from kvbench.engine.request import GenerationRequest, QuestionTokens, chosen_tokens
+from kvbench.engine.request import (
+    NOTHING,
+    GenerationRequest,
+    PrefillSource,
+    QuestionTokens,
+    chosen_tokens,
+)
 from kvbench.spans import PARTS
 
 MOST_ROWS = 128  # of one pass; more make a row hardly quicker
@@ -73,21 +81,23 @@ class Generation:
 
 
 class Sequence:
-    """A generation between two forward passes: what it reads next, and what it has generated.
+    """A generation between two forward passes: prompts that are read, and once something is asked
+    of it (`ask`), what it reads next and what it has generated.
 
     Parameters
     ----------
+    runner
+        the model's.
     engine
-        that has read the prompts.
-    first
-        the first new token of each row, [B] on the CPU; where a question is left, its logits say
-        others.
-    request
-        what is generated.
-    question
-        what is left to read in decode steps, its tokens [q, B].
-    timed
-        it decodes alone, so that what a step takes is its time.
+        fresh, and made for the prompts.
+    prompts
+        token ids of each row.
+    prefilled
+        begin from this prefill of the prompts; None: from a prefill of their own.
+    chunk
+        prompt columns in one forward pass; None: all.
+    progress
+        called with the columns read, after each pass.
 
     Attributes
     ----------
@@ -99,63 +109,91 @@ class Sequence:
         rows that still generate.
     steps
         passes since the first new token.
+    timed
+        it decodes alone, so that what a step takes is its time.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
-        engine: Engine,
-        first: Tensor,
-        request: GenerationRequest,
-        question: abc.Sequence[Tensor] = (),
-        timed: bool = False,
-    ) -> None:
-        self.engine, self.timed = engine, timed
-        self._request, self._question = request, list(question)
-        self.generated: list[list[int]] = [[] for _ in first]
-        self.active, self.steps = [True] * len(first), 0
-        shared = request.prefilled is not None
-        self._generation = Generation(self.generated, shared_prefill=shared, together=not timed)
-        self.tokens = question[0] if question else request.choice.first(first)
-        if not question:
-            self._add(self.tokens)
-
-    @classmethod
-    @torch.inference_mode()
-    def begin(
-        cls,
         runner: Runner,
-        prompts: TokenRows,
         engine: Engine,
-        request: GenerationRequest,
-        timed: bool = False,
-    ) -> Sequence:
-        """Read the prompts, unless a prefill has, and a question that is read at once.
-
-        Parameters
-        ----------
-        runner
-            the model's.
-        prompts
-            token ids of each row.
-        engine
-            fresh and made for these, or one that has begun from the request's prefill and done
-            nothing since.
-        request, timed
-            as of the class.
-        """
-        began, question = time.perf_counter(), request.question
+        prompts: TokenRows,
+        prefilled: PrefillSource | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int], object] = lambda done: None,
+    ) -> None:
+        self.engine, self._runner = engine, runner
+        began = time.perf_counter()
         with engine.spans("other"):
-            first = _first_tokens(runner, prompts, engine, request)
-            if question.at_once and len(question) > 1:
-                turn = DecodePasses(runner, engine).turn(torch.tensor(question.rows))
-                first, question = request.first(turn), QuestionTokens()
+            self._logits = (
+                runner.prefill(engine, prompts, chunk, progress)
+                if prefilled is None
+                else prefilled.lend(engine)
+            )
         seconds = time.perf_counter() - began
-        tokens = [*torch.tensor(question.rows).T] if question else ()
-        sequence = cls(engine, first, request, tokens, timed)
-        sequence._generation.ttft_s = seconds
-        if timed and not question:
-            sequence._end_prefill()
-        return sequence
+        self._request, self._question, self.timed = NOTHING, list[Tensor](), False
+        self.generated: list[list[int]] = [[] for _ in engine.shape.lengths]
+        self.active, self.steps = [True] * engine.shape.batch, 0
+        shared = prefilled is not None
+        self._generation = Generation(self.generated, ttft_s=seconds, shared_prefill=shared)
+        self.tokens = torch.empty(0, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def copy(self) -> Sequence:
+        """One that goes on from here by itself, of a sequence that waits to be asked.
+
+        Raises
+        ------
+        ConfigError
+            the method cannot be copied.
+        """
+        shared = self._runner, self._request, self._logits
+        try:
+            return copy.deepcopy(self, {id(thing): thing for thing in shared})
+        except TypeError as error:
+            raise ConfigError(
+                f"{type(self.engine.method).__name__}: several questions about one context need a"
+                f" copy of what the method has made of it, and it has none ({error}); expected a"
+                " method that copy.deepcopy can copy"
+            ) from error
+
+    @torch.inference_mode()
+    def ask(self, request: GenerationRequest, timed: bool = False) -> Sequence:
+        """Have it generate, and read a question that is read at once; returns itself."""
+        self._request, self.timed = request, timed
+        began, question, logits = time.perf_counter(), request.question, self._logits
+        with self.engine.spans("other"):
+            first = chosen_tokens(logits) if question else request.first(logits)
+            if question.at_once and len(question) > 1:
+                turn = DecodePasses(self._runner, self.engine).turn(torch.tensor(question.rows))
+                first, question = request.first(turn), QuestionTokens()
+        self._generation.ttft_s += time.perf_counter() - began
+        self._generation.together = not timed
+        if question:
+            self._question = [*torch.tensor(question.rows).T]
+            self.tokens = self._question[0]
+        else:
+            self.tokens = request.choice.first(first)
+            self._begin_answer()
+        return self
+
+    def decode(self) -> Sequence:
+        """Go on alone, to the end; returns itself.
+
+        Raises
+        ------
+        FloatingPointError
+            NaN or inf in the logits, or in a query or key that a method would be shown.
+        """
+        batch = Batch(self._runner)
+        if not self.over:
+            batch.join(self)
+        while batch.rows:
+            for _, error in batch.step():
+                if error is not None:
+                    raise error
+        return self
 
     @property
     def over(self) -> bool:
@@ -191,9 +229,7 @@ class Sequence:
             self._question.pop(0)
             self._generation.ttft_s += seconds
             if not self._question:
-                self._add(self.tokens)
-                if self.timed:
-                    self._end_prefill()
+                self._begin_answer()
             return
         self.steps += 1
         if self._request.watch:
@@ -209,17 +245,18 @@ class Sequence:
                 choice, stops = self._request.choice, self._request.stops
                 self.active[row] = choice.goes_on(row, self.generated[row], stops)
 
-    def _end_prefill(self) -> None:
+    def _begin_answer(self) -> None:
         """The first new token is there, and the times of the prefill are over."""
-        self._generation.prefill_ms = _milliseconds(self.engine.spans.reset(), 1)
+        self._add(self.tokens)
+        if self.timed:
+            self._generation.prefill_ms = _milliseconds(self.engine.spans.reset(), 1)
 
     def _count_step(self, seconds: float) -> None:
         self._generation.step_ms.append(seconds * 1e3)
-        if self.steps == self._request.warmup:
+        request, longest = self._request, max(self.engine.shape.lengths)
+        if self.steps == request.warmup:
             self.engine.spans.reset()
-        if self._request.progress:
-            read = max(self.engine.shape.lengths) + len(self._request.question)
-            self._request.progress(read + self.steps + 1, read + self._request.max_new_tokens)
+        request.note(longest, longest + len(request.question) + self.steps + 1)
 
     def conclude(self) -> Generation:
         """What it has come to, once it is over."""
@@ -240,39 +277,30 @@ class Sequence:
         return generation
 
 
-def _first_tokens(
-    runner: Runner, prompts: TokenRows, engine: Engine, request: GenerationRequest
-) -> Tensor:
-    """The first new token of each row, [B] on the CPU, where nothing follows the prompts."""
-    source, question = request.prefilled, len(request.question)
-    if source is not None:
-        if not engine.prefilled:
-            source.lend(engine)
-        return source.first_tokens(None if question else request.choice.draw)
-    total, progress = max(map(len, prompts)) + question + request.max_new_tokens, request.progress
-    logits = runner.prefill(
-        engine, prompts, request.prefill_chunk, lambda done: progress and progress(done, total)
-    )
-    return chosen_tokens(logits) if question else request.first(logits)
-
-
 def _milliseconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
     """Spans per step; the standard parts always, a method's own spans beside them."""
     names = *PARTS, *sorted(set(seconds) - set(PARTS))
     return {name: seconds.get(name, 0.0) * 1e3 / steps for name in names}
 
 
-@torch.inference_mode()
-def generate(runner: Runner, prompts: TokenRows, engine: Engine, **request: Any) -> Generation:
+def generate(
+    runner: Runner,
+    prompts: TokenRows,
+    engine: Engine,
+    *,
+    prefilled: PrefillSource | None = None,
+    prefill_chunk: int | None = None,
+    **options: Any,
+) -> Generation:
     """Generate for a batch of prompts, alone and with a clock.
 
     A step makes the host wait for the device once, for its tokens.
 
     Parameters
     ----------
-    runner, prompts, engine
-        see `Sequence.begin`.
-    request
+    runner, prompts, engine, prefilled, prefill_chunk
+        see `Sequence`.
+    options
         see `GenerationRequest`.
 
     Raises
@@ -280,15 +308,10 @@ def generate(runner: Runner, prompts: TokenRows, engine: Engine, **request: Any)
     FloatingPointError
         NaN or inf in the logits, or in a query or key that a method would be shown.
     """
-    sequence = Sequence.begin(runner, prompts, engine, GenerationRequest(**request), timed=True)
-    batch = Batch(runner)
-    if not sequence.over:
-        batch.join(sequence)
-    while batch.rows:
-        for _, error in batch.step():
-            if error is not None:
-                raise error
-    return sequence.conclude()
+    request = GenerationRequest(**options)
+    note = partial(request.note, max(map(len, prompts)))
+    sequence = Sequence(runner, engine, prompts, prefilled, prefill_chunk, note)
+    return sequence.ask(request, timed=True).decode().conclude()
 
 
 # Called with a sequence that is over, or None and why there is none. Its engine holds keys and

@@ -21,11 +21,8 @@ Draw = Callable[[Tensor], Tensor]
 class PrefillSource(Protocol):
     """A prefill that was made before the generation, from which an engine may begin."""
 
-    def first_tokens(self, draw: Draw | None) -> Tensor:
-        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
-
-    def lend(self, engine: Engine) -> None:
-        """Let a fresh engine begin here."""
+    def lend(self, engine: Engine) -> Tensor:
+        """Let a fresh engine begin here; the logits [B, vocabulary] of what comes next."""
 
 
 def _never(tokens: Sequence[int]) -> bool:
@@ -111,7 +108,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is generated for a batch of prompts.
+    """What is generated after prompts.
 
     Attributes
     ----------
@@ -121,24 +118,18 @@ class GenerationRequest:
         what the new tokens are.
     question
         what follows every prompt, read through the method.
-    prefilled
-        begin from this prefill of the prompts; None: from a prefill of their own.
-    prefill_chunk
-        prompt columns in one forward pass; None: all.
     watch
         called after every step with its logits [B, vocabulary], outside the times.
     warmup
         first decode steps that the breakdown leaves out.
     progress
-        called after every chunk and step of a generation that is alone.
+        of a generation that is alone, called after every chunk and step.
     """
 
     max_new_tokens: int
     stops: Stops = Stops()
     choice: Choice = field(default_factory=Choice)
     question: QuestionTokens = QuestionTokens()
-    prefilled: PrefillSource | None = None
-    prefill_chunk: int | None = None
     watch: Callable[[Tensor], object] | None = None
     warmup: int = 0
     progress: Progress | None = None
@@ -146,6 +137,14 @@ class GenerationRequest:
     def first(self, logits: Tensor) -> Tensor:
         """The first new tokens [B], of the logits [B, vocabulary] of all that was read before."""
         return chosen_tokens(logits, self.stops.not_first, self.choice.draw)
+
+    def note(self, longest: int, done: int) -> None:
+        """Report `done` tokens, of a row whose prompt has `longest`."""
+        if self.progress:
+            self.progress(done, longest + len(self.question) + self.max_new_tokens)
+
+
+NOTHING = GenerationRequest(max_new_tokens=1)
 
 
 def chosen_tokens(logits: Tensor, banned: Collection[int] = (), draw: Draw | None = None) -> Tensor:

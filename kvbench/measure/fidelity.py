@@ -14,7 +14,9 @@ import torch
 
 from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.prefilled import Prefilled
+from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
+from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import Choice, GenerationRequest
 from kvbench.method import Method
@@ -22,29 +24,33 @@ from kvbench.models.types import Model
 
 
 def full_attention(
-    model: Model, prefilled: Prefilled, prompt: Sequence[int], forced_tokens: Sequence[int]
-) -> tuple[Engine, GenerationRequest]:
-    """Full attention on forced tokens: an engine, and a request that notes in
-    `prefilled.reference` what it says after each, ahead of whatever compares with it.
+    model: Model,
+    prefilled: Prefilled,
+    forced_tokens: Sequence[int],
+    steps: list[torch.Tensor],
+) -> Decoded:
+    """Full attention on forced tokens, which notes what it says after each, ahead of whatever
+    compares with it.
 
     Parameters
     ----------
     model
         with "kvbench" attention.
     prefilled
-        of the prompt; unless it is divided, what began from it before must not go on.
-    prompt, forced_tokens
-        token ids; the last forced one is only predicted.
+        of one prompt; unless who begins there has a copy of it, what began before must not go on.
+    forced_tokens
+        token ids; the last one is only predicted.
+    steps
+        where to note the log-probabilities [vocabulary] fp32.
     """
-    shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
-    prefilled.reference = steps = []
+    shape = shape_of(model, prefilled.lengths, (), model.dtype, model.device)
+    engine = Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens))
     request = GenerationRequest(
         len(forced_tokens),
         choice=Choice(forced_tokens=[forced_tokens]),
-        prefilled=prefilled,
         watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     )
-    return Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens)), request
+    return Decoded(ModelRunner(model), engine, (), prefilled).ask(request)
 
 
 class Comparison:

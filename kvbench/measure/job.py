@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
 from kvbench.backends.backend import GeneratedBatch
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
@@ -29,6 +31,90 @@ from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Timed
 
 
+class SharedPrompts:
+    """One prefill of a batch of prompts, for several arms, and for all answers to these prompts or
+    questions about these contexts that come one after the other.
+
+    Parameters
+    ----------
+    arms
+        that may begin from it.
+    prompts
+        those of a batch that can run.
+    progress
+        called with tokens done and tokens in all.
+
+    Attributes
+    ----------
+    again
+        the next batch begins with the same contexts, so what each method has made of them is kept.
+    reference
+        [vocabulary] fp32 each, what full attention says after each forced token; [] before
+        `begin_reference`.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        prompts: Sequence[TokenizedSample],
+        progress: Progress | None = None,
+    ) -> None:
+        self._contexts, self._room = contexts(prompts), prompts[0].room
+        self.prefilled = prefill_shared(arms, prompts, progress)
+        self.again, self.reference = False, list[Tensor]()
+        self._waiting: dict[int, batch.Sequence] = {}
+
+    def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
+        """Whether this prefill is of these prompts, too."""
+        same = self._contexts is not None and self._contexts == contexts(prompts)
+        return same and prompts[0].new_tokens <= self._room
+
+    def has_copy(self, owner: int) -> bool:
+        """Whether a copy of what an owner has begun here is kept, or will be."""
+        return self.again or owner in self._waiting
+
+    def sequence(self, owner: int, begin: Callable[[], batch.Sequence]) -> batch.Sequence:
+        """A sequence that waits for its question: the owner's first one, or a copy of it.
+
+        Raises
+        ------
+        ConfigError
+            more will be asked, and the method cannot be copied.
+        """
+        sequence = self._waiting.pop(owner, None) or begin()
+        if self.again:
+            self._waiting[owner] = sequence.copy()
+        return sequence
+
+    def begin_reference(self, loaded: Loaded, prompt: TokenizedSample) -> batch.Sequence:
+        """Begin what a sample with forced tokens is compared with, to go on ahead of those that
+        compare.
+        """
+        forced = prompt.sample.forced
+        assert forced is not None
+        return fidelity.full_attention(loaded.model, self.prefilled, forced.tokens, self.reference)
+
+
+def prefill_shared(
+    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], progress: Progress | None = None
+) -> Prefilled:
+    """One prefill of a batch of prompts, from which each of `arms` can begin, side by side if they
+    decode together; `progress` as of a generation.
+    """
+    arm, sample = arms[0], prompts[0].sample
+    total = max(len(prompt.ids) for prompt in prompts) + sample.max_new_tokens
+    return prefill_once(
+        arm.loaded.model,
+        [prompt.ids for prompt in prompts],
+        [arm.method.needs for arm in arms],
+        max_new_tokens=prompts[0].room,
+        chunk=arm.protocol.prefill_chunk,
+        tokenizer=arm.loaded.tokenizer,
+        copies=arm.decode == "together",
+        progress=lambda done: progress and progress(done, total),
+    )
+
+
 class PromptJob:
     """Prompts that one generation of an arm serves.
 
@@ -38,9 +124,9 @@ class PromptJob:
         what generates.
     prompts
         those of a batch that can run.
-    prefilled
-        of these, to begin from; None: the generation reads them itself. Beside others it is
-        divided, and of forced tokens it has begun its reference (`begin_reference`).
+    shared
+        their prefill, to begin from; None: the generation reads them itself. Forced tokens need
+        one.
     progress
         called with tokens done and tokens in all, of a generation that is alone.
     """
@@ -49,36 +135,73 @@ class PromptJob:
         self,
         arm: Arm,
         prompts: Sequence[TokenizedSample],
-        prefilled: Prefilled | None,
+        shared: SharedPrompts | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.arm, self.prompts = arm, prompts
         self._rows, self._sample = [prompt.ids for prompt in prompts], prompts[0].sample
-        self._prefilled, self._progress = prefilled, progress
+        self._shared, self._progress = shared, progress
         self._comparison: fidelity.Comparison | None = None
         self._observed = ExitStack()
 
-    # -- alone -------------------------------------------------------------------------------------
-
     def run(self) -> list[dict[str, Any]]:
-        """Generate with a clock, and score; the samples' records."""
-        arm, sample = self.arm, self._sample
+        """Generate alone and with a clock, and score; the samples' records.
+
+        Raises
+        ------
+        Exception
+            `is_failed_sample` says which are the samples' own.
+        """
+        arm, sample, shared = self.arm, self._sample, self._shared
         if sample.timed:
             return self._scored(*self._timed(sample.timed))
-        if sample.forced:
-            self._note_reference()
-        make, request = self._request(arm)
+        if sample.forced and shared is not None and not shared.reference:
+            shared.begin_reference(arm.loaded, self.prompts[0]).decode()
+        request = self._request()
+        begin = partial(self._sequence, arm, request, timed=True)
         with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:
-            generated = arm.backend.generate(arm, self._rows, make, request)
+            generated = arm.backend.generate(arm, self._rows, begin, request)
         return self._scored(generated, self._compared() | {"machine": measured_on})
 
-    def _note_reference(self) -> None:
-        """Have full attention say what the arm is compared with, if it has not yet."""
-        arm = self.arm
-        self._prefilled = self._prefilled or prefill_shared([arm], self.prompts, self._progress)
-        if self._prefilled.reference is None:
-            engine, request = _full_attention(arm.loaded, self.prompts[0], self._prefilled)
-            batch.generate(ModelRunner(arm.loaded.model), self._rows, engine, **vars(request))
+    def begin(self) -> batch.Sequence:
+        """Begin beside others, with a method of its own; again, where that has failed.
+
+        Raises
+        ------
+        Exception
+            as `run`.
+        """
+        loaded = self.arm.loaded
+        observed = machine.observed(loaded.device, loaded.devices)
+        self._machine = self._observed.enter_context(observed)
+        return self._sequence(
+            replace(self.arm, method=self.arm.config.method.build()), self._request()
+        )
+
+    def records(self, sequence: batch.Sequence) -> list[dict[str, Any]]:
+        """The samples' records, once a generation beside others is over."""
+        self._observed.close()
+        generated = GeneratedBatch.by(sequence.engine, sequence.conclude(), len(self.prompts))
+        return self._scored(generated, self._compared() | {"machine": self._machine})
+
+    def _sequence(
+        self, arm: Arm, request: GenerationRequest, timed: bool = False
+    ) -> batch.Sequence:
+        rows, shared = self._rows, self._shared
+        room, names = self.prompts[0].room, [prompt.name for prompt in self.prompts]
+
+        def read() -> batch.Sequence:
+            return batch.Sequence(
+                ModelRunner(arm.loaded.model),
+                arm.engine(rows, room, names),
+                rows,
+                None if shared is None else shared.prefilled,
+                arm.protocol.prefill_chunk,
+                partial(request.note, max(map(len, rows))),
+            )
+
+        waiting = read() if shared is None else shared.sequence(id(self.arm), read)
+        return waiting.ask(request, timed)
 
     def _timed(self, timed: Timed) -> tuple[GeneratedBatch, dict[str, Any]]:
         """The generation of a sample that is timed, and what its record holds besides."""
@@ -97,54 +220,24 @@ class PromptJob:
         )
         return GeneratedBatch.by(engine, generation, 1), more
 
-    # -- beside others -----------------------------------------------------------------------------
-
-    def begin(self) -> batch.Sequence:
-        """Begin the generation with a method of its own; again, where that has failed.
-
-        Raises
-        ------
-        Exception
-            as `measure` meets them; `is_failed_sample` says which are the samples' own.
-        """
-        loaded = self.arm.loaded
-        make, request = self._request(replace(self.arm, method=self.arm.config.method.build()))
-        observed = machine.observed(loaded.device, loaded.devices)
-        self._machine = self._observed.enter_context(observed)
-        runner = ModelRunner(loaded.model)
-        return batch.Sequence.begin(runner, self._rows, make(), request)
-
-    def records(self, sequence: batch.Sequence) -> list[dict[str, Any]]:
-        """The samples' records, once their generation is over."""
-        self._observed.close()
-        generated = GeneratedBatch.by(sequence.engine, sequence.conclude(), len(self.prompts))
-        return self._scored(generated, self._compared() | {"machine": self._machine})
-
-    # -- both --------------------------------------------------------------------------------------
-
-    def _request(self, arm: Arm) -> tuple[Callable[[], Engine], GenerationRequest]:
-        """What makes an engine for the prompts, and what is generated."""
-        prefilled, forced = self._prefilled, self._sample.forced
-        room = len(forced.tokens) if forced else self.prompts[0].room
-        names = [prompt.name for prompt in self.prompts]
-        make: Callable[[], Engine] = partial(arm.engine, self._rows, room, names)
-        owner = id(self.arm)
-        if prefilled is not None and (prefilled.again or prefilled.has_begun(owner)):
-            make = partial(prefilled.engine, owner, make)
-        more: dict[str, Any] = {"prefilled": prefilled, "progress": self._progress}
+    def _request(self) -> GenerationRequest:
+        """What is generated."""
+        forced, sample = self._sample.forced, self._sample
         if forced:
-            assert prefilled is not None and prefilled.reference is not None
-            self._comparison = fidelity.Comparison(prefilled.reference, forced.tokens[1:])
-            choice = Choice(forced_tokens=[forced.tokens])
-            more |= {"choice": choice, "watch": self._comparison}
-            return make, GenerationRequest(len(forced.tokens), **more)
-        return make, GenerationRequest(
-            self._sample.max_new_tokens,
-            stops(arm.loaded, self._sample),
+            assert self._shared is not None
+            self._comparison = fidelity.Comparison(self._shared.reference, forced.tokens[1:])
+            return GenerationRequest(
+                len(forced.tokens),
+                choice=Choice(forced_tokens=[forced.tokens]),
+                watch=self._comparison,
+                progress=self._progress,
+            )
+        return GenerationRequest(
+            sample.max_new_tokens,
+            stops(self.arm.loaded, sample),
             Choice(self._draw()),
             self._question(),
-            prefill_chunk=arm.protocol.prefill_chunk,
-            **more,
+            progress=self._progress,
         )
 
     def _draw(self) -> Sampler | None:
@@ -192,126 +285,6 @@ class PromptJob:
         )
         scores = arm.task.score(scored, fields["output"])
         return {**prompt.record, "scores": scores, **fields}
-
-
-def begin_reference(
-    loaded: Loaded, prompt: TokenizedSample, prefilled: Prefilled
-) -> batch.Sequence:
-    """Begin what a sample with forced tokens is compared with, to go on ahead of those that
-    compare.
-    """
-    engine, request = _full_attention(loaded, prompt, prefilled)
-    return batch.Sequence.begin(ModelRunner(loaded.model), [prompt.ids], engine, request)
-
-
-def _full_attention(
-    loaded: Loaded, prompt: TokenizedSample, prefilled: Prefilled
-) -> tuple[Engine, GenerationRequest]:
-    forced = prompt.sample.forced
-    assert forced is not None
-    return fidelity.full_attention(loaded.model, prefilled, prompt.ids, forced.tokens)
-
-
-def measure(
-    arm: Arm,
-    prompts: Sequence[TokenizedSample],
-    progress: Progress | None = None,
-    prefilled: Prefilled | None = None,
-) -> list[dict[str, Any]]:
-    """Generate for a batch of samples, alone, and score them: their records in samples.jsonl.
-
-    Running out of memory, NaN logits and a broken budget rule fail a sample, which then scores 0;
-    other errors are not the sample's. Where a batch fails, each of its samples has a generation of
-    its own, and fails for itself.
-
-    Parameters
-    ----------
-    arm
-        what generates.
-    prompts
-        `prompt_of` each sample, as `batches` puts them together.
-    progress
-        called with tokens done and tokens in all.
-    prefilled
-        begin from this prefill of those of the prompts that can run; a timed sample always has its
-        own.
-    """
-    running = [prompt for prompt in prompts if not prompt.record["error"]]
-    records: list[dict[str, Any]] = []
-    try:
-        records = PromptJob(arm, running, prefilled, progress).run() if running else []
-    except Exception as error:
-        if not is_failed_sample(error):
-            raise
-        if len(running) == 1:
-            failed = f"{type(error).__name__}: {error}"
-            records = [running[0].failure(arm.task.metric, failed)]
-    if len(records) < len(running):
-        records = [record for prompt in running for record in measure(arm, [prompt], progress)]
-    ready = iter(records)
-    return [
-        prompt.failure(arm.task.metric) if prompt.record["error"] else next(ready)
-        for prompt in prompts
-    ]
-
-
-def prefill_shared(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], progress: Progress | None = None
-) -> Prefilled:
-    """One prefill of a batch of prompts, from which each of `arms` can begin; `progress` as of a
-    generation.
-    """
-    loaded, first = arms[0].loaded, prompts[0]
-    total = max(len(prompt.ids) for prompt in prompts) + first.sample.max_new_tokens
-    return prefill_once(
-        loaded.model,
-        [prompt.ids for prompt in prompts],
-        [arm.method.needs for arm in arms],
-        max_new_tokens=first.room,
-        chunk=arms[0].protocol.prefill_chunk,
-        not_first=() if first.question else stops(loaded, first.sample).not_first,
-        tokenizer=loaded.tokenizer,
-        progress=lambda done: progress and progress(done, total),
-    )
-
-
-class PromptPrefill:
-    """One prefill for all answers to a prompt, and all questions about a context, that come one
-    after the other.
-
-    It holds the newest alone.
-    """
-
-    def __init__(self) -> None:
-        self._of: list[Any] | None = None
-        self._room = 0
-        self._prefilled: Prefilled | None = None
-
-    def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
-        """Whether the prefill that is there is of these prompts."""
-        return (
-            self._of is not None
-            and self._of == contexts(prompts)
-            and prompts[0].new_tokens <= self._room
-        )
-
-    def __call__(
-        self,
-        arms: Sequence[Arm],
-        prompts: Sequence[TokenizedSample],
-        again: bool,
-        progress: Progress | None,
-    ) -> Prefilled:
-        """The prefill of a batch of prompts from which each of `arms` can begin; `again`: the next
-        batch can, too.
-        """
-        if not self.serves(prompts):
-            self._prefilled = None  # its memory, before the next takes as much
-            self._prefilled = prefill_shared(arms, prompts, progress)
-            self._of, self._room = contexts(prompts), prompts[0].room
-        assert self._prefilled is not None
-        self._prefilled.again = again
-        return self._prefilled
 
 
 def stops(loaded: Loaded, sample: Sample) -> Stops:

@@ -29,11 +29,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import one_hot
 
-from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.backends.hf.runner import windows_of
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Draw
 from kvbench.method import Shape
 
 TOPICS, RUN = 64, 64
@@ -278,21 +277,19 @@ class SyntheticEngine(Engine):
         return torch.stack(rows)[:, :, :, None].unbind(2)
 
 
-class Filled(Prefilled):
-    """What `generate` begins from when an engine's stores are filled and no model reads the
+class Filled:
+    """What a generation begins from when an engine's stores are filled and no model reads the
     prompts.
     """
 
     def __init__(self, engine: SyntheticEngine, rows: Sequence[Sequence[int]]) -> None:
-        self.tokens = torch.tensor([row[-1] for row in rows])
         self._engine, self._rows = engine, rows
 
-    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
-        """The last of each prompt; nothing has said what comes after it."""
-        return self.tokens
-
-    def lend(self, engine: Engine) -> None:
-        """Fill the engine that this was made for."""
+    def lend(self, engine: Engine) -> torch.Tensor:
+        """Fill the engine that this was made for; logits by which each row repeats its last token,
+        as nothing has said what comes after it.
+        """
         assert engine is self._engine
         windows_of(engine)  # has them made
         self._engine.fill_prompt(self._rows)
+        return one_hot(torch.tensor([row[-1] for row in self._rows])).float()

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbench.backends.hf.prefilled import Prefilled
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError, bind_methods
@@ -25,13 +24,7 @@ from kvbench.engine import batch as engine_batch
 from kvbench.engine.batch import Admission
 from kvbench.measure import room
 from kvbench.measure.arm import Arm
-from kvbench.measure.job import (
-    PromptJob,
-    PromptPrefill,
-    begin_reference,
-    is_failed_sample,
-    measure,
-)
+from kvbench.measure.job import PromptJob, SharedPrompts, is_failed_sample
 from kvbench.measure.machine import threads
 from kvbench.measure.prompts import PromptBatch, TokenizedSample, read
 from kvbench.models import hub
@@ -271,7 +264,7 @@ class BatchProgress:
     waiting
         the arms that lack it, by their number.
     counts
-        its end is progress; not of a part that is done again.
+        its end is progress; not of a part that is tried again.
     to_come
         what must end before the batch is over, the bringing itself included.
     """
@@ -281,9 +274,24 @@ class BatchProgress:
     counts: bool = True
     to_come: int = 1
 
+    @property
+    def ready(self) -> list[TokenizedSample]:
+        """The prompts that can run."""
+        return [prompt for prompt in self.prompts.prompts if not prompt.record["error"]]
+
+    def again(
+        self, prompts: Iterable[TokenizedSample], waiting: dict[int, Arm]
+    ) -> Iterator[BatchProgress]:
+        """Each of the prompts by itself."""
+        for prompt in prompts:
+            yield BatchProgress(PromptBatch([prompt]), waiting, counts=False)
+
 
 class Sweep:
     """Arms that run: brings batches of samples to them, and records to their folders.
+
+    Where a batch fails, each of its samples is tried again by itself, and then fails for itself:
+    by running out of memory, by NaN logits, or by a broken budget rule. Other errors end the arm.
 
     Parameters
     ----------
@@ -317,8 +325,8 @@ class Sweep:
         done = set.intersection(*(set(folder.done) for _, folder in running.values()))
         limit = self._first.config.task.limit
         self._work = work_of(self._first, limit, done, shard)
-        self._prefill = PromptPrefill()
-        # samples of a batch that has failed beside others, each by itself
+        self._together = self._first.decode == "together"
+        self._shared: SharedPrompts | None = None  # the newest
         self._again = deque[BatchProgress]()
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
 
@@ -341,27 +349,26 @@ class Sweep:
                 self._console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
             folder.expect(work.whole)
         with progress(self._console, work.total, work.done) as self.report:
-            loaded = self._first.loaded
-            if self._first.decode == "together":
+            if self._together:
+                loaded = self._first.loaded
                 runner, size = ModelRunner(loaded.model), room.room(loaded)
                 self._batch = engine_batch.Batch(runner, size, self.report.rows)
             self._bring_all(read(self._first, work.samples))
         return work
 
     def _bring_all(self, batches: Iterator[PromptBatch]) -> None:
-        together = self._first.decode == "together"
         while len(self.ended) < len(self._running):
             try:
                 if self._again:
                     self._bring(self._again.popleft())
                 elif (prompts := next(batches, None)) is not None:
                     self._bring(BatchProgress(prompts, self._lacking(prompts.samples)))
-                elif together and self._batch.rows:
+                elif self._together and self._batch.rows:
                     self._batch.step()
                 else:
                     break
             except ConfigError:
-                if together:
+                if self._together:
                     self._batch.finish()
                 raise
 
@@ -375,22 +382,18 @@ class Sweep:
 
     def _bring(self, brought: BatchProgress) -> None:
         """Take a batch to the arms that lack it."""
-        together = self._first.decode == "together"
-        if together:
+        if self._together:
             self._clear(brought)
-        prefilled = None
-        for part, prefilled, failed in self._prefilled(brought):
-            if not together:
-                self._run_in_turn(brought, part, prefilled, failed)
+        shared, failed = self._prefill(brought)
+        if self._together and failed and self._batch.rows:
             # for want of memory, it may be, that others have until they leave
-            elif failed and self._batch.rows:
-                self._batch.finish()
-                again = PromptBatch([*part])
-                self._again.append(BatchProgress(again, brought.waiting, counts=False))
-            else:
-                self._join_all(brought, part, prefilled, failed)
-        prefilled = None  # its memory, before the next takes as much
-        if brought.counts and together:
+            self._batch.finish()
+            self._again.append(BatchProgress(brought.prompts, brought.waiting, counts=False))
+        elif failed and len(brought.prompts.prompts) > 1:
+            self._again.extend(brought.again(brought.prompts.prompts, brought.waiting))
+        else:
+            self._start(brought, shared, failed)
+        if brought.counts and self._together:
             self.report.joint_decode.read += self._share(brought.prompts.samples)
         self._through(brought)
 
@@ -406,132 +409,143 @@ class Sweep:
 
     # -- prefills ----------------------------------------------------------------------------------
 
-    def _prefilled(
-        self, brought: BatchProgress
-    ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
-        """A batch with the prefill that serves those who wait for it, see `_parts`."""
-        prompts, running = brought.prompts, [arm for arm, _ in self._running.values()]
-        # An arm that does not wait now may wait for the next answer to this prompt, or question
-        # about this context.
-        begun = running if prompts.again else [*brought.waiting.values()]
-        served = [arm for arm in begun if arm.backend.has_engine] if brought.waiting else []
-        return self._parts(served, prompts)
+    def _prefill(self, brought: BatchProgress) -> tuple[SharedPrompts | None, str]:
+        """The prefill from which all begin that wait for a batch, or why that failed.
 
-    def _parts(
-        self, arms: Sequence[Arm], prompts: PromptBatch
-    ) -> Iterator[tuple[Sequence[TokenizedSample], Prefilled | None, str]]:
-        """A batch with its prefill, or why that failed; a failed batch of several falls into its
-        samples.
+        Of a run by itself each generation has its own, whose time is part of that to the first
+        token, unless more will be asked of the prefill, or it is full attention's, too.
         """
-        ready, failed = _ready(prompts.prompts), ""
-        prefilled: Prefilled | None = None
+        ready, again = brought.ready, brought.prompts.again
+        arms = self._served(brought)
         self.report.begin()
-        if arms and ready and self._shares(ready, prompts.again):
-            try:
-                new_prefill = self._prefill(arms, ready, prompts.again, self.report.tokens)
-                if self._first.decode == "together":
-                    new_prefill.divide()
-                prefilled = new_prefill
-            except Exception as error:
-                if not is_failed_sample(error):
-                    raise
-                failed = f"{type(error).__name__}: {error}"
-        if failed and len(prompts.prompts) > 1:
-            for prompt in prompts.prompts:
-                yield from self._parts(arms, PromptBatch([prompt]))
-        else:
-            yield prompts.prompts, prefilled, failed
+        if not (arms and ready):
+            return None, ""
+        serves = self._shared is not None and self._shared.serves(ready)
+        if self._by_itself and not (again or serves or ready[0].sample.forced):
+            return None, ""
+        try:
+            if not serves:
+                self._shared = None  # its memory, before the next takes as much
+                self._shared = SharedPrompts(arms, ready, self.report.tokens)
+        except Exception as error:
+            if not is_failed_sample(error):
+                raise
+            return None, f"{type(error).__name__}: {error}"
+        assert self._shared is not None
+        self._shared.again = again
+        return self._shared, ""
 
-    def _shares(self, ready: Sequence[TokenizedSample], again: bool) -> bool:
-        """Whether prompts have one prefill for several generations; of a run the time of its own is
-        part of each time to the first token.
+    def _served(self, brought: BatchProgress) -> list[Arm]:
+        """The arms that a prefill of a batch is to serve.
+
+        One that does not wait now may wait for the next answer to this prompt, or question about
+        this context.
         """
-        return not self._by_itself or again or self._prefill.serves(ready)
+        waiting = [*brought.waiting.values()]
+        running = [arm for arm, _ in self._running.values()]
+        arms = running if waiting and brought.prompts.again else waiting
+        return [arm for arm in arms if arm.backend.has_engine]
 
-    # -- one arm after the other -------------------------------------------------------------------
+    # -- generations -------------------------------------------------------------------------------
 
-    def _run_in_turn(
-        self,
-        brought: BatchProgress,
-        part: Sequence[TokenizedSample],
-        prefilled: Prefilled | None,
-        failed: str,
-    ) -> None:
-        samples, length = brought.prompts.samples, max(len(prompt.ids) for prompt in part)
+    def _start(self, brought: BatchProgress, shared: SharedPrompts | None, failed: str) -> None:
+        """Have a batch go through every arm that lacks it, or fail there."""
+        samples, ready = brought.prompts.samples, brought.ready
+        if self._together and shared is not None and ready[0].sample.forced:
+            self._start_reference(ready, shared)
         for number, (index, arm) in enumerate(brought.waiting.items()):
+            runs = ready if not failed or self._has_room_alone(arm, ready) else []
+            failures = [
+                prompt.failure(arm.task.metric, failed)
+                for prompt in brought.prompts.prompts
+                if prompt not in runs
+            ]
+            self._add(index, samples, partial(list, failures))
+            if not runs or index in self.ended:
+                continue
+            if self._together:
+                assert shared is not None
+                self._join(brought, index, PromptJob(arm, runs, shared), shared)
+                continue
             if not self._by_itself:
                 self.report.part = number / len(brought.waiting) * self._share(samples)
                 self.report.name(arm_name(arm.config))
-            self.report.begin(length if prefilled else 0)
-            self._add(index, samples, partial(self._measured, arm, part, prefilled, failed))
+            self.report.begin(max(_lengths(runs)) if shared else 0)
+            job = PromptJob(arm, runs, shared, self.report.tokens)
+            self._add(index, samples, partial(self._records, brought, index, job, job.run))
 
-    def _measured(
-        self, arm: Arm, prompts: Sequence[TokenizedSample], prefilled: Prefilled | None, failed: str
-    ) -> Records:
-        """The records of a batch, whose prefill has failed for a reason, or not.
-
-        A shared prefill holds all keys and values on the device: an arm whose tokens go to the host
-        may have room alone.
+    def _has_room_alone(self, arm: Arm, prompts: Sequence[TokenizedSample]) -> bool:
+        """Whether an arm may have room where a shared prefill has none, which holds all keys and
+        values on the device.
         """
-        if failed and arm.method.needs.home == "device":
-            return [prompt.failure(arm.task.metric, failed) for prompt in prompts]
-        return measure(arm, prompts, self.report.tokens, prefilled)
+        return not (self._together or arm.method.needs.home == "device" or prompts[0].sample.forced)
+
+    def _records(
+        self, brought: BatchProgress, index: int, job: PromptJob, run: Callable[[], Records]
+    ) -> Records:
+        """What `run` says samples have come to in an arm; those of a batch that fails are tried
+        again.
+        """
+        try:
+            return run()
+        except Exception as error:
+            if not is_failed_sample(error):
+                raise
+            if len(job.prompts) > 1:
+                self._again.extend(brought.again(job.prompts, {index: job.arm}))
+                return []
+            failed = f"{type(error).__name__}: {error}"
+            return [job.prompts[0].failure(job.arm.task.metric, failed)]
 
     # -- together ----------------------------------------------------------------------------------
 
     def _clear(self, brought: BatchProgress) -> None:
         """Wait until there is room for the prefill of a batch."""
-        ready = _ready(brought.prompts.prompts)
-        if ready:
+        if ready := brought.ready:
             needs = [arm.method.needs for arm in brought.waiting.values()]
             sizes = self._first, _lengths(ready)
             required = PREFILLING * room.prompt_bytes(*sizes) + self._reference_bytes(ready)
             self._batch.clear(required + room.recorded_bytes(*sizes, needs), len(ready))
 
-    def _join_all(
-        self,
-        brought: BatchProgress,
-        part: Sequence[TokenizedSample],
-        prefilled: Prefilled | None,
-        failed: str,
-    ) -> None:
-        """Have a part of a batch join in every arm, or fail there."""
-        ready = _ready(part) if prefilled is not None else []
-        lost = [prompt for prompt in part if prompt not in ready]
-        forced = ready and ready[0].sample.forced
-        if forced and prefilled is not None and prefilled.reference is None:
-            begin = partial(begin_reference, self._first.loaded, ready[0], prefilled)
-            admission = Admission(lambda *_: None, prompt=self._shared(ready, prefilled))
+    def _start_reference(self, prompts: Sequence[TokenizedSample], shared: SharedPrompts) -> None:
+        """Have what forced tokens are compared with join, ahead of those that compare."""
+        if not shared.reference:
+            begin = partial(shared.begin_reference, self._first.loaded, prompts[0])
+            admission = Admission(lambda *_: None, prompt=self._prompt(prompts, shared))
             self._batch.admit(partial(self._expected, begin), 1, admission)
-        for index, arm in brought.waiting.items():
-            metric = arm.task.metric
-            failures = [prompt.failure(metric, failed) for prompt in lost]
-            self._add(index, brought.prompts.samples, partial(list, failures))
-            if prefilled is not None and index not in self.ended:
-                self._join(brought, index, PromptJob(arm, ready, prefilled), prefilled)
 
     def _join(
-        self, brought: BatchProgress, index: int, job: PromptJob, prefilled: Prefilled
+        self, brought: BatchProgress, index: int, job: PromptJob, shared: SharedPrompts
     ) -> None:
         """Have an arm's generation join the batch."""
         arm, prompts = job.arm, job.prompts
         lengths = _lengths(prompts)
         size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
         # what is kept, and a copy, share no page with the prompt
-        if prefilled.again or prefilled.has_begun(id(arm)):
+        if shared.has_copy(id(arm)):
             size = 2 * (size + room.prompt_bytes(arm, lengths))
 
         def ended(sequence: engine_batch.Sequence | None, error: Exception | None) -> None:
             if sequence is not None:  # which may have ended early
                 self.report.joint_decode.expected -= len(prompts) * sequence.to_come
-            records = partial(self._records, index, job, sequence, error)
-            self._add(index, brought.prompts.samples, records)
+
+            def records() -> Records:
+                if sequence is None:
+                    raise error or AssertionError("a generation ends with an error, or is over")
+                made = job.records(sequence)
+                index_bytes = made[0]["audit"].get("index_bytes", 0)
+                share = room.index_share(arm, lengths, index_bytes)
+                self._index[index] = max(share, self._index.get(index, 0.0))
+                return made
+
+            run = partial(self._records, brought, index, job, records)
+            self._add(index, brought.prompts.samples, run)
             if index in self.ended:
                 self._batch.drop(index)
             self._through(brought)
 
         brought.to_come += 1
-        admission = Admission(ended, index, size, self._shared(prompts, prefilled))
+        admission = Admission(ended, index, size, self._prompt(prompts, shared))
         self._batch.admit(partial(self._expected, job.begin), len(prompts), admission)
 
     def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
@@ -544,41 +558,11 @@ class Sweep:
         forced = prompts[0].sample.forced
         return room.reference_bytes(self._first, len(forced.tokens) - 1) if forced else 0
 
-    def _shared(
-        self, prompts: Sequence[TokenizedSample], prefilled: Prefilled
-    ) -> tuple[Prefilled, int]:
+    def _prompt(
+        self, prompts: Sequence[TokenizedSample], shared: SharedPrompts
+    ) -> tuple[SharedPrompts, int]:
         """What all arms of these prompts share, and its bytes."""
-        return prefilled, prefilled.nbytes + self._reference_bytes(prompts)
-
-    def _records(
-        self,
-        index: int,
-        job: PromptJob,
-        sequence: engine_batch.Sequence | None,
-        error: Exception | None,
-    ) -> Records:
-        """What samples have come to in an arm; those that have failed beside others are tried again
-        by themselves.
-        """
-        arm, prompts = job.arm, job.prompts
-        try:
-            if sequence is None:
-                raise error or AssertionError("a generation ends with an error, or is over")
-            records = job.records(sequence)
-        except Exception as failed:
-            if not is_failed_sample(failed):
-                raise
-            if len(prompts) == 1:
-                return [prompts[0].failure(arm.task.metric, f"{type(failed).__name__}: {failed}")]
-            self._again.extend(
-                BatchProgress(PromptBatch([prompt]), {index: arm}, counts=False)
-                for prompt in prompts
-            )
-            return []
-        index_bytes = records[0]["audit"].get("index_bytes", 0)
-        share = room.index_share(arm, _lengths(prompts), index_bytes)
-        self._index[index] = max(share, self._index.get(index, 0.0))
-        return records
+        return shared, shared.prefilled.nbytes + self._reference_bytes(prompts)
 
     # -- what was measured -------------------------------------------------------------------------
 
@@ -615,11 +599,6 @@ class Sweep:
         if chat and not record["chat"] and arm.protocol.chat == "auto":
             raw = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw"
             self.report.once("chat", f"{raw} (said once)")
-
-
-def _ready(prompts: Sequence[TokenizedSample]) -> list[TokenizedSample]:
-    """Those that can run."""
-    return [prompt for prompt in prompts if not prompt.record["error"]]
 
 
 def _lengths(prompts: Sequence[TokenizedSample]) -> list[int]:

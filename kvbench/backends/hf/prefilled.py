@@ -1,15 +1,13 @@
 """One dense prefill that serves many methods: a snapshot from which any of them begins.
 
-The prompt's keys and values are one immutable block with room for the generated tokens after it;
-the method that holds the snapshot writes there, and the next one writes over it. So one method at a
-time generates from a snapshot, in the very memory layout of a run of its own, and gets the same
-bits. Once a snapshot is `divided`, every method has a copy to write to, which takes memory for the
-pages that it writes alone.
+The prompt's keys and values are one immutable block with room for the generated tokens after it,
+where a method writes. Who begins gets that very block, so that it has the memory layout, and the
+bits, of a run of its own, and who began before must not go on; or, where several shall go on side
+by side, a copy of the block, which takes memory for the pages alone that its method writes.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -22,9 +20,8 @@ from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
 from kvbench.backends.hf.runner import ModelRunner, windows_of
 from kvbench.budget import Budget
-from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Draw, chosen_tokens
+from kvbench.engine.request import chosen_tokens
 from kvbench.memory.large import Original
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
@@ -42,8 +39,46 @@ class Recorder(Method):
         self.replays: dict[Replay, dict[int, tuple[Replayed, ...]]] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
-        """Keep the prompt of a layer."""
-        self.prompts[layer] = prompt
+        """Keep what is shown of a layer beside its keys and values, which are in its store."""
+        none = prompt.keys.to("meta"), prompt.values.to("meta")
+        self.prompts[layer] = replace(prompt, keys=none[0], values=none[1])
+
+    def shown_to(self, method: Method, layer: int) -> Prompt:
+        """The prompt of a layer as a method asks for it.
+
+        Raises
+        ------
+        ValueError
+            it needs more than was recorded.
+        """
+        prompt, needs = self.prompts[layer], method.needs
+        recorded = prompt.queries.shape[2]
+        window = min(needs.query_window, max(prompt.lengths))
+        if window > recorded or (needs.attention_sums and prompt.attention_sums is None):
+            raise ValueError(RECORDED_LESS)
+        if needs.replay is not None and needs.replay not in self.replays:
+            raise ValueError(RECORDED_LESS)
+        queries = prompt.queries[:, :, recorded - window :]
+        return replace(
+            prompt,
+            queries=queries if window else queries[:, :0],
+            attention_sums=prompt.attention_sums if needs.attention_sums else None,
+            replayed=() if needs.replay is None else self.replays[needs.replay][layer],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        parts = [prompt.queries for prompt in self.prompts.values()]
+        parts += [
+            prompt.attention_sums
+            for prompt in self.prompts.values()
+            if prompt.attention_sums is not None
+        ]
+        for layers in self.replays.values():
+            for passes in layers.values():
+                parts += [part for entry in passes for part in (entry.queries, entry.keys)]
+        return sum(part.nbytes for part in parts)
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
         """Keep it, as of all layers: one with a window, which no method is asked about,
@@ -57,101 +92,54 @@ class Recorder(Method):
 class Prefilled:
     """The snapshot of a dense prefill.
 
+    Parameters
+    ----------
+    logits
+        [B, vocabulary], of what comes after each row.
+    recorded
+        the method of the prefill.
+    engine
+        that made it, and lets go of its stores.
+    start
+        when it began, as of `time.perf_counter`.
+    copies
+        who begins has a copy of the prompt, so that many go on side by side.
+
     Attributes
     ----------
     lengths
         prompt tokens of each row.
-    tokens
-        [B], the likeliest first new token of each row.
     seconds
         what the prefill took.
-    reference
-        [vocabulary] fp32 each, what full attention says after each token of a text that is given
-        (see `kvbench.measure.fidelity`); None: nobody asked.
-    again
-        more will be asked about these prompts, so what each method has made of them is kept.
+    nbytes
+        bytes of keys and values, and of what methods are shown beside them.
+
+    Raises
+    ------
+    FloatingPointError
+        the logits are NaN or infinite.
     """
 
     def __init__(
-        self,
-        logits: torch.Tensor,
-        not_first: Collection[int],
-        recorded: Recorder,
-        engine: Engine,
-        start: float,
+        self, logits: torch.Tensor, recorded: Recorder, engine: Engine, start: float, copies: bool
     ) -> None:
-        self.lengths = engine.shape.lengths
-        self._logits, self._not_first = logits, not_first
-        self.tokens = chosen_tokens(logits, not_first)
+        chosen_tokens(logits)
         self.seconds = time.perf_counter() - start
-        self._prompts, self._replays = recorded.prompts, recorded.replays
-        self._similarity = recorded.similarity
-        self._sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
-        self._original: Original | None = None
-        self._windowed = engine.windowed
-        self._capacity = engine.capacity
-        self.reference: list[torch.Tensor] | None = None
-        self._lent: list[LayerStore] = []
-        self.again, self._begun_engines = False, dict[object, Engine]()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what it holds: keys and values, and what methods are shown beside them."""
-        parts = [part for entry in self._sealed.values() for part in (entry.key, entry.value)]
-        parts += [prompt.queries for prompt in self._prompts.values()]
-        parts += [
-            prompt.attention_sums
-            for prompt in self._prompts.values()
-            if prompt.attention_sums is not None
-        ]
-        shown = (
-            entry
-            for layers in self._replays.values()
-            for passes in layers.values()
-            for entry in passes
-        )
-        return sum(part.nbytes for part in parts) + sum(
-            entry.queries.nbytes + entry.keys.nbytes for entry in shown
-        )
-
-    def first_tokens(self, draw: Draw | None) -> torch.Tensor:
-        """The first new token of each row, [B] on the CPU: the likeliest, or drawn."""
-        return self.tokens if draw is None else chosen_tokens(self._logits, self._not_first, draw)
-
-    def has_begun(self, owner: object) -> bool:
-        """Whether an engine of this owner has begun here, and a copy of it is kept."""
-        return owner in self._begun_engines
+        self.logits, self.lengths, self._capacity = logits, engine.shape.lengths, engine.capacity
+        self._recorded, self._windowed = recorded, engine.windowed
+        sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
+        engine.release()
+        self._lengths = {layer: part.lengths for layer, part in sealed.items()}
+        self._parts = [block for part in sealed.values() for block in (part.key, part.value)]
+        self.nbytes = recorded.nbytes + sum(block.nbytes for block in self._parts)
+        self._original = Original(self._parts) if copies else None
+        if copies:
+            self._parts.clear()
+        self._lent: list[LayerStore] = []  # of who began last, in place
 
     @torch.inference_mode()
-    def engine(self, owner: object, make: Callable[[], Engine]) -> Engine:
-        """An engine that has begun here: the owner's first, made by `make`, or a copy of what that
-        was then.
-
-        Raises
-        ------
-        ConfigError
-            more will be asked, and the method cannot be copied.
-        ValueError
-            as `lend`.
-        """
-        engine = self._begun_engines.pop(owner, None)
-        if engine is None:
-            self.lend(engine := make())
-        if self.again:
-            try:
-                self._begun_engines[owner] = copy.deepcopy(engine)
-            except TypeError as error:
-                raise ConfigError(
-                    f"{type(engine.method).__name__}: several questions about one context need a"
-                    f" copy of what the method has made of it, and it has none ({error}); expected"
-                    " a method that copy.deepcopy can copy"
-                ) from error
-        return engine
-
-    def lend(self, engine: Engine) -> None:
-        """Let `engine`, fresh and made for these prompts, begin here.
-
-        Unless the snapshot is divided, the engine that began before it must not go on.
+    def lend(self, engine: Engine) -> torch.Tensor:
+        """Let `engine`, fresh and made for these prompts, begin here; the logits of the prefill.
 
         Raises
         ------
@@ -167,71 +155,23 @@ class Prefilled:
                 "the prefill left less room than this engine needs; raise max_new_tokens in"
                 " prefill_once"
             )
-        prompts = {
-            layer: self._shown_to(engine.method, layer, prompt)
-            for layer, prompt in self._prompts.items()
-        }
-        similar = engine.method.needs.layer_similarity
-        if similar and self._similarity is None:
+        recorded, method = self._recorded, engine.method
+        prompts = {layer: recorded.shown_to(method, layer) for layer in recorded.prompts}
+        if method.needs.layer_similarity and recorded.similarity is None:
             raise ValueError(RECORDED_LESS)
         for store in self._lent:
             store.close()
-        self._lent = []
-        sealed = self._prompt_memory()
-        for layer, prompt in prompts.items():
-            store = engine.adopt(layer, sealed.pop(layer), prompt)
-            if self._original is None:
-                self._lent.append(store)
+        memory = iter(self._parts if self._original is None else self._original.copy())
+        stores = [
+            engine.adopt(layer, Sealed(next(memory), next(memory), lengths), prompts[layer])
+            for layer, lengths in self._lengths.items()
+        ]
+        self._lent = stores if self._original is None else []
         for layer, windowed in windows_of(engine).items():
             windowed.begin_from(self._windowed[layer])
-        if similar:
-            engine.end_prefill(self._similarity)
-
-    def divide(self) -> None:
-        """From now on the engines that begin here may all go on, each with tokens of its own after
-        the prompt.
-        """
-        if self._original is not None:
-            return
-        self._original = Original(
-            [part for sealed in self._sealed.values() for part in (sealed.key, sealed.value)]
-        )
-        # What lies in the original needs its own memory no more.
-        for layer, prompt in self._prompts.items():
-            self._prompts[layer] = replace(
-                prompt, keys=prompt.keys.to("meta"), values=prompt.values.to("meta")
-            )
-        for layer, sealed in self._sealed.items():
-            self._sealed[layer] = sealed._replace(
-                key=sealed.key.to("meta"), value=sealed.value.to("meta")
-            )
-
-    def _prompt_memory(self) -> dict[int, Sealed]:
-        """The prompt of each layer in the memory that an engine shall have."""
-        if self._original is None:
-            return dict(self._sealed)
-        parts = self._original.copy()
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        return {
-            layer: Sealed(*pair, sealed.lengths)
-            for pair, (layer, sealed) in zip(pairs, self._sealed.items(), strict=True)
-        }
-
-    def _shown_to(self, method: Method, layer: int, prompt: Prompt) -> Prompt:
-        window, replay = min(method.needs.query_window, max(prompt.lengths)), method.needs.replay
-        if window > prompt.queries.shape[2] or (
-            method.needs.attention_sums and prompt.attention_sums is None
-        ):
-            raise ValueError(RECORDED_LESS)
-        if replay is not None and replay not in self._replays:
-            raise ValueError(RECORDED_LESS)
-        queries = prompt.queries[:, :, prompt.queries.shape[2] - window :]
-        return replace(
-            prompt,
-            queries=queries if window else queries[:, :0],
-            attention_sums=prompt.attention_sums if method.needs.attention_sums else None,
-            replayed=() if replay is None else self._replays[replay][layer],
-        )
+        if method.needs.layer_similarity:
+            engine.end_prefill(recorded.similarity)
+        return self.logits
 
 
 @torch.inference_mode()
@@ -242,8 +182,8 @@ def prefill_once(
     *,
     max_new_tokens: int,
     chunk: int | None = None,
-    not_first: Collection[int] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
+    copies: bool = False,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Prefilled:
     """Read prompts once for all methods with these needs, and again where some need that, once for
@@ -261,10 +201,10 @@ def prefill_once(
         most tokens any of them will generate.
     chunk
         prompt columns in one forward pass; None: all.
-    not_first
-        tokens that no row may begin with.
     tokenizer
         the model's, for replays.
+    copies
+        the methods may go on side by side, each with tokens of its own after the prompt.
     progress
         called with the prompt columns read, after each pass.
     """
@@ -277,7 +217,7 @@ def prefill_once(
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = template_of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)
-    return Prefilled(logits, not_first, recorder, engine, start)
+    return Prefilled(logits, recorder, engine, start, copies)
 
 
 def union(needs: Collection[Needs]) -> Needs:
