@@ -34,9 +34,9 @@ from kvbench.config import ConfigError
 from kvbench.engine.batch import generate
 from kvbench.measure.arm import Arm
 from kvbench.measure.prompts import TokenizedSample, prompt_of
+from kvbench.measure.work import samples
 from kvbench.method import Method, Needs, Prompt
 from kvbench.runs.run import prepare
-from kvbench.runs.work import samples
 
 Floats = NDArray[np.float32]
 

@@ -17,10 +17,10 @@ from kvbench.config import ConfigError
 from kvbench.engine.batch import Sequence as Decoded
 from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import batches, prompt_of
+from kvbench.measure.work import samples
 from kvbench.memory.store import LayerStore
 from kvbench.runs.run import largest_prompts, prepare
 from kvbench.runs.sweep import run, run_shared
-from kvbench.runs.work import samples
 from kvbench.tasks import Sample, Timed
 
 LENGTHS = "task.lengths=[260,330,400]"  # rows of unequal length

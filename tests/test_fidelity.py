@@ -16,9 +16,9 @@ from kvbench.backends.hf.loading import byte_tokenizer
 from kvbench.cli.compose import composed
 from kvbench.cli.score import rescore
 from kvbench.config import ConfigError
+from kvbench.measure.work import work_of
 from kvbench.runs.run import prepare
 from kvbench.runs.sweep import run, run_shared
-from kvbench.runs.work import work_of
 from kvbench.tasks.fidelity import Fidelity
 
 WORDS = ["model=dummy-tiny", "task=fidelity", "dtype=float32", "task.lengths=[200]", "task.steps=12", "task.samples=2"]

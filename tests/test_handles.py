@@ -18,7 +18,7 @@ PROGRAM = """
 import json, resource, sys
 from contextlib import ExitStack
 from kvbench.runs.folder import ResultsError, RunFolder
-from kvbench.runs.handles import folders_at_once
+from kvbench.runs.folder import folders_at_once
 results, soft, hard, wanted = sys.argv[1], *map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:

@@ -24,7 +24,7 @@ from kvbench.config import choices
 from kvbench.kernels import compiled, private
 from kvbench.kernels.build import Job, _Queue, build, described
 from kvbench.kernels.listed import listed
-from kvbench.runs import kernels
+from kvbench.measure import kernels
 from methods.icecache.kernels.arrays import NODE, Tree
 
 CHECKOUT = Path(__file__).parents[1]
@@ -405,7 +405,7 @@ def test_off_a_terminal_kernels_have_a_line_at_intervals_with_their_count(monkey
             say(ready, left)
             now += kernels.LINE_SECONDS / 2
 
-    monkeypatch.setattr("kvbench.runs.kernels.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvbench.measure.kernels.time.monotonic", lambda: now)
     monkeypatch.setattr(kernels, "missing", lambda numbers: [*numbers])
     monkeypatch.setattr(kernels, "compile_listed", compile_them)
     assert kernels.compile_kernels([3, 4], Console(file=out, width=100)) == 2

@@ -27,11 +27,11 @@ from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import QuestionTokens
 from kvbench.measure.prompts import prompt_of, read
+from kvbench.measure.work import work_of
 from kvbench.method import Method
 from kvbench.runs.run import prepare
 from kvbench.runs.sweep import run_arms, run_shared
 from kvbench.runs.terminal import Console
-from kvbench.runs.work import work_of
 from kvbench.tasks import Sample
 from kvbench.tasks.passkey import Passkey
 from methods.quest import Quest

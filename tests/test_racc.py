@@ -25,8 +25,8 @@ from kvbench.config import ConfigError, bind_methods, method_config
 from kvbench.engine.engine import Engine
 from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import prompt_of
+from kvbench.measure.work import samples
 from kvbench.runs.run import prepare
-from kvbench.runs.work import samples
 
 bind_methods()
 

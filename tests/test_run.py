@@ -253,7 +253,7 @@ def test_question_read_through_the_method_is_no_part_of_the_prefill(
     run(configured("task.limit=1", "protocol.question=decode"))
     (record,) = records(only_folder(tmp_path))
     asked = len("What is the pass key? The pass key is")  # a byte is a token
-    assert given == [(record["prompt_tokens"] - asked, asked)]
+    assert given == [(record["prompt_tokens"] - asked, asked + len(record["output_ids"]) - 1)]
 
 
 def test_ids_that_a_score_goes_by_are_stored_and_score_the_same_again(tmp_path: Path, configured: Any) -> None:

@@ -19,10 +19,11 @@ from rich.console import Console
 from kvbench.cli import status
 from kvbench.kernels import often
 from kvbench.runs import folder as folders
-from kvbench.runs import heartbeat
 from kvbench.runs import progress as bars
-from kvbench.runs.folder import ResultsError, RunFolder, Shard
+from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.state import state_of
+from kvbench.runs.stored import DEAD_SECONDS
+from kvbench.tasks import Shard
 
 IDS = ["a", "b", "c", "d", "e"]
 
@@ -153,7 +154,7 @@ def test_a_state_tells_how_far_a_run_is_and_how_long_it_has_left(tmp_path: Path)
 def test_who_gives_no_sign_of_life_is_dead_until_the_next_beat(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         file = folder.path / "status.json"
-        long_ago = time.time() - 2 * heartbeat.DEAD_SECONDS
+        long_ago = time.time() - 2 * DEAD_SECONDS
         os.utime(file, (long_ago, long_ago))
         assert state_of(folder.path).state == "dead"
         folder.beat()
@@ -217,10 +218,10 @@ def test_the_pace_of_a_run_counts_from_its_first_sample_on(tmp_path: Path, monke
 
 
 def test_a_heart_beats_while_a_sample_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.01)
     with opened(tmp_path) as folder:
         os.utime(folder.path / "status.json", (0, 0))
-        with heartbeat.beating([folder]):
+        with folders.beating([folder]):
             until = time.monotonic() + 20
             while state_of(folder.path).state == "dead" and time.monotonic() < until:
                 time.sleep(0.01)

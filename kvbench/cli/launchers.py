@@ -24,9 +24,10 @@ from kvbench.cli.checks import check_run
 from kvbench.cli.plan import counted
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.config import ConfigError, first_line, show
-from kvbench.runs.folder import WHOLE, ResultsError, Shard, writing
+from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.table import Ended
 from kvbench.runs.terminal import Console, fit_streams
+from kvbench.tasks import WHOLE, Shard
 
 POLL_SECONDS = 1.0
 

@@ -37,9 +37,9 @@ from kvbench.engine import batch
 from kvbench.engine.request import Choice, GenerationRequest, Stops
 from kvbench.measure.arm import Setup
 from kvbench.measure.job import ends_at
+from kvbench.measure.kernels import compile_for
 from kvbench.measure.room import prompt_bytes, recorded_bytes, room, row_bytes
 from kvbench.models.footprint import Prompts
-from kvbench.runs.kernels import compile_for
 from kvbench.runs.run import build_method, load_model, set_up
 from kvbench.runs.summary import summarise
 from kvbench.runs.terminal import Console

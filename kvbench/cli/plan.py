@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError
-from kvbench.runs.folder import Shard
 from kvbench.runs.identity import MAY_DIFFER, starts_alone
+from kvbench.tasks import Shard
 
 OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from kvbench.backends.hf.loading import dtype_of
         from kvbench.kernels.listed import required_by
-        from kvbench.runs.kernels import compile_kernels
+        from kvbench.measure.kernels import compile_kernels
         from kvbench.runs.terminal import Console
 
         names = [*chosen["method"], *(f"kv={kind}" for kind in chosen["kv"])]

@@ -13,8 +13,7 @@ from typing import Any
 
 from kvbench.config import ASSETS, FACTS, fetched_folder, root_keys, shipped, show
 from kvbench.memory.kinds import NATIVE, kv_in
-from kvbench.runs.identity import backend_name
-from kvbench.runs.stored import DAMAGED, ResultsError, read_run_yaml
+from kvbench.runs.stored import DAMAGED, ResultsError, backend_name, read_run_yaml
 
 OMITTED_KEYS = FACTS | {"name", "_target_"}
 UNKNOWN = "the command that made it"

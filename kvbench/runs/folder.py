@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -23,14 +24,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 import kvbench
+from kvbench.kernels.often import every
 from kvbench.runs.command import command_of
 from kvbench.runs.identity import earlier_ids, run_id
 from kvbench.runs.stored import (
+    BEAT_SECONDS,
     FORMAT,
     SHARDS,
     Record,
@@ -46,31 +49,12 @@ from kvbench.runs.stored import (
     record_in,
     refuse_archive,
 )
+from kvbench.tasks import WHOLE, Shard
 
+# open files that a run needs besides: a model's, data, compiled kernels, what is written and closed
+# again
+RESERVE = 48
 MERGE_SECONDS = 60.0  # the longest that a shard waits for another one that merges
-
-
-class Shard(NamedTuple):
-    """One of several jobs that share out the samples of a run: it has every `of`-th, from place
-    `number` on.
-    """
-
-    number: int = 0
-    of: int = 1
-
-    def has(self, place: int) -> bool:
-        """Whether the sample at this place, counted from 0, is one of its own."""
-        return place % self.of == self.number
-
-    def share(self, samples: int) -> int:
-        """How many of so many samples are its own."""
-        return len(range(self.number, samples, self.of))
-
-    def __str__(self) -> str:
-        return f"{self.number + 1} of {self.of}"
-
-
-WHOLE = Shard()  # one job has all samples
 
 
 # --------------------------------------------------------------------------------------------------
@@ -676,3 +660,57 @@ def samples_had(folder: Path) -> int:
         counts.append(status["done"] + status["failed"])
     # One of the two files may be the damaged one.
     return min((count for count in counts if type(count) is int), default=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Several at once
+
+
+@contextmanager
+def beating(folders: Sequence[RunFolder]) -> Iterator[None]:
+    """Give signs of life of these folders while the block runs.
+
+    A lock or a process id says only on its own machine whether the process lives; a file's time
+    says it on every machine that has mounted the folder.
+    """
+
+    def beat() -> None:
+        for folder in folders:
+            folder.beat()
+
+    with every(BEAT_SECONDS, beat):
+        yield
+
+
+def folders_at_once(folders: int, shard: Shard = WHOLE) -> int:
+    """How many of so many run folders can be held at once, 1 or more; the soft limit of open files
+    is raised for them.
+
+    Raises
+    ------
+    ResultsError
+        not even one.
+    """
+    locks = 1 if shard == WHOLE else 2  # the lock of the run, and that of a shard's own part
+    there = len(os.listdir("/dev/fd")) + RESERVE
+    limit = _raised(there + folders * locks)
+    room = (limit - there) // locks
+    if room < 1:
+        raise ResultsError(
+            f"{limit} open files are allowed, and a run needs {there + locks}; raise them"
+            " (ulimit -n)"
+        )
+    return min(folders, room)
+
+
+def _raised(required: int) -> int:
+    """The limit of open files, raised as far as that is needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= required:
+        return required
+    most = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (ValueError, OSError):  # some systems allow less than they say
+        return soft
+    return most

@@ -27,11 +27,6 @@ def arm_name(config: RunConfig) -> str:
     return f"{name}{budget}{accounting}{kv}{backend}"
 
 
-def backend_name(stored: Mapping[str, Any]) -> str:
-    """What ran the model of a stored config, "hf" or "vllm"."""
-    return str(stored["backend"]["name"])
-
-
 LOCAL = "local"  # an identity's word for a path to data: what it leads to counts, not where it lies
 
 # What arms that share a prefill may differ in.

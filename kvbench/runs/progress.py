@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from numba.core import event
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,7 +26,6 @@ from rich.progress import Task as Bar
 from rich.text import Text
 
 from kvbench.kernels.often import LINE_SECONDS, every
-from kvbench.runs.terminal import Console
 
 
 def remaining_seconds(elapsed: float, share: float) -> float | None:

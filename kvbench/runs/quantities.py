@@ -457,3 +457,8 @@ def _parts(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def is_number(value: Any) -> bool:
     """Whether a recorded value is a finite number, and not a flag."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def machine_name(machine: Mapping[str, Any]) -> str:
+    """What the `machine` of a record or summary is called; "" of an empty one."""
+    return f"{machine['device']}, {machine['threads']} threads" if "device" in machine else ""

@@ -21,18 +21,19 @@ from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError, user_choices
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, Setup
+from kvbench.measure.work import Work
 from kvbench.memory.kinds import NATIVE
 from kvbench.method import Method
 from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import treatment
 from kvbench.models.types import Tokenizer
-from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
+from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import LOCAL, arm_name
-from kvbench.runs.summary import machine_name, summarise
+from kvbench.runs.quantities import machine_name
+from kvbench.runs.summary import summarise
 from kvbench.runs.versions import files_digest, is_ours, versions_of
-from kvbench.runs.work import Work
-from kvbench.tasks import Task, take, task_of
+from kvbench.tasks import WHOLE, Shard, Task, take, task_of
 from kvbench.tasks.fidelity import Fidelity
 
 # Keys of a config, and of its groups, that change no number or that `identity` holds in another

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvbench.runs.heartbeat import BEAT_SECONDS, DEAD_SECONDS
 from kvbench.runs.plausible import impossible_status
 from kvbench.runs.stored import (
+    BEAT_SECONDS,
+    DEAD_SECONDS,
     ResultsError,
     archive_of,
     is_there,

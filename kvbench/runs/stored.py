@@ -30,6 +30,9 @@ from kvbench.runs.archive import SUFFIX, unpacked
 from kvbench.runs.quantities import DECODED
 
 FORMAT = 1  # of everything in a run folder; raised when an older reader would misread it
+# Seconds between two signs of life of a process that holds a folder, and without one; clocks of
+# machines differ, and a busy one is late.
+BEAT_SECONDS, DEAD_SECONDS = 15.0, 90.0
 SHARDS = "shards"  # in a run folder, the folders of jobs that share out its samples
 MOST_BYTES = {"run.yaml": 2**22, "samples.jsonl": 2**30}  # of a file that is read, by its name
 MOST_OTHERS = 2**28
@@ -658,3 +661,8 @@ def shards_of(folder: Path) -> list[Path]:
         return sorted(path for path in (folder / SHARDS).iterdir() if path.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def backend_name(stored: Mapping[str, Any]) -> str:
+    """What ran the model of a stored config, "hf" or "vllm"."""
+    return str(stored["backend"]["name"])

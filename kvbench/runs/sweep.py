@@ -25,20 +25,18 @@ from kvbench.engine.batch import Admission
 from kvbench.measure import room
 from kvbench.measure.arm import Arm
 from kvbench.measure.job import PromptJob, SharedPrompts, is_failed_sample
+from kvbench.measure.kernels import compile_for
 from kvbench.measure.machine import threads
 from kvbench.measure.prompts import PromptBatch, TokenizedSample, read
+from kvbench.measure.work import Work, work_of
 from kvbench.models import hub
-from kvbench.runs.folder import WHOLE, ResultsError, RunFolder, Shard
-from kvbench.runs.handles import folders_at_once
-from kvbench.runs.heartbeat import beating
+from kvbench.runs.folder import ResultsError, RunFolder, beating, folders_at_once
 from kvbench.runs.identity import MAY_DIFFER, arm_name, starts_alone
-from kvbench.runs.kernels import compile_for
 from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.run import concluded, dtype_of, open_folder, prepare
 from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
-from kvbench.runs.work import Work, work_of
-from kvbench.tasks import Sample
+from kvbench.tasks import WHOLE, Sample, Shard
 
 PREFILLING = 2  # times the keys and values of a prompt are in memory while it is divided
 

@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kvbench.runs.quantities import JOINTLY, METHOD_TIME, PASSED, QUANTITIES, named, recorded
-from kvbench.runs.summary import machine_name
+from kvbench.runs.quantities import (
+    JOINTLY,
+    METHOD_TIME,
+    PASSED,
+    QUANTITIES,
+    machine_name,
+    named,
+    recorded,
+)
 from kvbench.runs.terminal import Console
 
 SCORE, ALLOCATED = QUANTITIES["score"], QUANTITIES["device_kv_allocated_bytes"]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvbench.config import ConfigError, TargetConfig
 from kvbench.tasks.sources import DataFile
@@ -235,3 +235,26 @@ def several(samples: Iterable[Sample], count: int) -> Iterator[Sample]:
                 if count == 1
                 else replace(sample, id=f"{sample.id}#{answer + 1}", of=sample.id, answer=answer)
             )
+
+
+class Shard(NamedTuple):
+    """One of several jobs that share out the samples of a run: it has every `of`-th, from place
+    `number` on.
+    """
+
+    number: int = 0
+    of: int = 1
+
+    def has(self, place: int) -> bool:
+        """Whether the sample at this place, counted from 0, is one of its own."""
+        return place % self.of == self.number
+
+    def share(self, samples: int) -> int:
+        """How many of so many samples are its own."""
+        return len(range(self.number, samples, self.of))
+
+    def __str__(self) -> str:
+        return f"{self.number + 1} of {self.of}"
+
+
+WHOLE = Shard()  # one job has all samples

@@ -32,13 +32,14 @@ from kvbench.report.data.run import (
     missing,
 )
 from kvbench.runs.folder import tear_of
-from kvbench.runs.identity import LOCAL, backend_name
+from kvbench.runs.identity import LOCAL
 from kvbench.runs.plausible import refuse_impossible
-from kvbench.runs.quantities import ALONE, is_number
+from kvbench.runs.quantities import ALONE, is_number, machine_name
 from kvbench.runs.stored import (
     DAMAGED,
     Record,
     ResultsError,
+    backend_name,
     is_there,
     json_in,
     printable,
@@ -47,7 +48,7 @@ from kvbench.runs.stored import (
     samples_so_far,
     what_of,
 )
-from kvbench.runs.summary import answers_of, machine_name, summarise
+from kvbench.runs.summary import answers_of, summarise
 from kvbench.runs.versions import versions_in
 
 # Options of tasks that came later than runs that kvbench ships, and what these did before there was

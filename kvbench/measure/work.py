@@ -9,8 +9,7 @@ from typing import NamedTuple
 from kvbench.config import ConfigError
 from kvbench.measure.arm import Arm
 from kvbench.models.prompts import tokenizing
-from kvbench.runs.folder import WHOLE, Shard
-from kvbench.tasks import Sample, several, take
+from kvbench.tasks import WHOLE, Sample, Shard, several, take
 
 
 class Work(NamedTuple):

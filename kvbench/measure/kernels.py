@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvbench.kernels.listed import compile_listed, missing, required_by
 from kvbench.kernels.often import LINE_SECONDS
 from kvbench.measure.arm import Setup
-from kvbench.runs.terminal import Console
 
 
 def compile_for(arms: Sequence[Setup], console: Console) -> None:
