@@ -544,7 +544,6 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     from kvbench.backends.hf.model import engine_for, method_named
     from kvbench.backends.hf.runner import ModelRunner
     from kvbench.budget import Budget
-    from kvbench.engine.passes import DecodePasses
     from kvbench.measure.synthetic import SyntheticEngine
 
     budget = Budget(None if part.method == FULL else part.budget)
@@ -561,7 +560,7 @@ def decoded(loaded: Any, part: Part, batch: int, steps: int) -> tuple[int, list[
     )
     prompts = torch.randint(256, (batch, part.tokens), generator=torch.Generator().manual_seed(0))
     engine.fill_prompt(prompts.tolist())
-    passes, tokens = DecodePasses(ModelRunner(loaded.model), engine), prompts[:, -1]
+    passes, tokens = ModelRunner(loaded.model).passes(engine), prompts[:, -1]
     timed: list[Step] = []
     for _ in range(WARM + steps):
         began = time.perf_counter()

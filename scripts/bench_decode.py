@@ -55,7 +55,6 @@ from kvbench.backends.hf.runner import ModelRunner  # noqa: E402
 from kvbench.backends.hf.streamed import stream  # noqa: E402
 from kvbench.budget import Budget  # noqa: E402
 from kvbench.config import choices, shipped  # noqa: E402
-from kvbench.engine.passes import DecodePasses  # noqa: E402
 from kvbench.measure import hardware  # noqa: E402
 from kvbench.measure.synthetic import SyntheticEngine  # noqa: E402
 from kvbench.memory.kinds import kv_of  # noqa: E402
@@ -132,7 +131,7 @@ class Side:
         assert isinstance(self.engine, SyntheticEngine)
         prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
         self.engine.fill_prompt(prompt.tolist())
-        self.passes, self.tokens = DecodePasses(ModelRunner(self.model), self.engine), prompt[:, -1]
+        self.passes, self.tokens = ModelRunner(self.model).passes(self.engine), prompt[:, -1]
         self.engine.spans.reset()
         self.ms: dict[str, list[float]] = defaultdict(list)
 

@@ -38,7 +38,6 @@ from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import choices, shipped
 from kvbench.engine.engine import Engine
-from kvbench.engine.passes import DecodePasses
 from kvbench.engine.request import chosen_tokens
 
 CHUNK = 2048  # prompt tokens in one forward pass, the same on both sides
@@ -55,7 +54,7 @@ class Kvbench:
         engine = Engine(shape, method_named("full"), Budget(None), new_tokens=new_tokens)
         self.engine, runner = engine, ModelRunner(model)
         self.tokens = chosen_tokens(runner.prefill(engine, prompt.tolist(), CHUNK))
-        self.passes = DecodePasses(runner, engine)
+        self.passes = runner.passes(engine)
         self.generated = self.tokens.tolist()
 
     def burst(self, steps: int) -> list[float]:

@@ -161,7 +161,7 @@ def begun(loaded: Loaded, name: str, text: NeedleText, ratio: float, steps: int)
     )
     runner = ModelRunner(loaded.model)
     runner.prefill(engine, [text.prompt])
-    return RaccArm(engine, DecodePasses(runner, engine))
+    return RaccArm(engine, runner.passes(engine))
 
 
 @torch.inference_mode()

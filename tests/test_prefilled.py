@@ -16,7 +16,6 @@ from kvbench.backends.hf.model import engine_for, method_named
 from kvbench.backends.hf.prefilled import Prefilled, prefill_once
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
-from kvbench.engine.passes import DecodePasses
 from kvbench.engine.request import chosen_tokens
 from kvbench.method import Method, Needs
 
@@ -157,12 +156,12 @@ def test_method_that_began_earlier_must_not_go_on(tiny: Loaded, arm: str) -> Non
     early, late = fresh_engine(tiny, arm), fresh_engine(tiny, "quest")
     shared.lend(early)
     runner = ModelRunner(tiny.model)
-    early_passes = DecodePasses(runner, early)
+    early_passes = runner.passes(early)
     tokens = early_passes.next_tokens(chosen_tokens(shared.logits))
     shared.lend(late)
     with pytest.raises(RuntimeError, match="another method has begun"):
         early_passes.next_tokens(tokens)
-    assert torch.isfinite(DecodePasses(runner, late).next_tokens(chosen_tokens(shared.logits))).all()
+    assert torch.isfinite(runner.passes(late).next_tokens(chosen_tokens(shared.logits))).all()
 
 
 @torch.inference_mode()
@@ -175,7 +174,7 @@ def test_what_was_not_recorded_is_refused_and_hurts_nobody(tiny: Loaded) -> None
             shared.lend(fresh_engine(tiny, arm))
     with pytest.raises(ValueError, match="150, 97, 60"):
         shared.lend(fresh_engine(tiny, "full", [150, 97, 61]))
-    DecodePasses(ModelRunner(tiny.model), held).next_tokens(chosen_tokens(shared.logits))
+    ModelRunner(tiny.model).passes(held).next_tokens(chosen_tokens(shared.logits))
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
-from kvbench.engine.passes import DecodePasses
 from kvbench.engine.request import QuestionTokens, Stops, chosen_tokens
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
 
@@ -252,7 +251,7 @@ def test_question_is_read_as_decode_steps(tiny: Loaded, name: str, chunk: int | 
         engine = engine_for(tiny.model, lengths, method, Budget(SMALL), (), new_tokens=len(QUESTION) + 5)
         runner = ModelRunner(tiny.model)
         tokens = chosen_tokens(runner.prefill(engine, CONTEXTS, chunk))
-        passes = DecodePasses(runner, engine)
+        passes = runner.passes(engine)
         for token in QUESTION:
             tokens = passes.next_tokens(torch.full_like(tokens, token))
         by_hand = [tokens]

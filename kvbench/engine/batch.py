@@ -166,7 +166,7 @@ class Sequence:
         with self.engine.spans("other"):
             first = chosen_tokens(logits) if question else request.first(logits)
             if question.at_once and len(question) > 1:
-                turn = DecodePasses(self._runner, self.engine).turn(torch.tensor(question.rows))
+                turn = self._runner.passes(self.engine).turn(torch.tensor(question.rows))
                 first, question = request.first(turn), QuestionTokens()
         self._generation.ttft_s += time.perf_counter() - began
         self._generation.together = not timed
@@ -463,10 +463,10 @@ class Batch:
         engines = [sequence.engine for sequence in self._running]
         if next(iter(self._running)).timed:
             (engine,), self._errors = engines, {}
-            return DecodePasses(self._runner, engine)
+            return self._runner.passes(engine)
         group = EngineGroup(engines, self._runner.joined(engines))
         self._errors = group.errors
-        return DecodePasses(self._runner, group)
+        return self._runner.passes(group)
 
     def _decode(self) -> list[tuple[Sequence, Exception | None]]:
         self._passes = passes = self._passes or self._compose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -95,21 +94,47 @@ class EngineGroup:
         return None
 
 
-@dataclass(frozen=True)
-class ModelPasses:
-    """Passes over what has read its prompts.
+class DecodePasses:
+    """Passes over the rows of an engine, or of several, after their prompts.
 
-    Attributes
+    Parameters
     ----------
+    rows
+        that have read their prompts.
     forward
-        from token ids and their positions, [B, q] each, to the logits [B, vocabulary] after the
-        last ones.
+        the model's, from token ids and their positions, [B, q] each, to the logits [B, vocabulary]
+        after the last ones.
     count
         told of a token of every row that comes without a pass: a captured step was repeated.
     """
 
-    forward: Forward
-    count: Callable[[int], object]
+    def __init__(
+        self, rows: Engine | EngineGroup, forward: Forward, count: Callable[[int], object]
+    ) -> None:
+        self.rows, self._forward, self._count = rows, forward, count
+
+    def __call__(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """One step: tokens [B] on the CPU in, the logits [B, vocabulary] of the next ones out."""
+        positions = torch.tensor(self.rows.lengths)
+        self.rows.start_step(tokens, active)
+        inputs = torch.stack([tokens, positions])
+        return self.rows.run(inputs, self._step, self._count)
+
+    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._forward(ids[:, None], positions[:, None])
+
+    def next_tokens(self, tokens: Tensor) -> Tensor:
+        """One step of rows that all generate: the likeliest tokens [B] after tokens [B], on the
+        CPU.
+        """
+        return chosen_tokens(self(tokens, [True] * len(tokens)))
+
+    def turn(self, ids: Tensor) -> Tensor:
+        """Read tokens [B, q] on the CPU of an engine at once; the logits of the next ones."""
+        positions = torch.tensor(self.rows.lengths)[:, None] + torch.arange(ids.shape[1])
+        self.rows.start_turn(ids)  # type: ignore[union-attr]
+        ids, positions = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
+        return self._forward(ids, positions)
 
 
 class Runner(Protocol):
@@ -139,7 +164,7 @@ class Runner(Protocol):
             The logits [B, vocabulary] of what comes after each row.
         """
 
-    def passes(self, rows: Engine | EngineGroup) -> ModelPasses:
+    def passes(self, rows: Engine | EngineGroup) -> DecodePasses:
         """Further passes over what has read its prompts."""
 
     def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
@@ -147,41 +172,3 @@ class Runner(Protocol):
 
     def alone(self) -> str | None:
         """Why sequences of this model cannot share a pass, or None."""
-
-
-class DecodePasses:
-    """Passes over the rows of an engine, or of several, after their prompts.
-
-    Parameters
-    ----------
-    runner
-        the model's.
-    rows
-        that have read their prompts.
-    """
-
-    def __init__(self, runner: Runner, rows: Engine | EngineGroup) -> None:
-        self.rows, self._passes = rows, runner.passes(rows)
-
-    def __call__(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
-        """One step: tokens [B] on the CPU in, the logits [B, vocabulary] of the next ones out."""
-        positions = torch.tensor(self.rows.lengths)
-        self.rows.start_step(tokens, active)
-        inputs = torch.stack([tokens, positions])
-        return self.rows.run(inputs, self._step, self._passes.count)
-
-    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._passes.forward(ids[:, None], positions[:, None])
-
-    def next_tokens(self, tokens: Tensor) -> Tensor:
-        """One step of rows that all generate: the likeliest tokens [B] after tokens [B], on the
-        CPU.
-        """
-        return chosen_tokens(self(tokens, [True] * len(tokens)))
-
-    def turn(self, ids: Tensor) -> Tensor:
-        """Read tokens [B, q] on the CPU of an engine at once; the logits of the next ones."""
-        positions = torch.tensor(self.rows.lengths)[:, None] + torch.arange(ids.shape[1])
-        self.rows.start_turn(ids)  # type: ignore[union-attr]
-        ids, positions = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
-        return self._passes.forward(ids, positions)

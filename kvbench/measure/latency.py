@@ -17,7 +17,6 @@ import torch
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
-from kvbench.engine.passes import DecodePasses
 from kvbench.engine.request import Progress
 from kvbench.measure import hardware, machine
 from kvbench.measure.synthetic import SYNTHETIC_SPAN, Filled, SyntheticEngine
@@ -195,7 +194,7 @@ def _busy_ms(model: Model, generation: Generation, engine: Engine, steps: int) -
     """Milliseconds of a step in which the device is busy, the mean over `steps` steps after the
     generated ones.
     """
-    passes = DecodePasses(ModelRunner(model), engine)
+    passes = ModelRunner(model).passes(engine)
     tokens = torch.tensor([row[-1] for row in generation.tokens])
 
     def decode() -> None:

@@ -20,7 +20,7 @@ from kvbench.backends.hf.hooks import Call, CountingCache, WindowedLayer, window
 from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.engine.engine import Engine, LayerMemory
-from kvbench.engine.passes import EngineGroup, ModelPasses, TokenRows
+from kvbench.engine.passes import DecodePasses, EngineGroup, TokenRows
 from kvbench.memory.transfer import uploaded
 
 
@@ -90,14 +90,14 @@ class ModelRunner:
             read_again(self.model, engine)
         return torch.stack([last[row] for row in range(len(prompts))])
 
-    def passes(self, rows: Engine | EngineGroup) -> ModelPasses:
+    def passes(self, rows: Engine | EngineGroup) -> DecodePasses:
         """Further passes over what has read its prompts."""
         cache = EngineCache(rows)
 
         def forward(ids: Tensor, positions: Tensor) -> Tensor:
             return self._forward(cache, ids, positions)[:, -1]
 
-        return ModelPasses(forward, cache.count)
+        return DecodePasses(rows, forward, cache.count)
 
     def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
         """The engines' windows in one: of unequal rows the shorter ones have padding before
