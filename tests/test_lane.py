@@ -13,14 +13,13 @@ from omegaconf import OmegaConf
 
 import kvbench.measure.job
 import kvbench.measure.prompts
-from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine import batch
 from kvbench.engine.batch import Admission, Batch
 from kvbench.measure import room
-from kvbench.method import Method, Needs
+from kvbench.method import Method
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
 from kvbench.runs.sweep import run_arms, run_shared
@@ -180,24 +179,27 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
         assert size == sum(one.nbytes for one in shared.reference) > 0
 
 
-def test_the_estimate_follows_the_rule_of_the_method(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = [prepare(config) for config in configs()]  # type: ignore[arg-type]
+def test_the_estimate_follows_the_rule_of_the_method(configs: Any) -> None:
+    arms = [prepare(config) for config in configs()]
     full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)
-    assert full < quest == snapkv < icecache < 2 * room.prompt_bytes(arms[0], [1000])
+    assert full < quest == snapkv < icecache
     assert room.row_bytes(arms[1], [1000], 8) > quest, "an index that nobody has seen takes something"
-    monkeypatch.setattr(room, "shares_pages", lambda device: False)
-    whole = room.prompt_bytes(arms[0], [1000])
-    assert room.row_bytes(arms[0], [1000], 8, index_share=0.0) == full + whole, "each has a copy of the prompt"
 
 
-def test_what_a_shared_prefill_keeps_for_methods_is_estimated_before_it_is_made(configs: Any) -> None:
-    """Queries of the whole prompt and sums, beside keys and values."""
-    arm = prepare(configs()[0])
-    prompt = [[7] * 200]
-    for needs in (Needs(), Needs(query_window=16), Needs(query_window=1 << 30, attention_sums=True)):
-        prefilled = prefill_once(arm.loaded.model, prompt, [needs], max_new_tokens=1)
-        estimate = room.prompt_bytes(arm, [200]) + room.recorded_bytes(arm, [200], [needs])
-        assert estimate <= prefilled.nbytes <= 1.05 * estimate, needs  # which has room for new tokens
+def test_a_prefill_waits_for_the_memory_that_the_last_one_took(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values twice, while they are copied, with what methods are shown beside them."""
+    required, taken, real = list[float](), list[tuple[int, float]](), kvbench.measure.job.prefill_shared
+
+    def noted(arms: Any, prompts: Any, *progress: Any) -> Any:
+        prefilled = real(arms, prompts, *progress)
+        taken.append((len(prompts[0].ids), prefilled.nbytes))
+        return prefilled
+
+    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", noted)
+    monkeypatch.setattr(Batch, "clear", lambda self, size, rows: required.append(size))
+    quiet(configs("task.lengths=[300]", "task.limit=2", arms=ARMS[:1]))
+    (first, size), (second, _) = taken
+    assert len(required) == 3 and required[1] == pytest.approx(2 * size * second / first)
 
 
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(

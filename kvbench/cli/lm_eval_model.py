@@ -38,7 +38,7 @@ from kvbench.engine.request import Choice, GenerationRequest, Stops
 from kvbench.measure.arm import Setup
 from kvbench.measure.job import ends_at
 from kvbench.measure.kernels import compile_for
-from kvbench.measure.room import prompt_bytes, recorded_bytes, room, row_bytes
+from kvbench.measure.room import PREFILLING, room, row_bytes
 from kvbench.models.footprint import Prompts
 from kvbench.runs.run import build_method, load_model, set_up
 from kvbench.runs.summary import summarise
@@ -145,7 +145,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             log.warning("no text will be generated: %s", error)
         self._parameters = loaded.model.num_parameters()
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
-        self._broken = False
+        self._broken, self._token_bytes = False, 0.0
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval's results say of the model: under "kvbench" what generated, and what was
@@ -330,18 +330,17 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             for context, row, by_index in zip(contexts, rows, continuations, strict=True)
         ]
         longest = max(len(tokens) for by_index in forced for tokens in by_index.values())
-        needs = [setup.method.needs]
-        lengths = [len(row) for row in rows]
-        decoding.clear(
-            2 * prompt_bytes(setup, lengths) + recorded_bytes(setup, lengths, needs), len(rows)
-        )
+        columns = len(rows) * max(map(len, rows))
+        # by what the last prefill took; nothing else goes on before the first
+        decoding.clear(PREFILLING * self._token_bytes * columns, len(rows))
         more = {
             "max_new_tokens": longest,
             "chunk": setup.protocol.prefill_chunk,
             "tokenizer": setup.loaded.tokenizer,
             "copies": True,
         }
-        prefilled = prefill_once(setup.loaded.model, rows, needs, **more)
+        prefilled = prefill_once(setup.loaded.model, rows, [setup.method.needs], **more)
+        self._token_bytes = prefilled.nbytes / columns
         for turn in zip_longest(*(by_index.items() for by_index in forced), fillvalue=(None, [0])):
             # A row whose continuations are all scored rests: it has nothing to read but its
             # context.
@@ -390,7 +389,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                         )
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
-        size = row_bytes(setup, lengths, now.longest)
+        size = row_bytes(setup, lengths, now.longest) + prefilled.copy_bytes
         admission = batch.Admission(ended, self, size, (prefilled, prefilled.nbytes))
         decoding.admit(begin, len(lengths), admission)
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, float32
 
 from kvbench.backends.backend import GeneratedBatch
 from kvbench.backends.hf.loading import Loaded
@@ -51,6 +51,8 @@ class SharedPrompts:
     reference
         [vocabulary] fp32 each, what full attention says after each forced token; [] before
         `begin_reference`.
+    nbytes
+        bytes of the prefill and the reference.
     """
 
     def __init__(
@@ -63,6 +65,10 @@ class SharedPrompts:
         self.prefilled = prefill_shared(arms, prompts, progress)
         self.again, self.reference = False, list[Tensor]()
         self._waiting: dict[int, batch.Sequence] = {}
+        forced = prompts[0].sample.forced
+        steps = len(forced.tokens) - 1 if forced else 0
+        vocabulary = arms[0].loaded.card.vocabulary
+        self.nbytes = self.prefilled.nbytes + steps * vocabulary * float32.itemsize
 
     def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
         """Whether this prefill is of these prompts, too."""

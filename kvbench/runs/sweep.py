@@ -38,8 +38,6 @@ from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
 from kvbench.tasks import WHOLE, Sample, Shard
 
-PREFILLING = 2  # times the keys and values of a prompt are in memory while it is divided
-
 Records = list[dict[str, Any]]
 
 
@@ -89,8 +87,7 @@ def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
     bind_methods()
     with threads(config.threads):
         arm, console = prepare(config), Console()
-        with open_folder(arm, shard) as folder, beating([folder]):
-            compile_for([arm], console)
+        with open_folder(arm, shard) as folder:
             sweep = Sweep({0: (arm, folder)}, console, shard, by_itself=True)
             summary = concluded(folder, sweep.run(), arm)
         _say(arm, folder, summary, console, shard)
@@ -197,10 +194,8 @@ def _at_once(
             except (ConfigError, ResultsError) as error:
                 outcomes[index] = outcomes[index]._replace(error=error)
         if running:
-            with beating([folder for _, folder in running.values()]):
-                compile_for([arm for arm, _ in running.values()], console)
-                sweep = Sweep(running, console, shard)
-                work = sweep.run()
+            sweep = Sweep(running, console, shard)
+            work = sweep.run()
             for index, (arm, folder) in running.items():
                 if index in sweep.ended:
                     outcomes[index] = outcomes[index]._replace(error=sweep.ended[index])
@@ -277,19 +272,12 @@ class BatchProgress:
         """The prompts that can run."""
         return [prompt for prompt in self.prompts.prompts if not prompt.record["error"]]
 
-    def again(
-        self, prompts: Iterable[TokenizedSample], waiting: dict[int, Arm]
-    ) -> Iterator[BatchProgress]:
-        """Each of the prompts by itself."""
-        for prompt in prompts:
-            yield BatchProgress(PromptBatch([prompt]), waiting, counts=False)
-
 
 class Sweep:
     """Arms that run: brings batches of samples to them, and records to their folders.
 
-    Where a batch fails, each of its samples is tried again by itself, and then fails for itself:
-    by running out of memory, by NaN logits, or by a broken budget rule. Other errors end the arm.
+    Where memory runs out or logits are NaN a batch fails: each of its samples is tried again by
+    itself, and a sample by itself scores 0. Other errors end the arm.
 
     Parameters
     ----------
@@ -309,6 +297,7 @@ class Sweep:
     """
 
     report: Reporter
+    _work: Work
 
     def __init__(
         self,
@@ -320,13 +309,12 @@ class Sweep:
         self._running, self.ended = running, dict[int, Exception]()
         self._console, self._by_itself = console, by_itself
         self._first, _ = next(iter(running.values()))  # samples are the same for all
-        done = set.intersection(*(set(folder.done) for _, folder in running.values()))
-        limit = self._first.config.task.limit
-        self._work = work_of(self._first, limit, done, shard)
-        self._together = self._first.decode == "together"
+        self._shard, self._together = shard, self._first.decode == "together"
         self._shared: SharedPrompts | None = None  # the newest
         self._again = deque[BatchProgress]()
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
+        # what the last prefill took a token, for these arms
+        self._token_bytes: dict[tuple[int, ...], float] = {}
 
     def run(self) -> Work:
         """Every sample through every arm that lacks it.
@@ -341,17 +329,20 @@ class Sweep:
         ConfigError
             a sample cannot run as the protocol asks; those that were brought before it have ended.
         """
-        work = self._work
-        for _, folder in self._running.values():
-            if folder.tear:
-                self._console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
-            folder.expect(work.whole)
-        with progress(self._console, work.total, work.done) as self.report:
-            if self._together:
-                loaded = self._first.loaded
-                runner, size = ModelRunner(loaded.model), room.room(loaded)
-                self._batch = engine_batch.Batch(runner, size, self.report.rows)
-            self._bring_all(read(self._first, work.samples))
+        first, folders = self._first, [folder for _, folder in self._running.values()]
+        with beating(folders):
+            compile_for([arm for arm, _ in self._running.values()], self._console)
+            done = set.intersection(*(set(folder.done) for folder in folders))
+            self._work = work = work_of(first, first.config.task.limit, done, self._shard)
+            for folder in folders:
+                if folder.tear:
+                    self._console.print(f"{folder.path}: {folder.tear}", soft_wrap=True)
+                folder.expect(work.whole)
+            with progress(self._console, work.total, work.done) as self.report:
+                if self._together:
+                    runner, size = ModelRunner(first.loaded.model), room.room(first.loaded)
+                    self._batch = engine_batch.Batch(runner, size, self.report.rows)
+                self._bring_all(read(first, work.samples))
         return work
 
     def _bring_all(self, batches: Iterator[PromptBatch]) -> None:
@@ -386,14 +377,21 @@ class Sweep:
         if self._together and failed and self._batch.rows:
             # for want of memory, it may be, that others have until they leave
             self._batch.finish()
-            self._again.append(BatchProgress(brought.prompts, brought.waiting, counts=False))
+            self._try_again([brought.prompts.prompts], brought.waiting)
         elif failed and len(brought.prompts.prompts) > 1:
-            self._again.extend(brought.again(brought.prompts.prompts, brought.waiting))
+            self._try_again(zip(brought.prompts.prompts), brought.waiting)
         else:
             self._start(brought, shared, failed)
         if brought.counts and self._together:
             self.report.joint_decode.read += self._share(brought.prompts.samples)
         self._through(brought)
+
+    def _try_again(
+        self, batches: Iterable[Sequence[TokenizedSample]], waiting: dict[int, Arm]
+    ) -> None:
+        """Bring prompts once more, before any others."""
+        for prompts in batches:
+            self._again.append(BatchProgress(PromptBatch([*prompts]), waiting, counts=False))
 
     def _through(self, brought: BatchProgress) -> None:
         brought.to_come -= 1
@@ -431,6 +429,7 @@ class Sweep:
             return None, f"{type(error).__name__}: {error}"
         assert self._shared is not None
         self._shared.again = again
+        self._token_bytes[tuple(brought.waiting)] = self._shared.nbytes / _columns(ready)
         return self._shared, ""
 
     def _served(self, brought: BatchProgress) -> list[Arm]:
@@ -470,7 +469,7 @@ class Sweep:
                 self.report.name(arm_name(arm.config))
             self.report.begin(max(_lengths(runs)) if shared else 0)
             job = PromptJob(arm, runs, shared, self.report.tokens)
-            self._add(index, samples, partial(self._records, brought, index, job, job.run))
+            self._add(index, samples, partial(self._records, index, job, job.run))
 
     def _has_room_alone(self, arm: Arm, prompts: Sequence[TokenizedSample]) -> bool:
         """Whether an arm may have room where a shared prefill has none, which holds all keys and
@@ -478,9 +477,7 @@ class Sweep:
         """
         return not (self._together or arm.method.needs.home == "device" or prompts[0].sample.forced)
 
-    def _records(
-        self, brought: BatchProgress, index: int, job: PromptJob, run: Callable[[], Records]
-    ) -> Records:
+    def _records(self, index: int, job: PromptJob, run: Callable[[], Records]) -> Records:
         """What `run` says samples have come to in an arm; those of a batch that fails are tried
         again.
         """
@@ -490,7 +487,7 @@ class Sweep:
             if not is_failed_sample(error):
                 raise
             if len(job.prompts) > 1:
-                self._again.extend(brought.again(job.prompts, {index: job.arm}))
+                self._try_again(zip(job.prompts), {index: job.arm})
                 return []
             failed = f"{type(error).__name__}: {error}"
             return [job.prompts[0].failure(job.arm.task.metric, failed)]
@@ -498,18 +495,22 @@ class Sweep:
     # -- together ----------------------------------------------------------------------------------
 
     def _clear(self, brought: BatchProgress) -> None:
-        """Wait until there is room for the prefill of a batch."""
-        if ready := brought.ready:
-            needs = [arm.method.needs for arm in brought.waiting.values()]
-            sizes = self._first, _lengths(ready)
-            required = PREFILLING * room.prompt_bytes(*sizes) + self._reference_bytes(ready)
-            self._batch.clear(required + room.recorded_bytes(*sizes, needs), len(ready))
+        """Wait until there is room for the prefill of a batch, by what the last one for these arms
+        took; before the first, until nothing else goes on.
+        """
+        ready, token_bytes = brought.ready, self._token_bytes.get(tuple(brought.waiting))
+        if not (ready and brought.waiting):
+            return
+        if token_bytes is None:
+            self._batch.finish()
+        else:
+            self._batch.clear(room.PREFILLING * token_bytes * _columns(ready), len(ready))
 
     def _start_reference(self, prompts: Sequence[TokenizedSample], shared: SharedPrompts) -> None:
         """Have what forced tokens are compared with join, ahead of those that compare."""
         if not shared.reference:
             begin = partial(shared.begin_reference, self._first.loaded, prompts[0])
-            admission = Admission(lambda *_: None, prompt=self._prompt(prompts, shared))
+            admission = Admission(lambda *_: None, prompt=(shared, shared.nbytes))
             self._batch.admit(partial(self._expected, begin), 1, admission)
 
     def _join(
@@ -518,10 +519,12 @@ class Sweep:
         """Have an arm's generation join the batch."""
         arm, prompts = job.arm, job.prompts
         lengths = _lengths(prompts)
-        size = room.row_bytes(arm, lengths, prompts[0].room, self._index.get(index))
+        index_share = self._index.get(index, room.INDEX)
+        size = room.row_bytes(arm, lengths, prompts[0].room, index_share)
+        size += shared.prefilled.copy_bytes
         # what is kept, and a copy, share no page with the prompt
         if shared.has_copy(id(arm)):
-            size = 2 * (size + room.prompt_bytes(arm, lengths))
+            size = 2 * (size + shared.prefilled.nbytes)
 
         def ended(sequence: engine_batch.Sequence | None, error: Exception | None) -> None:
             if sequence is not None:  # which may have ended early
@@ -530,20 +533,20 @@ class Sweep:
             def records() -> Records:
                 if sequence is None:
                     raise error or AssertionError("a generation ends with an error, or is over")
-                made = job.records(sequence)
-                index_bytes = made[0]["audit"].get("index_bytes", 0)
+                scored = job.records(sequence)
+                index_bytes = scored[0]["audit"].get("index_bytes", 0)
                 share = room.index_share(arm, lengths, index_bytes)
                 self._index[index] = max(share, self._index.get(index, 0.0))
-                return made
+                return scored
 
-            run = partial(self._records, brought, index, job, records)
+            run = partial(self._records, index, job, records)
             self._add(index, brought.prompts.samples, run)
             if index in self.ended:
                 self._batch.drop(index)
             self._through(brought)
 
         brought.to_come += 1
-        admission = Admission(ended, index, size, self._prompt(prompts, shared))
+        admission = Admission(ended, index, size, (shared, shared.nbytes))
         self._batch.admit(partial(self._expected, job.begin), len(prompts), admission)
 
     def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
@@ -551,16 +554,6 @@ class Sweep:
         sequence = begin()
         self.report.joint_decode.expected += len(sequence.generated) * sequence.to_come
         return sequence
-
-    def _reference_bytes(self, prompts: Sequence[TokenizedSample]) -> int:
-        forced = prompts[0].sample.forced
-        return room.reference_bytes(self._first, len(forced.tokens) - 1) if forced else 0
-
-    def _prompt(
-        self, prompts: Sequence[TokenizedSample], shared: SharedPrompts
-    ) -> tuple[SharedPrompts, int]:
-        """What all arms of these prompts share, and its bytes."""
-        return shared, shared.prefilled.nbytes + self._reference_bytes(prompts)
 
     # -- what was measured -------------------------------------------------------------------------
 
@@ -601,3 +594,8 @@ class Sweep:
 
 def _lengths(prompts: Sequence[TokenizedSample]) -> list[int]:
     return [len(prompt.ids) for prompt in prompts]
+
+
+def _columns(prompts: Sequence[TokenizedSample]) -> int:
+    """Tokens of a batch, padding included."""
+    return len(prompts) * max(_lengths(prompts))

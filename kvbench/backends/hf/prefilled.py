@@ -22,7 +22,7 @@ from kvbench.backends.hf.runner import ModelRunner, windows_of
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import chosen_tokens
-from kvbench.memory.large import Original
+from kvbench.memory.large import Original, shares_pages
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 
@@ -113,6 +113,8 @@ class Prefilled:
         what the prefill took.
     nbytes
         bytes of keys and values, and of what methods are shown beside them.
+    copy_bytes
+        bytes that a copy takes beside what it shares.
 
     Raises
     ------
@@ -131,7 +133,9 @@ class Prefilled:
         engine.release()
         self._lengths = {layer: part.lengths for layer, part in sealed.items()}
         self._parts = [block for part in sealed.values() for block in (part.key, part.value)]
-        self.nbytes = recorded.nbytes + sum(block.nbytes for block in self._parts)
+        whole = sum(block.nbytes for block in self._parts)
+        self.nbytes = recorded.nbytes + whole
+        self.copy_bytes = 0 if shares_pages(engine.shape.device) else whole
         self._original = Original(self._parts) if copies else None
         if copies:
             self._parts.clear()

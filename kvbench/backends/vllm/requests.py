@@ -329,6 +329,10 @@ class RequestEngine(Engine):
 class Requests:
     """All requests of one worker.
 
+    vLLM's scheduler is the loop, so that no `kvbench.engine.batch.Batch` steps these: it says in
+    each pass whose tokens are read, chunks of prompts beside decode steps, and attends all tokens
+    itself for a request that fails.
+
     Parameters
     ----------
     plan
