@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import threading
@@ -30,8 +31,11 @@ from kvbench.runs.run import prepare
 
 bind_methods()
 
+from methods.racc.background import Batch  # noqa: E402
 from methods.racc.index import KeyIndex  # noqa: E402
 from methods.racc.ratio import retained, share  # noqa: E402
+from methods.racc.retrieval import Log, Retriever  # noqa: E402
+from methods.racc.settings import RACCOptions  # noqa: E402
 
 
 def small(name: str = "racc", **options: Any) -> Any:
@@ -453,6 +457,24 @@ def test_the_audit_of_a_generation_that_an_error_ended_waits_for_nothing() -> No
 
 
 @pytest.mark.slow
+def test_a_copy_has_what_the_jobs_at_work_make_of_the_indexes() -> None:
+    class SlowIndex:
+        covered = keys_read = rebuilds = 0
+
+        def cover(self, tokens: Any) -> None:
+            time.sleep(0.05)
+            self.covered += len(tokens)
+
+    with ThreadPoolExecutor(1) as pool:
+        jobs = Batch(pool.submit, 1)
+        retriever = Retriever(0, [[SlowIndex()]], jobs.submit, RACCOptions(), print, Log())  # type: ignore[list-item]
+        for _ in range(2):
+            retriever.cover(0, [[np.arange(3)]])
+        jobs.flush()
+        ((copied,),) = copy.deepcopy(retriever, {id(retriever._submit.__self__): jobs}).index
+    assert copied.covered == 6  # type: ignore[attr-defined]
+
+
 def test_a_cache_that_grows_finds_the_same() -> None:
     """Under left padding the store's final length is unknown, and host memory moves while it is searched."""
     fixed = long(60, 40, steps=420)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,10 +11,9 @@ T = TypeVar("T")
 
 
 class Job(Future[T]):
-    """What a job will have found; whoever copies it waits for it, and shares it."""
+    """What a job will have found, which a copy of who waits for it shares."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Job[T]:
-        wait([self])
         return self
 
 

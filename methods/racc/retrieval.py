@@ -8,6 +8,7 @@ for nothing.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -126,6 +127,18 @@ class Retriever:
         self._answer: RetrievedTokens | None = None
         self._device = torch.device("cpu")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
+        """A copy of what the jobs that were started have made of the indexes."""
+        self._finish()
+        memo[id(self)] = twin = object.__new__(Retriever)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def _finish(self) -> None:
+        """Wait for the job at work, and so for all before it."""
+        if self._last is not None:
+            wait([self._last])
+
     @property
     def _free(self) -> bool:
         return self.options.mode == "free"
@@ -133,8 +146,7 @@ class Retriever:
     @property
     def foreign_bytes(self) -> int:
         """Bytes of the indexes in faiss's own memory; waits for the job at work."""
-        if self._last is not None:
-            wait([self._last])
+        self._finish()
         return sum(index.nbytes for row in self.index for index in row)
 
     @property
