@@ -681,11 +681,12 @@ class Method:
 
     @property
     def layout(self) -> object:
-        """Differs from that of the step before where `append`, `select` or `observe` would use
-        other memory or launch other operations; asked before each step of a method without a
-        `host_step`.
+        """Differs from that of another step where `append`, `select` or `observe` would use other
+        memory or launch other operations; None: the next step is like no other.
+
+        Asked after `step`, of a method without a `host_step`.
         """
-        return None
+        return ()
 
     def home(self, layer: int) -> Literal["device", "host"]:
         """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 PARTS = ("index_build", "index_update", "select", "transfer", "attention", "model", "other")
+# The spans that end within a CUDA graph, and the events that note when.
+GraphNotes = list[tuple[str, torch.cuda.Event]]
 
 
 class Spans:
@@ -26,7 +28,8 @@ class Spans:
 
     On a CPU that is wall time. A GPU computes while the program goes on, so there the stream itself
     notes the time where a span begins and ends; where it stands still because the host is busy,
-    that is time of the host's span. Of several GPUs one notes at a time, see `on`.
+    that is time of the host's span. Of several GPUs one notes at a time, see `on`. A CUDA graph
+    notes the times of its spans in each replay, see `of_graph`.
 
     Parameters
     ----------
@@ -44,11 +47,12 @@ class Spans:
         self._named: dict[str, _Span] = {}
         self._open: list[str] = []
         self._since: Any = 0.0
-        self._held = False
+        self._graph: GraphNotes | None = None  # those of the graph that is being captured
         # whose stream notes the time
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._noted: list[tuple[torch.device, str, torch.cuda.Event, torch.cuda.Event]] = []
-        # events to use again, which are a device's
+        # events recorded since the last `fold`, and those to use again, which are a device's
+        self._used: list[tuple[torch.device, torch.cuda.Event]] = []
         self._idle: dict[Any, list[torch.cuda.Event]] = defaultdict(list)
 
     def __call__(self, name: str) -> _Span:
@@ -76,28 +80,39 @@ class Spans:
             self._since = self._note()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Meanwhile the stream notes nothing, as while it is captured."""
-        self._held = True
+    def of_graph(self, notes: GraphNotes) -> Iterator[None]:
+        """Meanwhile a graph is captured, whose events `notes` gets; they count once `replayed`."""
+        self._graph = notes
         try:
             yield
         finally:
-            self._held = False
+            self._graph = None
+
+    def replayed(self, notes: GraphNotes) -> None:
+        """The stream replays a graph, which notes these times."""
+        for name, end in notes:
+            if self._gpu is not None:
+                self._noted.append((self._gpu, name, self._since, end))
+                self._since = end
 
     def fold(self) -> None:
         """Read the times that the streams have noted; waits for them."""
         for end in {gpu: end for gpu, _, _, end in self._noted}.values():
             end.synchronize()
-        over: dict[int, tuple[Any, torch.cuda.Event]] = {}
-        for gpu, name, *ends in self._noted:
-            self.seconds[name] += ends[0].elapsed_time(ends[1]) / 1e3
-            over |= {id(event): (gpu, event) for event in ends if event is not self._since}
-        for gpu, event in over.values():
-            self._idle[gpu].append(event)
+        for _, name, begin, end in self._noted:
+            self.seconds[name] += begin.elapsed_time(end) / 1e3
         self._noted.clear()
+        used, self._used = self._used, []
+        for gpu, event in used:
+            if event is self._since:
+                self._used.append((gpu, event))
+            else:
+                self._idle[gpu].append(event)
 
     def _switch(self) -> None:
-        if self._held:
+        if self._graph is not None:
+            if self._gpu is not None:
+                self._graph.append((self._open[-1], self._recorded(external=True)))
             return
         now: Any = time.perf_counter() if self._gpu is None else self._note()
         if self._open:
@@ -109,7 +124,13 @@ class Spans:
 
     def _note(self) -> torch.cuda.Event:
         idle = self._idle[self._gpu]
-        event = idle.pop() if idle else torch.cuda.Event(enable_timing=True)
+        event = self._recorded(idle.pop() if idle else None)
+        assert self._gpu is not None
+        self._used.append((self._gpu, event))
+        return event
+
+    def _recorded(self, event: torch.cuda.Event | None = None, **kind: bool) -> torch.cuda.Event:
+        event = event or torch.cuda.Event(enable_timing=True, **kind)
         event.record(torch.cuda.current_stream(self._gpu))
         return event
 

@@ -137,7 +137,7 @@ class RocketKV(Method):
         """Pages that there is memory for, and tokens that are attended."""
         layer = self.shape.sparse_layers[0]
         if max(self._last_pages(layer, 1)) >= self.low[layer].shape[2]:
-            return object()
+            return None
         tokens = zip(self.capacities, self._tokens(layer), strict=True)
         attended = [self._most(capacity, count + 1) for capacity, count in tokens]
         return self.low[layer].shape[2], attended

@@ -146,7 +146,7 @@ def launches(case: Case) -> dict[str, float]:
         with attributed(tape, case) as method:
             arguments = model.model, [LENGTH], method, Budget(BUDGET), (), model.tokenizer
             scores = scores_of(model.model)
-            options = {"attention": "flashinfer", "new_tokens": STEPS + 1, "head_scores": scores, "captures": False}
+            options = {"attention": "flashinfer", "new_tokens": STEPS + 1, "head_scores": scores, "cuda_graphs": False}
             engine = engine_for(*arguments, **options)
             monkeypatch.setattr(Engine, "start_step", started)
             monkeypatch.setattr(Engine, "settle", settled)

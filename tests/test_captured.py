@@ -28,7 +28,7 @@ from kvbench.memory import device as memory
 
 CASES = {case.id: case for case in METHODS}
 FIFTY = ["full", "snapkv", "quest", "h2o"]  # that are followed for longer, as memory moves
-# Presets whose steps need the host, and what for.
+# Presets whose steps are captured in pieces, since their layers need the host, and what for.
 TEXT = "cuts what is generated into chunks, and says by Python numbers which tokens are recent"
 SEARCH = "its index is searched on the CPU"
 HOST = {
@@ -59,6 +59,8 @@ HOST = {
 CAPTURED = [
     case for case in METHODS if case.name not in HOST and case.file is None and case.options.get("positions") != "cache"
 ]
+IN_PIECES = [next(case for case in METHODS if case.name == name) for name in HOST]
+QUICK = {"icecache", "clusterkv"}  # a search in other threads, and a method that keeps the keys that it is shown
 LONGER = {"twilight_quest-calibrated": (260, 230)}  # proposes more tokens than there are otherwise
 
 
@@ -69,6 +71,7 @@ class Outcome:
     logits: torch.Tensor
     tokens: list[list[int]]
     audit: dict[str, Any]
+    breakdown: dict[str, float]
     step: CapturedStep | None
 
 
@@ -105,7 +108,7 @@ def outcome(
         (),
         loaded.tokenizer,
         head_scores=scores_of(loaded.model),
-        captures=captures,
+        cuda_graphs=captures,
         **settings,
     )
     prompts = [numbers(length, seed=row) for row, length in enumerate(lengths)]
@@ -121,7 +124,7 @@ def outcome(
     )
     for store in engine.stores.values():
         check(store)
-    return Outcome(torch.stack(logits), generation.tokens, generation.audit, engine.captured)
+    return Outcome(torch.stack(logits), generation.tokens, generation.audit, generation.breakdown_ms, engine.captured)
 
 
 def same(loaded: Loaded, case: Case, steps: int, **settings: Any) -> CapturedStep:
@@ -138,6 +141,35 @@ def test_a_captured_step_is_an_eager_one_to_the_bit(above: Loaded, case: Case) -
     steps = 70 if case.name in ("raas", "scope") else 8  # lists of these grow until they are full
     step = same(above, case, steps, lengths=LONGER.get(case.id, (150, 90)))
     assert step.repeated >= 2 and step.eager + step.captured + step.repeated == steps
+    assert len(step.pieces) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=[] if case.name in QUICK else pytest.mark.slow) for case in IN_PIECES],
+)
+def test_a_step_with_parts_of_the_host_is_captured_between_them(above: Loaded, case: Case) -> None:
+    step = same(above, case, 8)
+    assert (step.eager, step.captured, step.repeated) == (1, 1, 6)
+    assert len(step.pieces) == above.model.config.num_hidden_layers + 1
+
+
+@pytest.mark.parametrize("name", ["full", "icecache"])
+def test_a_capture_that_the_driver_refuses_leaves_eager_steps(
+    above: Loaded, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of the model, after other layers have been captured, and their parts of the host have run."""
+    above.model.model.layers[2].mlp.register_forward_pre_hook(lambda module, inputs: inputs[0].sum().item() and None)
+    step = same(above, CASES[name], 5)
+    assert (step.eager, step.captured, step.repeated) == (5, 0, 0)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["snapkv_decode", "lychee"])
+def test_parts_of_a_repeated_step_have_their_times(above: Loaded, name: str) -> None:
+    case = CASES.get(name) or next(case for case in METHODS if case.name == name)
+    spent = outcome(above, case, True, 6).breakdown
+    assert all(spent[part] > 0 for part in ("model", "attention", "select", "other")), spent
 
 
 @pytest.mark.parametrize("name", ["full", *slow(*FIFTY[1:])])
@@ -169,10 +201,6 @@ def test_presets_that_need_the_host_are_listed_with_what_for() -> None:
     for name in HOST:
         method = CASES[name].build()
         assert method.needs.host_step or method.needs.home != "device" or method.needs.positions == "cache", name
-
-
-def test_a_step_with_a_part_of_the_host_runs_as_ever(above: Loaded) -> None:
-    assert outcome(above, CASES["lychee"], True, 2).step is None
 
 
 def test_a_cpu_repeats_nothing(tiny: Loaded) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from twin_streams import Allocation
+from twin_streams import Allocation, capturing
 
-capturing: list[Graph] = []  # the graph that is being captured, if any
 # Operations that do nothing on the device.
 SILENT = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
@@ -62,6 +61,9 @@ class Graph:
         self.nodes: list[tuple[Callable[..., Any], Any, dict[str, Any], list[torch.Tensor]]] = []
         self.inside_kernel = 0
         self._fresh: bool | None = None  # captured, and not yet replayed: the twin has run it already
+
+    def pool(self) -> object:
+        return self
 
     def end(self) -> None:
         self._fresh = True

@@ -11,12 +11,14 @@ import torch
 
 if TYPE_CHECKING:
     from twin import Twin
+    from twin_graphs import Graph
 
 Clock = dict["Stream", int]  # of each stream, how many of its operations are known to be over
 
 # A program may keep streams for longer than one `with`.
 here: list[Twin] = []
 streams: WeakSet[Stream] = WeakSet()
+capturing: list[Graph] = []  # the graph that is being captured, if any
 registered: dict[int, int] = {}  # bytes of host memory that was pinned after it was allocated, by address
 
 
@@ -52,9 +54,16 @@ class Stream:
 
 
 class Event:
-    """Twin of torch.cuda.Event."""
+    """Twin of torch.cuda.Event; a graph records it if it is external."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._external = external
         self.timing, self.clock, self.at = enable_timing, dict[Stream, int](), 0.0
         self.device: torch.device | None = None  # that of its first stream
 
@@ -63,6 +72,14 @@ class Event:
         if self.device not in (None, stream.device):
             raise RuntimeError(f"the event is of {self.device}, and the stream of {stream.device}")
         self.device = stream.device
+        if capturing and not self._external:
+            self.clock = {}  # between operations of the graph alone
+            return
+        if capturing:
+            capturing[-1].nodes.append((self._record, (stream,), {}, []))
+        self._record(stream)
+
+    def _record(self, stream: Stream) -> None:
         stream.tick()
         self.clock, self.at = dict(stream.clock), time.perf_counter()
 

@@ -126,6 +126,7 @@ class RunConfig:
     threads: Annotated[int | None, Whole(1, 1024)]
     results_dir: str
     memory_check: bool
+    cuda_graphs: bool
     smoke: bool
     resolved: Mapping[str, Any]
     sizes: Budget = field(init=False)

@@ -36,7 +36,7 @@ MODEL = "kvbench.cli.lm_eval_model:KVBenchLM"
 # here.
 KEYS = {
     *("model", "method", "budget", "kv", "protocol", "seed"),
-    *("device", "dtype", "attention", "threads", "memory_check"),
+    *("device", "dtype", "attention", "threads", "memory_check", "cuda_graphs"),
 }
 LM_EVAL_KEYS = {
     "task": "--tasks",
@@ -121,7 +121,7 @@ def cache_of(file: str, config: RunConfig) -> str:
         "config": {
             key: value
             for key, value in config.resolved.items()
-            if key not in ("threads", "memory_check")
+            if key not in ("threads", "memory_check", "cuda_graphs")
         },
         "versions": versions_of(config),
         "weights": config.model.source.content(config.seed),

@@ -19,7 +19,7 @@ from kvbench.config import ConfigError
 from kvbench.runs.identity import MAY_DIFFER, starts_alone
 from kvbench.tasks import Shard
 
-OF_NO_RUN = {"threads", "sweep", "memory_check"}  # keys that change no number
+OF_NO_RUN = {"threads", "sweep", "memory_check", "cuda_graphs"}  # keys that change no number
 MOST_SHOWN = 20  # groups that get a line of their own
 
 

@@ -183,6 +183,10 @@ class Audit:
         """
         self._pending.append((layer, selection, resident.copy() if selection is None else None))
 
+    def undo_attended(self) -> None:
+        """Take the last note back."""
+        self._pending.pop()
+
     def end_step(
         self,
         method: Method,

@@ -35,7 +35,7 @@ from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.memory.transfer import computing_on, uploaded
-from kvbench.memory.view import StoreView
+from kvbench.memory.view import Counted, StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
 from kvbench.spans import Spans
 
@@ -84,9 +84,8 @@ class Settings:
         the tokenizer's, for methods that need prefixes.
     output
         see `kvbench.method.Context`.
-    captures
-        on a GPU a step is captured and repeated by it, where that can be (`CapturedStep`); False:
-        never.
+    cuda_graphs
+        a GPU repeats steps by itself, see `CapturedStep`; False: each is run as ever.
     """
 
     attention: str = "auto"
@@ -101,7 +100,7 @@ class Settings:
     head_scores: HeadScores | None = None
     template: Template | None = None
     output: Callable[[int], Tensor] | None = None
-    captures: bool = True
+    cuda_graphs: bool = True
 
     def positions(self, shape: Shape, method: Method) -> CachePositions | None:
         """Where a method's keys stand, if not where they stood in the text."""
@@ -178,6 +177,7 @@ class Engine:
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
         self.captured: CapturedStep | None = None  # made by the first `run` of one that can be
+        self._whole = False  # a captured step is one graph
         self._repeats: Repeats | None = None  # see `note_repeats`
         self._has_sinks = False
         try:
@@ -264,6 +264,28 @@ class Engine:
         valid
             queries and keys were checked before.
         """
+        parts = layer, query, key, value, sinks, valid
+        if self.captured is None or self._whole:
+            return self._attend(*parts)
+        return self.captured.outside(partial(self._attend_copies, *parts))
+
+    def _attend_copies(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *more: Any
+    ) -> Tensor:
+        """As `_attend`; a method may keep what it is shown, and a graph fills its tensors anew in
+        each step.
+        """
+        return self._attend(layer, query.clone(), key.clone(), value.clone(), *more)
+
+    def _attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        valid: bool,
+    ) -> Tensor:
         self.spans.on(query.device)
         with computing_on(query.device):
             if query.shape[2] == 1:
@@ -291,35 +313,41 @@ class Engine:
             self.captured = CapturedStep(self, self.shape.device)
         if self.captured is None:
             return forward(*uploaded(inputs, self.shape.device))
+        self._whole = self._needs_no_host()
         logits = self.captured(inputs, forward, count)
-        self._end_step()
+        if self._whole:
+            self._end_step()
         return logits
 
     def _can_be_captured(self) -> bool:
-        shape, method = self.shape, self.method
-        how = self._how
-        if not how.captures or shape.device.type != "cuda":
+        shape = self.shape
+        # a model's windows move in memory with each token, and a graph is of one device
+        return (
+            self._how.cuda_graphs
+            and shape.device.type == "cuda"
+            and not shape.elsewhere
+            and not shape.windows
+        )
+
+    def _needs_no_host(self) -> bool:
+        """Whether the host has no part in what layers select and attend."""
+        if self._how.kv.grouped or self._positions or self.probe or self._has_sinks:
             return False
-        # all on one device, and nothing that is worked out on the host
-        if shape.elsewhere or shape.windows or how.kv.grouped or self._positions or self.probe:
+        if any(store.host is not None for store in self.stores.values()):
             return False
-        return method.at_rest or not method.needs.host_step
+        return self.method.at_rest or not self.method.needs.host_step
 
     def layout(self) -> object:
-        """Where all is that a captured step reads and writes; None: not only on the device."""
+        """Where all is that a captured step reads and writes; None: the next step moves it."""
+        if not self._whole:
+            return ()
         layouts = [store.layout for store in self.stores.values()]
-        if None in layouts or self._has_sinks:
-            return None
-        return layouts, None if self.method.at_rest else self.method.layout
+        method = () if self.method.at_rest else self.method.layout
+        return None if None in layouts or method is None else (layouts, method)
 
     def note_repeats(self, repeats: Repeats | None) -> None:
         """Note in `repeats` what is counted in the step that follows; None: no longer."""
         self._repeats = self.view.repeats = repeats
-
-    def advance(self) -> None:
-        """Count a token of every row that the device has stored by itself."""
-        for store in self.stores.values():
-            store.advance()
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -468,6 +496,8 @@ class Engine:
         self._has_sinks = sinks is not None
         with spans("attention"):
             store.append(key, value)
+            if self._repeats is not None:
+                self._repeats.append(Counted(store.advance, partial(store.advance, -1)))
             if layer not in self._sparse:
                 everything = with_sinks(None, store, sinks, key)
                 return self._end_layer(
@@ -490,7 +520,8 @@ class Engine:
         noted = layer, selection, store.device.numbers
         self.audit.attended(*noted)
         if self._repeats is not None:
-            self._repeats.append(partial(self.audit.attended, *noted))
+            again = partial(self.audit.attended, *noted)
+            self._repeats.append(Counted(again, self.audit.undo_attended))
         if self.probe is not None:
             self.probe.step(
                 layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks
@@ -506,7 +537,7 @@ class Engine:
         return self._end_layer(layer, out)
 
     def _end_layer(self, layer: int, out: Tensor) -> Tensor:
-        if layer == self._last and self.captured is None:
+        if layer == self._last and not self._whole:
             self._end_step()
         return out
 
@@ -530,7 +561,7 @@ class Engine:
     def release(self) -> None:
         """Let go of all keys and values, when nothing more is to be generated."""
         self.stores.clear()
-        self.windowed, self.captured = {}, None
+        self.windowed, self.captured, self._whole = {}, None, False
 
     def allocated_bytes(self) -> int:
         """Bytes that keys and values of all layers take on the device."""

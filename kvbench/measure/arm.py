@@ -57,6 +57,7 @@ class Setup:
             seed=self.config.seed,
             samples=samples,
             probe_every=self.config.probe.every,
+            cuda_graphs=self.config.cuda_graphs,
             head_scores=None if self.calibration is None else self.calibration.scores,
         )
 

@@ -544,10 +544,11 @@ class DeviceTier(Slotted):
         self._put(lengths, key, value)
         self.longest, self.total = self.longest + 1, self.total + self.numbers.size
 
-    def advance(self) -> None:
-        """Count a token of every row that the device has stored by itself."""
-        self.numbers += 1
-        self.longest, self.total = self.longest + 1, self.total + self.numbers.size
+    def advance(self, tokens: int) -> None:
+        """Count tokens, see `LayerStore.advance`."""
+        self.numbers += tokens
+        self.longest += tokens
+        self.total += tokens * self.numbers.size
 
     def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the slots after the used ones, and count them."""

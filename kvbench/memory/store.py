@@ -123,16 +123,16 @@ class Tiers:
 
     @property
     def layout(self) -> int | None:
-        """Changes whenever slots have moved in memory; None: the next token moves them, or some are
-        the host's.
-        """
+        """Changes whenever slots have moved in memory; None: the next token moves them."""
         full = self.device.longest == self.device.reserved
-        return None if full or self.host is not None else self.device.layout
+        return None if full else self.device.layout
 
-    def advance(self) -> None:
-        """Count a token of every row that the device has stored by itself."""
-        self.lengths = [length + 1 for length in self.lengths]
-        self.device.advance()
+    def advance(self, tokens: int = 1) -> None:
+        """Count tokens of every row that the device has stored by itself; fewer than none: which it
+        has not stored.
+        """
+        self.lengths = [length + tokens for length in self.lengths]
+        self.device.advance(tokens)
 
     @property
     def _staged(self) -> Staged | None:

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from kvbench.memory.store import LayerStore
 from kvbench.method import View
+
+
+class Counted(NamedTuple):
+    """What the host counts of a step that a device makes by itself.
+
+    Attributes
+    ----------
+    again
+        counts it once more.
+    undo
+        takes it back.
+    """
+
+    again: Callable[[], object]
+    undo: Callable[[], object]
 
 
 class StoreView(View):
@@ -28,7 +44,7 @@ class StoreView(View):
         nowhere.
     """
 
-    repeats: list[Callable[[], object]] | None = None
+    repeats: list[Counted] | None = None
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
         self._stores, self._metered = stores, read
@@ -152,12 +168,13 @@ class StoreView(View):
             read = store.read(ids)[which]
             self._metered(int((ids >= 0).sum()) * store.sizes[which])
             return read
-        read, meter = store.read(None)[which], partial(self._meter_all, store, which)
-        meter()
+        read = store.read(None)[which]
+        self._meter_all(store, which)
         if self.repeats is not None:
-            self.repeats.append(meter)
+            undo = partial(self._meter_all, store, which, -1)
+            self.repeats.append(Counted(partial(self._meter_all, store, which), undo))
         return read
 
-    def _meter_all(self, store: LayerStore, which: int) -> None:
+    def _meter_all(self, store: LayerStore, which: int, times: int = 1) -> None:
         longest = store.device.longest if store.home == "device" else max(store.lengths)
-        self._metered(longest * store.device.numbers.size * store.sizes[which])
+        self._metered(times * longest * store.device.numbers.size * store.sizes[which])

@@ -44,6 +44,7 @@ NOT_IDENTITY = {
     "sweep",
     "smoke",
     "memory_check",
+    "cuda_graphs",
     "model",
     "device",
     "dtype",

@@ -66,7 +66,7 @@ class Interval(Scorer):
     @property
     def layout(self) -> object:
         """All is attended in place, and cuts come after a step."""
-        return None
+        return ()
 
     def recent(self, capacity: int) -> int:
         """Last tokens that stay whatever their scores."""

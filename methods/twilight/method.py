@@ -121,8 +121,9 @@ class Twilight(Method):
     def layout(self) -> object:
         """The proposer's, and keys that there is memory for."""
         layer = self.shape.sparse_layers[0]
-        room = self.coded[layer].codes.shape[2]
-        return object() if max(self.view.lengths(layer)) >= room else (self.proposer.layout, room)
+        room, proposed = self.coded[layer].codes.shape[2], self.proposer.layout
+        full = max(self.view.lengths(layer)) >= room
+        return None if full or proposed is None else (proposed, room)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What the selector proposes, pruned."""

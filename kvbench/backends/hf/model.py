@@ -267,7 +267,7 @@ def engine_for(
         )
     rotary.refuse_recomputed(model, lengths, settings.get("new_tokens") or 0)
     if rotary.stretches(model):  # its angles are another number of the host's in every step
-        settings["captures"] = False
+        settings["cuda_graphs"] = False
     if method.needs.token_text:
         settings["pieces"] = vocabulary_text(tokenizer)
     if method.needs.head_scores and settings.get("head_scores") is None:

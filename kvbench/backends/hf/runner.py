@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf import rotary
-from kvbench.backends.hf.hooks import Call, CountingCache, WindowedLayer, windowed_layers
+from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer, WindowedLayer, windowed_layers
 from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.engine.engine import Engine, LayerMemory
@@ -38,6 +38,12 @@ class EngineCache(CountingCache):
         `Engine.attend`.
         """
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
+
+    def recount(self, columns: int) -> None:
+        """Every layer without a window has counted so many columns, whatever a pass has added."""
+        for layer in self.layers:
+            if isinstance(layer, CountingLayer):
+                layer.counted = columns
 
 
 def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
@@ -95,7 +101,12 @@ class ModelRunner:
         cache = EngineCache(rows)
 
         def forward(ids: Tensor, positions: Tensor) -> Tensor:
-            return self._forward(cache, ids, positions)[:, -1]
+            columns = cache.columns
+            try:
+                return self._forward(cache, ids, positions)[:, -1]
+            except RuntimeError:  # of a step that cannot be captured, which is made again
+                cache.recount(columns)
+                raise
 
         return DecodePasses(rows, forward, cache.count)
 
