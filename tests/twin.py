@@ -60,6 +60,8 @@ SYNCING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "isin", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive"),
 }
+# Calls that give a number of Python.
+NUMBERS = ("item", "__bool__", "__int__", "__float__", "__index__", "__format__")
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 # Calls that use of the other tensor its shape or kind only, and calls for which one of 0 dimensions is no scalar.
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "is_same_size", "_has_compatible_shallow_copy_type"}
@@ -382,6 +384,9 @@ def _check_index(cuda: Twin, tensor: torch.Tensor, index: Any) -> None:
     if on_device(tensor):
         parts = index if isinstance(index, tuple) else (index,)
         lists = any(hasattr(part, "__len__") and not isinstance(part, torch.Tensor) for part in parts)
+        edges = [edge for part in parts if isinstance(part, slice) for edge in (part.start, part.stop, part.step)]
+        for edge in filter(on_device, _tensors(edges) if torch.is_inference_mode_enabled() else []):
+            cuda.sync("slice", cuda.stream(device_of(edge)).clock)
         if lists or any(map(on_host, indices)):
             cuda.sync("indexing from the host", cuda.stream(device_of(tensor)).clock)
     elif any(map(on_device, indices)):
@@ -406,6 +411,14 @@ def _numpy(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: An
     if on_device(tensor):
         raise TypeError(f"can't convert {device_of(tensor)} device type tensor to numpy. Use Tensor.cpu() first.")
     return func(tensor, *args, **kwargs)
+
+
+def _number(cuda: Twin, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+    """Of one element; in inference mode no operation is dispatched for it."""
+    if on_device(tensor):
+        tensor.untyped_storage().twin.use(write=False)
+        cuda.sync(func.__name__.strip("_"), cuda.stream(device_of(tensor)).clock)
+    return func(tensor, *args)
 
 
 def _tolist(cuda: Twin, func: Any, tensor: torch.Tensor) -> Any:
@@ -441,6 +454,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
     torch.Tensor.tolist: _tolist,
+    **dict.fromkeys((getattr(torch.Tensor, name) for name in NUMBERS), _number),
     torch.Tensor.__getitem__: _getitem,
     **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.Tensor.index_put), _setitem),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor), _from_data),

@@ -27,6 +27,7 @@ SILENT = {
 def refuse_capture(what: str) -> None:
     """Refuse what CUDA refuses while a stream is captured."""
     if capturing:
+        capturing[-1].refused = True
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
 
@@ -55,18 +56,31 @@ class Graph:
     Attributes:
         nodes: of each operation the function, its arguments, and the new tensors that it gave.
         inside_kernel: how many functions that stand for a kernel run now.
+        refused: an operation was not permitted.
+        overwritten: tensors, each with what it held before an operation wrote to it.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.nodes: list[tuple[Callable[..., Any], Any, dict[str, Any], list[torch.Tensor]]] = []
         self.inside_kernel = 0
+        self.refused = False
+        self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fresh: bool | None = None  # captured, and not yet replayed: the twin has run it already
 
     def pool(self) -> object:
         return self
 
     def end(self) -> None:
+        if self.refused:
+            raise RuntimeError("operation failed due to a previous error during capture")
         self._fresh = True
+        self.overwritten.clear()
+
+    def undo(self) -> None:
+        """The capture has failed, and the device has done nothing."""
+        with torch._C.DisableTorchFunction(), torch.inference_mode(), torch._C._DisableTorchDispatch():
+            for tensor, before in reversed(self.overwritten):
+                tensor.copy_(before)
 
     def replay(self) -> None:
         assert self._fresh is not None and not capturing, "a graph is replayed after its capture"
@@ -93,6 +107,10 @@ class _Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            named = zip(func._schema.arguments, args, strict=False)
+            written = [value for argument, value in named if argument.alias_info and argument.alias_info.is_write]
+            self.graph.overwritten += [(tensor, tensor.clone()) for tensor in _tensors(written)]
         out = func(*args, **kwargs)
         if self.graph.inside_kernel or func._opname in SILENT:
             return out
@@ -118,6 +136,8 @@ def graph(
             yield
     finally:
         capturing.pop()
+        if cuda_graph.refused:
+            cuda_graph.undo()
     cuda_graph.end()
 
 
