@@ -484,12 +484,17 @@ class Selection:
         read, and where these are the last ones nothing need stand for them.
     extra
         synthetic entries in the same softmax, or None.
+    sinks
+        with `Needs.positions` "cache": newest first each list has recent tokens without a gap, and
+        last the tokens before `sinks`; then nothing waits for an index on the device. None: the
+        host looks where gaps are.
     """
 
     index: torch.Tensor
     log_weight: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     extra: Extra | None = None
+    sinks: int | None = None
 
 
 class View(Protocol):

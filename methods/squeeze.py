@@ -21,7 +21,6 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Selection, Shape, View
-from methods.blocks.recent import sinks_and_recent
 from methods.streaming_llm import StreamingLLM
 
 CLASSES = 3
@@ -58,15 +57,12 @@ class SqueezeAttention(StreamingLLM):
             raise ValueError(f"base={self.base}: streaming_llm or window")
         if self.base == "window":
             self.sinks = 0
-        # at the positions of the text nothing of a step is worked out on the host
-        in_cache = self.positions == "cache"
-        self.needs = Needs(layer_similarity=True, positions=self.positions, host_step=in_cache)
+        self.needs = Needs(layer_similarity=True, positions=self.positions, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No layer has its share yet."""
         super().begin(shape, budget, view, context)
         self.squeezed = 0.0
-        self.counts_on: dict[int, torch.Tensor] = {}  # `counts` of layers on a GPU
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Nothing is dropped before all layers have their shares."""
@@ -80,25 +76,16 @@ class SqueezeAttention(StreamingLLM):
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
         for layer, *shares in zip(self.shape.sparse_layers, *rows, strict=True):
-            self.counts[layer] = torch.tensor(shares)[:, None]
-            if not self.needs.host_step and self.shape.device.type == "cuda":
-                self.counts_on[layer] = self.counts[layer].to(self.shape.device_of(layer))
+            self._share(layer, shares)
 
     def end_prefill(self) -> None:
         """Drop what no layer's share holds."""
         for layer in self.shape.sparse_layers:
             self._drop(layer)
 
-    def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, 1, M], on a GPU in lists that are as long in every step."""
-        if layer not in self.counts_on:
-            return super()._attended(layer)
-        most = int(self.counts[layer].max())
-        return sinks_and_recent(self.view.seen(layer), self.counts_on[layer], self.sinks, most)
-
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, newest first, and the sinks."""
-        return Selection(self._attended(layer))
+        return Selection(self._attended(layer), sinks=self.sinks)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The layer's share, of rows with such a prompt the largest."""

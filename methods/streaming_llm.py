@@ -7,6 +7,7 @@ others are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,16 +42,25 @@ class StreamingLLM(Method):
     def __post_init__(self) -> None:
         if self.positions not in ("cache", "original"):
             raise ValueError(f"positions={self.positions}: cache or original")
-        self.needs = Needs(positions=self.positions)
+        self.needs = Needs(positions=self.positions, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note the budget of each row."""
         super().begin(shape, budget, view, context)
-        # of each layer, the tokens that each row attends at most, [B, 1]
-        capacities = torch.tensor(self.capacities)[:, None]
-        self.counts = dict.fromkeys(shape.sparse_layers, capacities)
+        # of each layer, the tokens that each row attends at most, [B, 1], and the same on a GPU
+        self.counts: dict[int, torch.Tensor] = {}
+        self.counts_on: dict[int, torch.Tensor] = {}
+        for layer in shape.sparse_layers:
+            self._share(layer, self.capacities)
         self.steps = 0
-        self.window: Selection | None = None  # of this step, the same in every layer
+        # of this step on each device, the same in every layer
+        self.windows: dict[torch.device, Selection] = {}
+
+    def _share(self, layer: int, counts: Sequence[int]) -> None:
+        """A layer attends so many tokens of each row at most."""
+        self.counts[layer] = torch.tensor(counts)[:, None]
+        if self.shape.device.type == "cuda":
+            self.counts_on[layer] = self.counts[layer].to(self.shape.device_of(layer))
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop all of the prompt but sinks and window."""
@@ -58,16 +68,19 @@ class StreamingLLM(Method):
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, active: torch.Tensor) -> None:
         """The window moves on."""
-        self.window = None
+        self.windows = {}
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The window, newest first, and the sinks."""
-        self.window = self.window or Selection(self._attended(layer))
-        return self.window
+        if query.device not in self.windows:
+            self.windows[query.device] = Selection(self._attended(layer), sinks=self.sinks)
+        return self.windows[query.device]
 
     def end_step(self) -> None:
         """Now and then drop what has left the window; between two drops it is not attended."""
         self.steps += 1
+        if self.counts_on:  # a graph has those of the next steps
+            self.windows = {}
         if self.steps % DROP_EVERY == 0:
             for layer in self.shape.sparse_layers:
                 self._drop(layer)
@@ -78,7 +91,12 @@ class StreamingLLM(Method):
             self.view.keep(layer, self._attended(layer), DROP_EVERY)
 
     def _attended(self, layer: int) -> torch.Tensor:
-        """Token ids [B, 1, M] on the CPU: the newest first, the sinks last."""
+        """Token ids [B, 1, M], the newest first, the sinks last; on a GPU in lists that are as long
+        in every step.
+        """
+        if layer in self.counts_on:
+            most = int(self.counts[layer].max())
+            return sinks_and_recent(self.view.seen(layer), self.counts_on[layer], self.sinks, most)
         lengths, counts = self.view.lengths(layer), self.counts[layer]
         most = max(map(min, lengths, counts[:, 0].tolist()))
         return sinks_and_recent(torch.tensor(lengths), counts, self.sinks, most)

@@ -38,8 +38,6 @@ HOST = {
     "icecache_code": SEARCH,
     "icecache_plus": SEARCH,
     "icecache_reuse": SEARCH,
-    "lychee": TEXT,
-    "lychee_plus": TEXT,
     "magicpig": SEARCH,
     "omnikv": "some layers' tokens live on the host",
     "pariskv": "its tokens live on the host, which each new one is copied to",
@@ -53,12 +51,8 @@ HOST = {
     "racc_paper": "what has left the device is searched by the host",
     "shadowkv": "its values live on the host",
     "snapkv_racc": "what has left the device is searched by the host",
-    "streaming_llm": "keys are turned to places in the selection, which the host works out",
 }
-# With these options one that has none needs the host, too.
-CAPTURED = [
-    case for case in METHODS if case.name not in HOST and case.file is None and case.options.get("positions") != "cache"
-]
+CAPTURED = [case for case in METHODS if case.name not in HOST and case.file is None]
 IN_PIECES = [next(case for case in METHODS if case.name == name) for name in HOST]
 QUICK = {"icecache", "clusterkv"}  # a search in other threads, and a method that keeps the keys that it is shown
 LONGER = {"twilight_quest-calibrated": (260, 230)}  # proposes more tokens than there are otherwise
@@ -165,7 +159,7 @@ def test_a_capture_that_the_driver_refuses_leaves_eager_steps(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["snapkv_decode", "lychee"])
+@pytest.mark.parametrize("name", ["snapkv_decode", "clusterkv"])
 def test_parts_of_a_repeated_step_have_their_times(above: Loaded, name: str) -> None:
     case = CASES.get(name) or next(case for case in METHODS if case.name == name)
     spent = outcome(above, case, True, 6).breakdown
@@ -197,10 +191,10 @@ def test_tokens_of_a_question_are_steps_too(above: Loaded) -> None:
 
 def test_presets_that_need_the_host_are_listed_with_what_for() -> None:
     assert HOST.keys() <= set(choices("method"))
-    assert len(choices("method")) - len(HOST) == 36
+    assert len(choices("method")) - len(HOST) == 39
     for name in HOST:
         method = CASES[name].build()
-        assert method.needs.host_step or method.needs.home != "device" or method.needs.positions == "cache", name
+        assert method.needs.host_step or method.needs.home != "device", name
 
 
 def test_a_cpu_repeats_nothing(tiny: Loaded) -> None:

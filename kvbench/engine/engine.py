@@ -331,7 +331,7 @@ class Engine:
 
     def _needs_no_host(self) -> bool:
         """Whether the host has no part in what layers select and attend."""
-        if self._how.kv.grouped or self._positions or self.probe or self._has_sinks:
+        if self._how.kv.grouped or self.probe or self._has_sinks:
             return False
         if any(store.host is not None for store in self.stores.values()):
             return False

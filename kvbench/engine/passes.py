@@ -69,7 +69,11 @@ class EngineGroup:
             self._ask(index, self._engines[index].start_step, row_tokens, row_active)
 
     def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
-        """Logits of the decode step that was started, see `Engine.run`; none is captured."""
+        """Logits of the decode step that was started, see `Engine.run`.
+
+        None is captured: sequences join and leave, and each time all graphs would be captured
+        anew, to save the model's launches alone, where every engine launches its own.
+        """
         return forward(*uploaded(inputs, self.shape.device))
 
     def attend(

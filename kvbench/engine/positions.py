@@ -152,10 +152,9 @@ class CachePositions:
     def __call__(self, selection: Selection, store: LayerStore, device: torch.device) -> Selection:
         """The selection with its keys at those positions, on the device of the layer."""
         if selection.index is not self._index or self._where != (device, store.lengths):
-            before, self._separated = (
-                self._separated,
-                self._separate(selection.index, store, device),
-            )
+            on_device = selection.index.is_cuda and selection.sinks is not None
+            separate = self._separate_sinks if on_device else self._separate
+            before, self._separated = self._separated, separate(selection, store, device)
             self._index, self._where = selection.index, (device, store.lengths)
             self._turned = {}
             if (
@@ -208,13 +207,36 @@ class CachePositions:
             past, self._from_to(ids.clamp(min=0), store.seen[:, None, None] - count + place)
         )
 
+    def _separate_sinks(
+        self, selection: Selection, store: LayerStore, device: torch.device
+    ) -> Separated | None:
+        """As `_separate`, of a selection on a GPU that says which tokens are sinks; nothing waits.
+
+        Where there is no gap yet they are without weight.
+        """
+        index, sinks = selection.index, selection.sinks
+        if not sinks:
+            return None
+        count = (index >= 0).sum(dim=2, keepdim=True)
+        gap, old = store.seen[:, None, None] - count, torch.arange(sinks, device=device)
+        old = old.expand(*index.shape[:2], sinks)
+        weight = torch.where(gap > 0, 0.0, -torch.inf).expand(old.shape)
+        of_queries = self._shape.query_heads // index.shape[1]
+        entries, weight = (
+            part.repeat_interleave(of_queries, dim=1) for part in (count - 1 - old, weight)
+        )
+        others = torch.where((index < sinks) & (gap > 0), -1, index)
+        ids = torch.arange(sinks).expand(old.shape)
+        return Separated(ids, self._from_to(old, old + gap), others, entries, weight)
+
     def _separate(
-        self, index: torch.Tensor, store: LayerStore, device: torch.device
+        self, selection: Selection, store: LayerStore, device: torch.device
     ) -> Separated | None:
         """What a gap parts from the query, of a selection [B, L, M]; None: nothing.
 
         Waits for a selection on a GPU.
         """
+        index = selection.index
         if index.shape[1] not in (1, self._shape.kv_heads):
             raise ValueError(
                 'positions="cache" needs one selection per KV head: its keys are rotated once'

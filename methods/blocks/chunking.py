@@ -256,6 +256,8 @@ class Text:
         all chunks so far.
     end
         where the last one ends and the rest begins.
+    most
+        tokens of the rest at most.
     cut
         tokens of each chunk that the newest token has pushed out of the rest.
     short
@@ -273,7 +275,7 @@ class Text:
         packing: Packing = "chunk",
     ) -> None:
         self._cutter, self._packing = cutter, packing
-        self._most = rest
+        self.most = rest
         bounds = first + cutter.bounds(ids[first:], 0 if whole_prompt else rest)
         self.chunks, self.end = Chunks(bounds.to(device)), int(bounds[-1])
         self.cut: list[int] = []
@@ -288,7 +290,7 @@ class Text:
     def append(self, token: int) -> None:
         """Read the next token."""
         self._rest.append(token)
-        self.cut = self._pushed_out() if len(self._rest) > self._most else []
+        self.cut = self._pushed_out() if len(self._rest) > self.most else []
         for length in self.cut:
             self.end += length
             self.chunks = self.chunks.extended(self.end)

@@ -161,7 +161,8 @@ class ClusterIndex:
         rank = torch.arange(order.shape[2], device=order.device)
         searched = (rank < search.units) | (unit_tokens.cumsum(dim=2) - unit_tokens < 2 * room)
         sizes = _pick(self.unit_starts.diff(dim=1), order).masked_fill(~searched, 0)
-        clusters, _ = entries(_pick(self.unit_starts, order), sizes)
+        # as many as there are at most: nothing waits for a GPU
+        clusters, _ = entries(_pick(self.unit_starts, order), sizes, self.centroids.shape[1])
 
         at = clusters.clamp(min=0)
         score = _products(self.centroids, at, queries) + slack * _pick(self.radii, at)
@@ -169,7 +170,7 @@ class ClusterIndex:
         score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
         score, order = score.topk(min(search.most(room), score.shape[2]), dim=2)
         sizes = sizes.gather(2, order).masked_fill(score == -torch.inf, 0)
-        indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes)
+        indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes, self.count)
         chunks = _pick(self.members, indexes.clamp(min=0)).long()
         if self.codes is not None:
             order = _products(self.codes, chunks, queries).argsort(dim=2, descending=True)

@@ -58,10 +58,18 @@ class RowRegions:
         """The tokens always attended: buffer, newest first, and sinks; of a row that is not sparse
         all.
         """
-        device = self.text.chunks.bounds.device
-        first = self.text.end if self.sparse else self.sinks
-        newest = torch.arange(self.text.length - 1, first - 1, -1, device=device)
-        return torch.cat([newest, torch.arange(self.sinks, device=device)])
+        newest = torch.arange(self.text.length - 1, self.first - 1, -1)
+        return torch.cat([newest, torch.arange(self.sinks)])
+
+    @property
+    def first(self) -> int:
+        """The oldest of the newest tokens, which are always attended."""
+        return self.text.end if self.sparse else self.sinks
+
+    @property
+    def most_new(self) -> int:
+        """Tokens that can be the newest ones, until some of them become chunks."""
+        return self.text.most if self.sparse else max(self.capacity, self.room + self.text.most)
 
 
 class Split(NamedTuple):
@@ -112,7 +120,7 @@ class LycheeCluster(Method):
 
     def __init__(self, options: LycheeOptions) -> None:
         self.options = options
-        self.needs = Needs(token_text=options.chunking == "structure")
+        self.needs = Needs(token_text=options.chunking == "structure", host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is cut or indexed yet."""
@@ -122,7 +130,10 @@ class LycheeCluster(Method):
         options = self.options
         self.cutter = cutter(options.chunking, options.min_chunk, options.max_chunk, context.pieces)
         self.rows: list[RowRegions] = []
-        self.fixed: list[torch.Tensor] = []  # of each row, the same in all layers of a step
+        # of each row, the same in all layers of a step
+        self.fixed: list[torch.Tensor] = []
+        self.newest: dict[torch.device, list[torch.Tensor]] = {}  # on a GPU, without the sinks
+        self.counting: dict[torch.device, torch.Tensor] = {}  # 0, 1, 2, ...
         self.indexes: dict[int, list[ClusterIndex | None]] = {}
 
     def _split(self, capacity: int) -> Split:
@@ -185,7 +196,21 @@ class LycheeCluster(Method):
         """Read the new tokens; a full buffer, or its oldest tokens, become chunks."""
         for row, token in zip(self.rows, tokens.tolist(), strict=bool(self.rows)):
             row.text.append(token)
-        self.fixed = [row.fixed() for row in self.rows]
+        if self.shape.device.type == "cpu":
+            self.fixed = [row.fixed() for row in self.rows]
+
+    def end_step(self) -> None:
+        """Forget what was the same in all layers of the step."""
+        self.newest = {}
+
+    @property
+    def layout(self) -> object:
+        """How much of each text is in chunks; None: that changes now."""
+        indexes = self.indexes[self.shape.sparse_layers[0]]
+        rows = [*zip(self.rows, indexes, strict=True)]
+        if any(row.text.cut or (row.sparse and index is None) for row, index in rows):
+            return None
+        return [(row.text.end, row.sparse) for row in self.rows]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Index a row that has become sparse; graft the chunks that have left the buffer, oldest
@@ -215,12 +240,33 @@ class LycheeCluster(Method):
             return Selection(self._compiled(layer, grouped.numpy(), heads))
         lists = []
         for row, index in enumerate(self.indexes[layer]):
-            tokens = self.fixed[row].to(query.device, non_blocking=True).expand(heads, -1)
+            parts = [tokens.expand(heads, -1) for tokens in self._fixed(layer, row, query)]
             if index is not None:
-                best = self._best(self.rows[row], index, grouped[row])
-                tokens = torch.cat([tokens, best], dim=1)
-            lists.append(tokens)
+                parts.append(self._best(self.rows[row], index, grouped[row]))
+            lists.append(torch.cat(parts, dim=1))
         return Selection(stacked(lists))
+
+    def _fixed(self, layer: int, row: int, query: torch.Tensor) -> list[torch.Tensor]:
+        """`RowRegions.fixed` in parts, on a GPU in lists that are as long in every step until some
+        of the tokens become chunks.
+        """
+        device = query.device
+        if device.type == "cpu":
+            return [self.fixed[row]]
+        most = max(max(each.most_new, each.sinks) for each in self.rows)
+        if device not in self.counting or len(self.counting[device]) < most:
+            self.counting[device] = torch.arange(most, device=device)
+        if device not in self.newest:
+            self.newest[device] = [
+                self._newest(each, seen)
+                for each, seen in zip(self.rows, self.view.seen(layer), strict=True)
+            ]
+        return [self.newest[device][row], self.counting[device][: self.rows[row].sinks]]
+
+    def _newest(self, row: RowRegions, seen: torch.Tensor) -> torch.Tensor:
+        """The newest tokens of a row on a GPU that has seen so many, trailing -1."""
+        ids = seen - 1 - self.counting[seen.device][: row.most_new]
+        return ids.masked_fill(ids < row.first, -1)
 
     def _compiled(self, layer: int, grouped: NDArray[np.float32], heads: int) -> torch.Tensor:
         """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G,

@@ -44,7 +44,8 @@ class KVCache(WatchedCache):
     The first forward pass is the prompt (left padding allowed) and is dense; a later one of a
     single token is a decode step. One of several tokens is a later turn of the conversation:
     `generate`, given the whole conversation and the same cache again, passes what the cache has not
-    read. All rows of a batch take a turn of one length.
+    read. All rows of a batch take a turn of one length. No step is a CUDA graph, on a GPU either:
+    `generate` calls the model itself, of which a graph would be all.
 
     Parameters
     ----------
