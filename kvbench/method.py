@@ -485,9 +485,8 @@ class Selection:
     extra
         synthetic entries in the same softmax, or None.
     sinks
-        with `Needs.positions` "cache": newest first each list has recent tokens without a gap, and
-        last the tokens before `sinks`; then nothing waits for an index on the device. None: the
-        host looks where gaps are.
+        with `Needs.positions` "cache" each list has recent tokens without a gap, newest first, and
+        then the tokens before this one; nothing waits for an index on the device. None: unknown.
     """
 
     index: torch.Tensor

@@ -27,7 +27,6 @@ from methods.blocks.pages import (
     compile_kernels,
     stacked_pages,
     take_in,
-    take_in_on_device,
     upper_bound,
 )
 from methods.blocks.ragged import entries, stacked
@@ -88,7 +87,7 @@ class Quest(Method):
         low, high = zip(*rows, strict=True)
         least = 0
         if prompt.keys.is_cuda:  # all there will be, where that is known, in the same memory
-            least = self._pages(max(prompt.lengths) + (self.context.new_tokens or 0)) + 1
+            least = self._most_pages(max(prompt.lengths) + (self.context.new_tokens or 0))
         self.low[layer] = stacked_pages(low, torch.inf, least)
         self.high[layer] = stacked_pages(high, -torch.inf, least)
 
@@ -96,20 +95,14 @@ class Quest(Method):
         """Widen the bounds of each row's last page by the new key, which may be the first of its
         page.
         """
-        counts = self._counts(layer)
-        if not self.needs.host_step and key.is_cuda:
-            return self._append_on_device(layer, key)
-        if max(counts) > self.low[layer].shape[2]:
-            self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
-            self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
-        take_in(key, self.low[layer], self.high[layer], [count - 1 for count in counts])
-
-    def _append_on_device(self, layer: int, key: torch.Tensor) -> None:
         if self._grows(layer):
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
-        page = (self.view.seen(layer) - 1) // self.page_size
-        take_in_on_device(key, self.low[layer], self.high[layer], page)
+        take_in(key, self.low[layer], self.high[layer], self._last_page(layer))
+
+    def _last_page(self, layer: int) -> torch.Tensor:
+        """The page of each row's newest token, [B]."""
+        return (self.view.seen(layer) - 1) // self.page_size
 
     def crop(self, layer: int) -> None:
         """Sum up each row's last page anew; those after it are empty."""
@@ -138,6 +131,10 @@ class Quest(Method):
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
+    def _most_pages(self, tokens: int) -> int:
+        """Pages to make room for, of so many tokens."""
+        return self._pages(tokens) + 1
+
     # -- selection ---------------------------------------------------------------------------------
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
@@ -151,27 +148,21 @@ class Quest(Method):
             rows = np.array([*zip(counts, most, rooms, strict=True)])
             edges = self._edges(lengths)
             return Selection(best_tokens(query, low, high, edges, rows, mean, self.budget.unified))
-        if not self.needs.host_step:
-            return Selection(self._selected_on_device(layer, query, rooms))
-        scores = upper_bound(query, low[:, :, : max(counts)], high[:, :, : max(counts)])
-        scores = scores.mean(dim=2) if mean else scores.flatten(1, 2)
-        tokens = [
-            self._tokens(row, rooms[row], lengths[row], scores[row, :, :count])
-            for row, count in enumerate(counts)
-        ]
-        return Selection(stacked(tokens))
+        return Selection(self._selected(layer, query, rooms))
 
-    def _selected_on_device(
-        self, layer: int, query: torch.Tensor, rooms: Sequence[int]
-    ) -> torch.Tensor:
-        """The same with as many pages in every step; those to come score -inf."""
+    def _selected(self, layer: int, query: torch.Tensor, rooms: Sequence[int]) -> torch.Tensor:
+        """The same by torch, with as many pages in every step; those to come score -inf."""
         low, seen = self.low[layer], self.view.seen(layer)
-        first = torch.arange(low.shape[2], device=low.device) * self.page_size
         score = upper_bound(query, low, self.high[layer])
         score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
-        score = score.masked_fill(first >= seen[:, None, None], -torch.inf)
+        score = score.masked_fill(self._to_come(layer, seen), -torch.inf)
         rows = enumerate(zip(rooms, seen, score, strict=True))
         return stacked([self._tokens(row, *parts) for row, parts in rows])
+
+    def _to_come(self, layer: int, seen: torch.Tensor) -> torch.Tensor:
+        """Which pages have no token yet, [B, 1, P], where rows have seen so many tokens [B]."""
+        first = torch.arange(self.low[layer].shape[2], device=seen.device) * self.page_size
+        return first >= seen[:, None, None]
 
     @property
     def layout(self) -> object:
@@ -197,17 +188,17 @@ class Quest(Method):
         return self._pages(room)
 
     def _tokens(
-        self, row: int, room: int, length: int | torch.Tensor, scores: torch.Tensor
+        self, row: int, room: int, length: torch.Tensor, scores: torch.Tensor
     ) -> torch.Tensor:
         """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its
-        pages; a length on the device for scores of pages to come, too.
+        pages and of those to come.
         """
         count = self._most(room)
         last = (length - 1) // self.page_size
         first = self._ranked(scores, count, last)[:, :count] * self.page_size
         return entries(first, (length - first).clamp(0, self.page_size), room)[0]
 
-    def _ranked(self, scores: torch.Tensor, count: int, last: int | torch.Tensor) -> torch.Tensor:
+    def _ranked(self, scores: torch.Tensor, count: int, last: torch.Tensor) -> torch.Tensor:
         """The `count` best pages of a row by their scores [H, P], best first: [H, count].
 
         Unified: the lists of a group joined, the last page first, [Hkv, P] with trailing -1.

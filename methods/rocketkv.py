@@ -23,7 +23,6 @@ from methods.blocks.pages import (
     compile_kernels,
     stacked_pages,
     take_in,
-    take_in_on_device,
 )
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import top_earliest
@@ -117,11 +116,10 @@ class RocketKV(Method):
         if max(last) >= self.low[layer].shape[2]:
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
+        page = torch.tensor(last)
         if key.is_cuda:
             page = (self._tokens_on_device(layer) - 1) // self.page_sizes[layer]
-            take_in_on_device(key, self.low[layer], self.high[layer], page)
-        else:
-            take_in(key, self.low[layer], self.high[layer], last)
+        take_in(key, self.low[layer], self.high[layer], page)
 
     def _last_pages(self, layer: int, more: int = 0) -> list[int]:
         """The page of each row's last token, when so many more have come."""

@@ -76,7 +76,7 @@ class SqueezeAttention(StreamingLLM):
             rows.append(shared_out(mean, self.p, len(cosines), least_changed))
             self.squeezed += len(least_changed) / len(self.shape.lengths)
         for layer, *shares in zip(self.shape.sparse_layers, *rows, strict=True):
-            self._share(layer, shares)
+            self._share(layer, torch.tensor(shares)[:, None])
 
     def end_prefill(self) -> None:
         """Drop what no layer's share holds."""

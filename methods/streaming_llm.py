@@ -7,7 +7,6 @@ others are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,15 +49,16 @@ class StreamingLLM(Method):
         # of each layer, the tokens that each row attends at most, [B, 1], and the same on a GPU
         self.counts: dict[int, torch.Tensor] = {}
         self.counts_on: dict[int, torch.Tensor] = {}
+        capacities = torch.tensor(self.capacities)[:, None]
         for layer in shape.sparse_layers:
-            self._share(layer, self.capacities)
+            self._share(layer, capacities)
         self.steps = 0
         # of this step on each device, the same in every layer
         self.windows: dict[torch.device, Selection] = {}
 
-    def _share(self, layer: int, counts: Sequence[int]) -> None:
-        """A layer attends so many tokens of each row at most."""
-        self.counts[layer] = torch.tensor(counts)[:, None]
+    def _share(self, layer: int, counts: torch.Tensor) -> None:
+        """A layer attends so many tokens of each row at most, [B, 1] on the CPU."""
+        self.counts[layer] = counts
         if self.shape.device.type == "cuda":
             self.counts_on[layer] = self.counts[layer].to(self.shape.device_of(layer))
 

@@ -203,7 +203,7 @@ def test_new_keys_widen_the_bounds_of_their_page_alone_and_a_missing_number_stay
     keys[1, 2, 3, 0] = torch.nan
     low, high = torch.full((2, 3, 5, 4), torch.inf, dtype=dtype), torch.full((2, 3, 5, 4), -torch.inf, dtype=dtype)
     for token in range(9):
-        take_in(keys[:, :, token : token + 1], low, high, [1, 3 + token // 8])
+        take_in(keys[:, :, token : token + 1], low, high, torch.tensor([1, 3 + token // 8]))
     for side, extreme in ((low, torch.Tensor.amin), (high, torch.Tensor.amax)):
         assert torch.equal(side[0, :, 1], extreme(keys[0], dim=1))
         torch.testing.assert_close(side[1, :, 3], extreme(keys[1, :, :8], dim=1), rtol=0, atol=0, equal_nan=True)

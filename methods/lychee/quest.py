@@ -5,17 +5,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
-from methods.blocks.chunking import Text, cutter, keys_of_row
+from methods.blocks.chunking import Chunks, Text, cutter, keys_of_row
 from methods.blocks.pages import bounds
 from methods.quest import Quest
+
+NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class StructureQuest(Quest):
@@ -24,7 +28,7 @@ class StructureQuest(Quest):
     As many pages are attended as fit into the tokens of Quest's. Arguments as of `Quest`.
     """
 
-    needs = Needs(token_text=True)
+    needs = Needs(token_text=True, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No text is cut yet."""
@@ -32,12 +36,13 @@ class StructureQuest(Quest):
         self.cutter = cutter("structure", -(-self.page_size // 2), self.page_size, context.pieces)
         # of each row; its chunks and, after them, its rest are the pages
         self.texts: list[Text] = []
+        self.tables: dict[torch.device, PageTable] = {}  # where the compiled code does not select
 
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         if not self.texts:  # the same in all layers
             ids = prompt.token_ids.cpu()
             self.texts = [
-                Text(ids[row, :length], self.cutter, self.page_size, self.shape.device)
+                Text(ids[row, :length], self.cutter, self.page_size, ids.device)
                 for row, length in enumerate(prompt.lengths)
             ]
             self._note_pages()
@@ -54,6 +59,10 @@ class StructureQuest(Quest):
         for text, token in zip(self.texts, tokens.tolist(), strict=bool(self.texts)):
             text.append(token)
         self._note_pages()
+        for row, text in enumerate(self.texts):
+            if text.cut:
+                for table in self.tables.values():
+                    table.add(row, len(text.chunks), text.end)
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Widen the last page's bounds; where a page was cut short and its last tokens begin the
@@ -73,8 +82,71 @@ class StructureQuest(Quest):
     def _most(self, room: int) -> int:
         return room // self.cutter.shortest + 2  # the last two may be shorter
 
+    def _most_pages(self, tokens: int) -> int:
+        return tokens // self.cutter.shortest + 2
+
+    def _grows(self, layer: int, more: int = 0) -> bool:
+        return max(self._counts(layer)) + more > self.low[layer].shape[2]
+
+    @property
+    def layout(self) -> object:
+        """As Quest's; None: two pages are summed up anew."""
+        again = any(text.cut and text.length - text.end > 1 for text in self.texts)
+        return None if again else super().layout
+
+    def _table(self, layer: int, device: torch.device) -> PageTable:
+        """The pages on a device, as many as there is memory for."""
+        pages = self.low[layer].shape[2]
+        if device not in self.tables or self.tables[device].to_come.shape[2] != pages:
+            self.tables[device] = PageTable.of([text.chunks for text in self.texts], pages, device)
+        return self.tables[device]
+
+    def _last_page(self, layer: int) -> torch.Tensor:
+        if self.shape.device.type == "cpu":
+            return torch.tensor(self._counts(layer)) - 1
+        return self._table(layer, self.low[layer].device).last
+
+    def _to_come(self, layer: int, seen: torch.Tensor) -> torch.Tensor:
+        return self._table(layer, seen.device).to_come
+
     def _tokens(
-        self, row: int, room: int, length: int | torch.Tensor, scores: torch.Tensor
+        self, row: int, room: int, length: torch.Tensor, scores: torch.Tensor
     ) -> torch.Tensor:
-        pages, last = self.pages[row].on(scores.device), scores.shape[1] - 1
-        return pages.tokens(pages.fitting(self._ranked(scores, self._most(room), last), room), room)
+        table = self.tables[scores.device]
+        pages = Chunks(table.starts[row].clamp(max=length))  # those to come are empty
+        ranked = self._ranked(scores, self._most(room), table.last[row])
+        return pages.tokens(pages.fitting(ranked, room), room)
+
+
+class PageTable(NamedTuple):
+    """The pages of each row on a device, in memory that does not move as they become more.
+
+    Attributes
+    ----------
+    starts
+        [B, P + 1] int64, where each page begins; `NO_TOKEN` for those to come.
+    last
+        [B] int64, the last page that has begun.
+    to_come
+        [B, 1, P] bool, pages that have not.
+    """
+
+    starts: torch.Tensor
+    last: torch.Tensor
+    to_come: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Chunks], pages: int, device: torch.device) -> PageTable:
+        """That of rows of chunks, each followed by a page of its rest."""
+        more = [pages + 1 - len(chunks.bounds) for chunks in rows]
+        pairs = zip(rows, more, strict=True)
+        starts = torch.stack([pad(chunks.bounds, (0, n), value=NO_TOKEN) for chunks, n in pairs])
+        last = torch.tensor([*map(len, rows)])
+        to_come = starts[:, None, :-1] == NO_TOKEN
+        return cls(*(part.to(device) for part in (starts, last, to_come)))
+
+    def add(self, row: int, page: int, start: int) -> None:
+        """A page of a row begins."""
+        self.starts[row, page] = start
+        self.last[row] = page
+        self.to_come[row, 0, page] = False

@@ -16,7 +16,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf import rotary
-from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer, WindowedLayer, windowed_layers
+from kvbench.backends.hf.hooks import (
+    Call,
+    CountingCache,
+    CountingLayer,
+    WindowedLayer,
+    windowed_layers,
+)
 from kvbench.backends.hf.replay import read_again
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.engine.engine import Engine, LayerMemory

@@ -106,8 +106,8 @@ def _grouped(query: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return query.view(*low.shape[:2], -1, low.shape[3])
 
 
-def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequence[int]) -> None:
-    """Widen, in place, the bounds of page last[row] of every row by its new key.
+def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torch.Tensor) -> None:
+    """Widen, in place, the bounds of a page of every row by its new key.
 
     On a CPU one call into compiled code.
 
@@ -117,19 +117,12 @@ def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, last: Sequ
         [B, Hkv, 1, D].
     low, high
         [B, Hkv, P, D].
+    page
+        [B] int64, of each row, where the keys are.
     """
     if is_readable(key):
-        kernels.take_in(stored(low), stored(high), np.array(last), stored(key[:, :, 0]))
+        kernels.take_in(stored(low), stored(high), page.numpy(), stored(key[:, :, 0]))
         return
-    for row, page in enumerate(last):
-        for side, wider in ((low, torch.minimum), (high, torch.maximum)):
-            wider(side[row, :, page], key[row, :, 0], out=side[row, :, page])
-
-
-def take_in_on_device(
-    key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torch.Tensor
-) -> None:
-    """As `take_in`, with the pages [B] as a tensor on the device of the keys."""
     page = page.view(-1, 1, 1, 1).expand_as(key)
     low.scatter_reduce_(2, page, key, "amin")
     high.scatter_reduce_(2, page, key, "amax")
@@ -190,7 +183,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     """
     key = torch.ones(1, 1, 1, 8, dtype=dtype)
     if is_readable(key):
-        take_in(key, key.clone(), key.clone(), [0])
+        take_in(key, key.clone(), key.clone(), torch.tensor([0]))
         rows = np.array([[1, 1, 1]])
         best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False)
 
