@@ -146,7 +146,9 @@ class PageTable(NamedTuple):
         return cls(*(part.to(device) for part in (starts, last, to_come)))
 
     def add(self, row: int, page: int, start: int) -> None:
-        """A page of a row begins."""
+        """A page of a row begins; one that has no room here comes with another table."""
+        if page >= self.to_come.shape[2]:
+            return
         self.starts[row, page] = start
         self.last[row] = page
         self.to_come[row, 0, page] = False
