@@ -19,7 +19,7 @@ from methods.blocks.chunking import Chunks, Text, cutter, keys_of_row
 from methods.blocks.pages import bounds
 from methods.quest import Quest
 
-NO_TOKEN = torch.iinfo(torch.int64).max
+TO_COME = 1 << 62  # after every token id
 
 
 class StructureQuest(Quest):
@@ -124,7 +124,7 @@ class PageTable(NamedTuple):
     Attributes
     ----------
     starts
-        [B, P + 1] int64, where each page begins; `NO_TOKEN` for those to come.
+        [B, P + 1] int64, where each page begins; `TO_COME` for those to come.
     last
         [B] int64, the last page that has begun.
     to_come
@@ -140,9 +140,9 @@ class PageTable(NamedTuple):
         """That of rows of chunks, each followed by a page of its rest."""
         more = [pages + 1 - len(chunks.bounds) for chunks in rows]
         pairs = zip(rows, more, strict=True)
-        starts = torch.stack([pad(chunks.bounds, (0, n), value=NO_TOKEN) for chunks, n in pairs])
+        starts = torch.stack([pad(chunks.bounds, (0, n), value=TO_COME) for chunks, n in pairs])
         last = torch.tensor([*map(len, rows)])
-        to_come = starts[:, None, :-1] == NO_TOKEN
+        to_come = starts[:, None, :-1] == TO_COME
         return cls(*(part.to(device) for part in (starts, last, to_come)))
 
     def add(self, row: int, page: int, start: int) -> None:
