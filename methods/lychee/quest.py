@@ -38,6 +38,12 @@ class StructureQuest(Quest):
         self.texts: list[Text] = []
         self.tables: dict[torch.device, PageTable] = {}  # where the compiled code does not select
 
+    def prefill(self, layer: int, prompt: Prompt) -> None:
+        """Cut the prompt and sum up its pages."""
+        super().prefill(layer, prompt)
+        if prompt.keys.is_cuda:  # a decode step would wait for it
+            self._table(layer, prompt.keys.device)
+
     def _starts(self, prompt: Prompt) -> list[torch.Tensor]:
         if not self.texts:  # the same in all layers
             ids = prompt.token_ids.cpu()
