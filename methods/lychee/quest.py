@@ -79,7 +79,9 @@ class StructureQuest(Quest):
             if text.cut and text.length - text.end > 1:
                 first, both = text.end - sum(text.cut), slice(len(pages) - 2, len(pages))
                 keys = keys_of_row(self.view, layer, row, first, text.length)
-                low, high = bounds(keys, pages.on(keys.device).bounds[-3:] - first, self.page_size)
+                edges = torch.zeros(3, dtype=torch.int64, device=keys.device)
+                edges[1], edges[2] = text.end - first, text.length - first  # without a copy up
+                low, high = bounds(keys, edges, self.page_size)
                 self.low[layer][row, :, both], self.high[layer][row, :, both] = low, high
 
     def _edges(self, lengths: Sequence[int]) -> NDArray[np.int64]:
