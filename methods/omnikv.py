@@ -18,7 +18,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
 from methods.blocks.products import products
 from methods.blocks.ragged import stacked
-from methods.blocks.topk import top
+from methods.blocks.topk import top_earliest
 
 PUBLISHED_FILTERS, PUBLISHED_LAYERS = (2, 8, 18), 32
 
@@ -96,7 +96,7 @@ class OmniKV(Method):
             if self.budget.counts_generated:
                 always = min(always, capacity // 4)
                 capacity -= always
-            best = top(largest[row, : length - always].view(1, 1, -1), capacity)[0]
+            best = top_earliest(largest[row, : length - always].view(1, 1, -1), capacity)[0]
             newest = torch.arange(length - always, length, device=best.device)
             lists.append(torch.cat([best, newest[None]], dim=1))
         return Selection(stacked(lists))

@@ -20,7 +20,7 @@ from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, Vie
 from methods.blocks.chunking import keys_of_row
 from methods.blocks.products import products
 from methods.blocks.ragged import stacked
-from methods.blocks.topk import top
+from methods.blocks.topk import top_earliest
 
 SPARE_CHUNKS = 64  # means to make room for when generated tokens have filled the last ones
 
@@ -131,7 +131,9 @@ class ShadowKV(Method):
         absent = torch.arange(most, device=means.device) >= ends
         closed = absent.expand(means.shape[:3]).clone()
         similarity = cosine_similarity(means[:, :, :, None], chunks, dim=4).amin(dim=3)
-        outliers = top((-similarity).masked_fill(closed, -torch.inf), max(self.outlier_counts))
+        outliers = top_earliest(
+            (-similarity).masked_fill(closed, -torch.inf), max(self.outlier_counts)
+        )
         self.outlying[layer] = []
         for row, count in enumerate(self.outlier_counts):
             closed[row].scatter_(1, outliers[row, :, :count], True)
@@ -198,7 +200,7 @@ class ShadowKV(Method):
         """The best chunks' tokens, and those beside them."""
         lengths = self.view.lengths(layer)
         rooms = [self._room(row, length) for row, length in enumerate(lengths)]
-        best = top(self._scores(layer, query), max(rooms))
+        best = top_earliest(self._scores(layer, query), max(rooms))
         rows = [
             self._attended(layer, row, lengths[row], best[row, :, :room])
             for row, room in enumerate(rooms)

@@ -14,7 +14,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
 from methods.blocks.products import products
-from methods.blocks.topk import Granularity, interleave, top
+from methods.blocks.topk import Granularity, interleave, top_earliest
 
 
 @dataclass(eq=False)
@@ -51,8 +51,8 @@ class TopK(Method):
         if self.granularity == "kv_head":
             shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)
             shared = shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf)
-            return Selection(top(shared, most, self.counts[layer]))
-        index = top(logits.flatten(1, 2), most, self.counts[layer])
+            return Selection(top_earliest(shared, most, self.counts[layer]))
+        index = top_earliest(logits.flatten(1, 2), most, self.counts[layer])
         if self.budget.unified:
             index = interleave(index, kv_heads, most, self.counts[layer])
         return Selection(index)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from kvbench.kernels.operators import operator
 from methods.blocks import list_kernels
 
 # whose choice it is: the group's, or that of each query head
@@ -16,8 +17,10 @@ Lists = Granularity | Literal["layer"]  # whose lists there are: one for all hea
 WORTH_A_THREAD = 1 << 15  # scores; fewer are ranked before another thread has begun
 
 
-def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids of the best scores, best first.
+def top_earliest(
+    scores: torch.Tensor, most: int, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Ids of the best scores, best first; of equal ones the smaller id, in any batch.
 
     Rows with fewer choosable entries than asked for get what there is.
 
@@ -34,43 +37,29 @@ def top(scores: torch.Tensor, most: int, counts: torch.Tensor | None = None) -> 
     Returns
     -------
     torch.Tensor
-        [B, H, min(most, n)] int64, trailing -1; equal scores stand in any order.
+        [B, H, min(most, n)] int64, trailing -1.
     """
-    if is_compiled(scores):
-        return top_earliest(scores, most, counts)
-    return _cut(*scores.topk(min(most, scores.shape[-1]), dim=-1), counts)
+    most, rows = min(most, scores.shape[2]), len(scores)
+    if scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return ranked_ids(scores, None if counts is None else counts.view(rows, -1), most)
+    best = torch.empty(*scores.shape[:2], most, dtype=torch.int64)
+    if counts is None:
+        limits = torch.full((rows, 1), most)
+    else:
+        limits = counts.view(rows, -1).contiguous()
+    threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
+    list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
+    return best
 
 
-def top_earliest(
-    scores: torch.Tensor, most: int, counts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As `top`, but of equal scores the smaller id is better, on any device and in any batch.
-
-    For scores that tie by their nature, as neighbours do after max pooling: which of them `topk`
-    takes depends on n, and with it a row's result on the rows beside it.
-    """
-    if is_compiled(scores):
-        rows = len(scores)
-        best = torch.empty(*scores.shape[:2], min(most, scores.shape[2]), dtype=torch.int64)
-        if counts is None:
-            limits = torch.full((rows, 1), best.shape[2])
-        else:
-            limits = counts.view(rows, -1).contiguous()
-        threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
-        list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
-        return best
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    return _cut(values[..., :most], ids[..., :most], counts)
-
-
-def is_compiled(scores: torch.Tensor) -> bool:
-    """Whether they are ranked in compiled code, all lists in one call."""
-    return scores.device.type == "cpu" and scores.dtype == torch.float32
-
-
-def _cut(values: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """Ranked ids [B, H, n] with -1 in place of what must not be chosen and after each count."""
-    return _limited(torch.where(values > -torch.inf, ids, -1), counts)
+@operator("methods.blocks.gpu.topk")
+def ranked_ids(scores: torch.Tensor, counts: torch.Tensor | None, most: int) -> torch.Tensor:
+    """`top_earliest` with counts [B, 1 or H]; what is no number is not chosen."""
+    if scores.is_floating_point():
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    ranked = scores.sort(dim=-1, descending=True, stable=True)
+    ids = torch.where(ranked.values[..., :most] > -torch.inf, ranked.indices[..., :most], -1)
+    return _limited(ids, counts)
 
 
 def _limited(ids: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Triton kernels of the blocks' operators, imported where a GPU needs them."""
