@@ -25,9 +25,10 @@ from methods.blocks.pages import (
     best_tokens,
     bounds,
     compile_kernels,
+    page_bounds,
+    page_tokens,
     stacked_pages,
     take_in,
-    upper_bound,
 )
 from methods.blocks.ragged import entries, stacked
 from methods.blocks.topk import interleave
@@ -71,6 +72,10 @@ class Quest(Method):
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
             compile_kernels(shape.dtype)
+        # what a row attends, where that is not all
+        rooms = [self.share(capacity) * self.page_size for capacity in self.capacities]
+        self.capacity_of = shape.for_layers(torch.tensor(self.capacities))
+        self.room_of = shape.for_layers(torch.tensor(rooms))
         # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
         self.low: dict[int, torch.Tensor] = {}
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
@@ -151,18 +156,17 @@ class Quest(Method):
         return Selection(self._selected(layer, query, rooms))
 
     def _selected(self, layer: int, query: torch.Tensor, rooms: Sequence[int]) -> torch.Tensor:
-        """The same by torch, with as many pages in every step; those to come score -inf."""
-        low, seen = self.low[layer], self.view.seen(layer)
-        score = upper_bound(query, low, self.high[layer])
-        score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
-        score = score.masked_fill(self._to_come(layer, seen), -torch.inf)
-        rows = enumerate(zip(rooms, seen, score, strict=True))
-        return stacked([self._tokens(row, *parts) for row, parts in rows])
-
-    def _to_come(self, layer: int, seen: torch.Tensor) -> torch.Tensor:
-        """Which pages have no token yet, [B, 1, P], where rows have seen so many tokens [B]."""
-        first = torch.arange(self.low[layer].shape[2], device=seen.device) * self.page_size
-        return first >= seen[:, None, None]
+        """The same in a few launches, with as many pages in every step; those to come score
+        -inf.
+        """
+        low, seen, mean = self.low[layer], self.view.seen(layer), self.selection == "kv_head"
+        scores = page_bounds(query, low, self.high[layer], seen, self.page_size, mean)
+        if self.budget.unified:
+            rows = enumerate(zip(rooms, seen, scores, strict=True))
+            return stacked([self._tokens(row, *parts) for row, parts in rows])
+        limits = self.capacity_of[layer], self.room_of[layer]
+        ids: torch.Tensor = page_tokens(scores, seen, *limits, self.page_size, max(rooms))
+        return ids
 
     @property
     def layout(self) -> object:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
+from kvbench.kernels.operators import operator
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View
 from methods.blocks.pages import (
     bounds,
@@ -24,8 +25,8 @@ from methods.blocks.pages import (
     stacked_pages,
     take_in,
 )
-from methods.blocks.ragged import entries, stacked
-from methods.blocks.topk import top_earliest
+from methods.blocks.ragged import entries, ranges, stacked
+from methods.blocks.topk import ranked_ids, top_earliest
 from methods.snapkv import SnapKV
 
 SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have filled the last ones
@@ -79,9 +80,12 @@ class RocketKV(Method):
         if shape.device.type == "cuda":  # of each row, the tokens that are gone, and of a page
             pairs = zip(shape.lengths, self.retained, strict=True)
             gone = [length - kept for length, kept in pairs]
-            self.gone, self.page_sizes = (
-                shape.for_layers(torch.tensor(numbers)) for numbers in (gone, self.page)
-            )
+            self.gone = shape.for_layers(torch.tensor(gone))
+            self.page_sizes = shape.for_layers(torch.tensor(self.page))
+            self.channels_of = shape.for_layers(torch.tensor(self.channels))
+            room = [self._most(capacity, capacity + 1) for capacity in self.capacities]
+            limits = torch.tensor([self.capacities, room, self.retained, [*shape.lengths]])
+            self.limits = shape.for_layers(limits)
         # of each layer, of the prompt, [B, Hkv, n], trailing -1
         self.prompt_ids: dict[int, torch.Tensor] = {}
         self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
@@ -147,26 +151,37 @@ class RocketKV(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens of the pages with the largest estimates, page after page."""
+        if query.is_cuda:
+            return Selection(self._selected_on_device(layer, query))
         rows = enumerate(self._tokens(layer))
         return Selection(stacked([self._row(layer, row, tokens, query) for row, tokens in rows]))
+
+    def _selected_on_device(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """The same with as many pages in every step; those to come receive nothing."""
+        tokens, sizes = self._tokens_on_device(layer), self.page_sizes[layer]
+        rows = zip(self.capacities, self._tokens(layer), strict=True)
+        most = max(self._most(capacity, count) for capacity, count in rows)
+        bounds = self.low[layer], self.high[layer]
+        scaling, channels = self.shape.scaling, self.channels_of[layer]
+        logits = page_logits(query, *bounds, tokens, sizes, channels, scaling)
+        pages = -(-most // min(self.page)) + 1
+        limits = self.limits[layer]
+        ids: torch.Tensor = best_entries(
+            logits, tokens, sizes, limits, self.prompt_ids[layer], most, pages
+        )
+        return ids
 
     def _row(self, layer: int, row: int, tokens: int, query: torch.Tensor) -> torch.Tensor:
         """What a row that holds so many tokens attends, [Hkv, n]."""
         retained, page = self.retained[row], self.page[row]
         most = self._most(self.capacities[row], tokens)
         low, high = (part[layer][row].float() for part in (self.low, self.high))
-        if query.is_cuda:  # pages to come, too, so that there are as many in every step
-            starts = torch.arange(low.shape[1], device=query.device) * page
-            sizes = (self._tokens_on_device(layer)[row] - starts).clamp(0, page)
-            low, high = (part.masked_fill((sizes == 0)[:, None], 0) for part in (low, high))
-        else:
-            starts = torch.arange(0, tokens, page)
-            sizes = (tokens - starts).clamp(max=page)
-            low, high = (part[:, : len(sizes)] for part in (low, high))
+        starts = torch.arange(0, tokens, page)
+        sizes = (tokens - starts).clamp(max=page)
+        low, high = (part[:, : len(sizes)] for part in (low, high))
         grouped = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
-        scores = estimates(grouped, low, high, sizes, self.channels[row], self.shape.scaling)
-        if query.is_cuda:
-            scores = scores.masked_fill(sizes == 0, -torch.inf)
+        logits = estimates(grouped, low, high, self.channels[row], self.shape.scaling)
+        scores = received(logits, sizes)
         # one page more than they take: the last one may be short
         best = top_earliest(scores[None], -(-most // page) + 1)[0]
         here = best.clamp(min=0)
@@ -208,11 +223,10 @@ def estimates(
     query: torch.Tensor,
     low: torch.Tensor,
     high: torch.Tensor,
-    sizes: torch.Tensor,
     channels: int,
     scaling: float,
 ) -> torch.Tensor:
-    """What a token of each page receives, estimated, from all query heads of its KV head: [Hkv, P].
+    """The logit of a token of each page, estimated, of all query heads of its KV head: [Hkv, G, P].
 
     A page is looked at in the channels where the group's |q| is largest in sum: at its maximum
     where the group's q sums to more than 0, else at its minimum. What a query head leaves out makes
@@ -224,8 +238,6 @@ def estimates(
         [Hkv, G, D].
     low, high
         [Hkv, P, D], bounds of the pages.
-    sizes
-        [P], tokens of each page.
     channels
         that are looked at.
     scaling
@@ -240,6 +252,90 @@ def estimates(
     looking = query.gather(2, best.expand(-1, query.shape[1], -1))
     # a query may be zero there
     share = (covered / size.sum(dim=2, keepdim=True)).nan_to_num(1).clamp(min=1e-6)
-    logits = looking @ bound.mT * scaling / share.sqrt()
-    all_tokens = (logits + sizes.log()).logsumexp(dim=2, keepdim=True)
-    return (logits - all_tokens).exp().sum(dim=1)
+    return looking @ bound.mT * scaling / share.sqrt()
+
+
+def received(logits: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """What a token of each page receives from all query heads, [..., Hkv, P], by their logits
+    [..., Hkv, G, P] and sizes that broadcast to them; -inf of a page of no size.
+    """
+    all_tokens = (logits + sizes.log()).logsumexp(dim=-1, keepdim=True)
+    each = (logits - all_tokens).exp().masked_fill(sizes == 0, -torch.inf)
+    return each.sum(dim=-2)
+
+
+@operator("methods.blocks.gpu.rocketkv")
+def page_logits(
+    query: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    tokens: torch.Tensor,
+    page_sizes: torch.Tensor,
+    channels: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """`estimates` of rows [B, Hq, 1, D], -inf for pages to come: [B, Hkv, G, P].
+
+    Parameters
+    ----------
+    low, high
+        [B, Hkv, P, D].
+    tokens, page_sizes, channels
+        [B] of each row: what it holds, of a page, and that are looked at.
+    """
+    grouped, first = (
+        query.float().view(*low.shape[:2], -1, low.shape[3]),
+        torch.arange(low.shape[2]),
+    )
+    rows = []
+    for row, count in enumerate(channels.tolist()):
+        empty = first * page_sizes[row] >= tokens[row]
+        lower = low[row].float().masked_fill(empty[:, None], 0)
+        upper = high[row].float().masked_fill(empty[:, None], 0)
+        logits = estimates(grouped[row], lower, upper, count, scaling)
+        rows.append(logits.masked_fill(empty, -torch.inf))
+    return torch.stack(rows)
+
+
+@operator("methods.blocks.gpu.rocketkv")
+def best_entries(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    page_sizes: torch.Tensor,
+    limits: torch.Tensor,
+    prompt_ids: torch.Tensor,
+    most: int,
+    pages: int,
+) -> torch.Tensor:
+    """The tokens of the pages that receive most, page after page, [B, Hkv, most] int64 with
+    trailing -1.
+
+    Parameters
+    ----------
+    logits, tokens, page_sizes
+        as of `page_logits`.
+    limits
+        [4, B], of each row: tokens of which all are attended, what is attended of more, what is
+        left of the prompt, and its length.
+    prompt_ids
+        [B, Hkv, n], what is left of the prompt.
+    most
+        what any row attends.
+    pages
+        that any list takes at most: one more than `most` fill, as the last one may be short.
+    """
+    rooms = torch.where(tokens <= limits[0], tokens, limits[1]).clamp(max=most)
+    retained, lengths = limits[2:, :, None, None]
+    first = torch.arange(logits.shape[3], device=logits.device) * page_sizes[:, None]
+    sizes = torch.minimum((tokens[:, None] - first).clamp(min=0), page_sizes[:, None])
+    scores = received(logits, sizes[:, None, None])
+    counts = (-(-rooms // page_sizes) + 1)[:, None]
+    best = ranked_ids.reference(scores, counts, min(pages, logits.shape[3]))
+    of_best = sizes[:, None].expand_as(scores).gather(2, best.clamp(min=0))
+    starts = best * page_sizes[:, None, None]
+    slots = ranges(starts, of_best.masked_fill(best < 0, 0), most)[0]
+    over = torch.arange(most, device=slots.device) >= rooms[:, None, None]
+    slots = slots.masked_fill(over, -1)
+    of_prompt = prompt_ids.gather(2, torch.minimum(slots.clamp(min=0), retained - 1))
+    ids = torch.where(slots < retained, of_prompt, slots - retained + lengths)
+    return ids.masked_fill(slots < 0, -1)

@@ -149,14 +149,14 @@ class SCOPE(Evictor):
         newest = self.view.seen(layer)[:, None, None] - recent
         for _ in range(max(self.excess, int(counted)) if self.steps else 0):
             stay = (tokens.ids < self.lengths[layer]) | (tokens.ids >= newest)
-            over = (tokens.counts - prompt > limit).long()
-            tokens.drop(_least(tokens, stay), over[..., None], tokens.width - (not counted))
+            worth = tokens.numbers.masked_fill(stay, torch.inf)
+            tokens.drop_least(worth, prompt + limit, tokens.width - (not counted))
         if counted:
             generated = tokens.ids >= self.lengths[layer]
-            over = (tokens.counts > self.capacity[layer]).long()
+            prompt.sub_((tokens.counts > self.capacity[layer]).long())
+            worth = tokens.numbers.masked_fill(generated, torch.inf)
             most = max(self.scorer.budgets[layer]) - 1
-            tokens.drop(_least(tokens, generated), over[..., None], most)
-            prompt.sub_(over)
+            tokens.drop_least(worth, self.capacity[layer], most)
 
     @property
     def layout(self) -> object:
@@ -187,8 +187,3 @@ class SCOPE(Evictor):
         """Where generated tokens count, C of each list: a pyramid's layers share it out."""
         lists = max(1, self.lists // self.shape.kv_heads)
         return lists * self.budget.tokens(length) if self.budget.counts_generated else None
-
-
-def _least(tokens: TokenLists, stay: torch.Tensor) -> torch.Tensor:
-    """The slot of each list's token with the smallest number, of those that need not stay."""
-    return tokens.numbers.masked_fill(stay, torch.inf).argmin(dim=2, keepdim=True)

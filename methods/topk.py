@@ -13,7 +13,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
-from methods.blocks.products import products
+from methods.blocks.products import past_products, products
 from methods.blocks.topk import Granularity, interleave, top_earliest
 
 
@@ -40,13 +40,18 @@ class TopK(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """Score every key seen so far, and take the C best."""
-        logits = products(query, self.view.keys(layer))
-        kv_heads, count = logits.shape[1], logits.shape[3]
-        # on a GPU lists are as long in every step, and what no token is yet is masked
-        lengths = [count] * len(logits) if logits.is_cuda else self.view.lengths(layer)
-        if logits.is_cuda or min(lengths) < count:
-            past = torch.arange(count, device=logits.device) < self.view.seen(layer)[:, None]
-            logits = logits.masked_fill(~past[:, None, None], -torch.inf)
+        keys, lengths = self.view.keys(layer), self.view.lengths(layer)
+        kv_heads, count = keys.shape[1:3]
+        if keys.is_cuda:  # lists are as long in every step, and what no token is yet is masked
+            logits, lengths = (
+                past_products(query, keys, self.view.seen(layer)),
+                (count,) * len(keys),
+            )
+        else:
+            logits = products(query, keys)
+            if min(lengths) < count:
+                past = torch.arange(count) < self.view.seen(layer)[:, None]
+                logits = logits.masked_fill(~past[:, None, None], -torch.inf)
         most = max(map(min, zip(self.capacities, lengths, strict=True)))
         if self.granularity == "kv_head":
             shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)

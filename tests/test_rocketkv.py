@@ -103,11 +103,11 @@ def test_a_step_attends_what_a_plain_reading_says(
 
 def test_a_page_counts_as_often_as_it_has_tokens() -> None:
     """Two heads look at a page each: three tokens share what the first gives, one has all that the second gives."""
-    from methods.rocketkv import estimates
+    from methods.rocketkv import estimates, received
 
     query = torch.tensor([[[20.0, 0.0], [0.0, 20.0]]])
     keys = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
-    scores = estimates(query, keys, keys, torch.tensor([3, 3, 1]), 2, 1.0)
+    scores = received(estimates(query, keys, keys, 2, 1.0), torch.tensor([3, 3, 1]))
     assert torch.allclose(scores, torch.tensor([[1 / 3, 0, 1]]), atol=1e-6)
 
 

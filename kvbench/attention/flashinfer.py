@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
-from kvbench.attention.torch import attend, prefill
+from kvbench.attention.torch import attend, is_list, prefill
 from kvbench.config import first_line
-from kvbench.memory.device import PAGE, Pool
+from kvbench.memory.device import PAGE, DeviceTier, Pool
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -63,7 +63,7 @@ class FlashInfer:
         probabilities: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One decode step's attention in one layer; see `kvbench.attention.executor.Executor`."""
-        if probabilities or (selection is not None and _beyond_a_list(selection)):
+        if probabilities or (selection is not None and not is_list(selection)):
             self._used.add("torch")
             return attend(query, store, selection, scaling, probabilities)
         self._used.add(self.name)
@@ -109,7 +109,6 @@ class FlashInfer:
         batch, kv_heads = len(index), self._shape.kv_heads
         if heads in (1, kv_heads):
             index, heads = index.expand(batch, kv_heads, count), kv_heads
-        here = store.locate(index.reshape(batch, kv_heads, -1))
         plan = self._plan(
             query.device,
             batch * heads,
@@ -118,6 +117,9 @@ class FlashInfer:
             1,
             scaling,
         )
+        if index.is_cuda and store.stage is None and plan.list_tokens(index, store.device):
+            return plan.attend(query, store.device.pool, None)
+        here = store.locate(index.reshape(batch, kv_heads, -1))
         plan.write(here.slots.reshape(batch * heads, count))
         # -1 is trailing, so that a list is its first part
         lengths = (
@@ -256,7 +258,16 @@ class AttentionPlan:
         self.listed = None
         self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
 
-    def attend(self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int) -> torch.Tensor:
+    def list_tokens(self, index: torch.Tensor, tier: DeviceTier) -> bool:
+        """List the tokens of index [B, Hs, M], in pages of one, and how many there are; False: the
+        tier has none that can be listed.
+        """
+        self.listed = None
+        return tier.list_tokens(index, self._indices.view(-1, self._pages), self._last_page_len)
+
+    def attend(
+        self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int | None
+    ) -> torch.Tensor:
         """Attention of query [B, Hq, 1, D] to the first tokens of each list.
 
         Parameters
@@ -264,12 +275,13 @@ class AttentionPlan:
         pool
             what the listed pages are numbers in.
         lengths
-            how many tokens of each list, in any shape; a number: as many of each.
+            how many tokens of each list, in any shape; a number: as many of each; None: as
+            `list_tokens` has written.
         """
         before = (self._pages - 1) * self._page  # tokens of all pages but the last
         if isinstance(lengths, int):
             self._last_page_len.fill_(lengths - before)
-        else:
+        elif lengths is not None:
             torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
         pools = tuple(part.view(-1, 1, self._page, part.shape[1]) for part in pool)
         # enable_pdl would let the kernel start before the one that writes last_page_len has ended,
@@ -325,11 +337,3 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
         # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
         return f"does not run here ({first_line(error)})"
     return None
-
-
-def _beyond_a_list(selection: Selection) -> bool:
-    return (
-        selection.log_weight is not None
-        or selection.keys is not None
-        or selection.extra is not None
-    )

@@ -15,7 +15,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvbench.attention.sinks import softmax
-from kvbench.memory.device import Resident
+from kvbench.kernels.operators import operator
+from kvbench.memory.device import Located, Resident
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
@@ -33,6 +34,16 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
+    if probabilities and query.is_cuda and selection is not None and is_list(selection):
+        in_place = store.stage is None and store.device.pool.key.dtype == query.dtype
+        if in_place and selection.index.is_cuda:
+            located, size = _located(store, selection.index, query.shape[1])
+            assert located.present is not None
+            lists = located.slots.view(size), located.present.view(size)
+            seen: tuple[torch.Tensor, torch.Tensor] = attend_seen(
+                query, *located.pool, *lists, scaling
+            )
+            return seen
     if selection is None:
         resident = store.resident()
         bias = None if resident.mask is None else resident.mask[:, :, None]
@@ -82,26 +93,60 @@ class Attended(NamedTuple):
 
 def _selected(store: LayerStore, selection: Selection, query_heads: int) -> Attended:
     selection = store.with_stored_keys(selection)
-    index, kv_heads = selection.index, store.kv_heads
-    heads = index.shape[1]
-    batch, count = len(index), index.shape[2]
-    if heads == query_heads and heads != kv_heads:
-        shared = index.reshape(batch, kv_heads, -1)
-    else:
-        shared = index.expand(batch, kv_heads, count)
-        heads = kv_heads
-    located = store.locate(shared)
-    key, value = located.rows()
-    key, value = (block.view(batch, heads, count, block.shape[-1]) for block in (key, value))
+    located, size = _located(store, selection.index, query_heads)
+    key, value = (block.view(*size, block.shape[-1]) for block in located.rows())
     if selection.keys is not None:
         key = selection.keys
-    bias = None if located.present is None else located.present.reshape(batch, heads, 1, count)
+    bias = None if located.present is None else located.present.view(*size[:2], 1, size[2])
     if selection.log_weight is not None:
-        log_weight = selection.log_weight.view(batch, heads, -1, count).float()
+        log_weight = selection.log_weight.view(*size[:2], -1, size[2]).float()
         bias = log_weight if bias is None else log_weight.masked_fill(~bias, -torch.inf)
     if selection.extra is not None:
         return Attended(key, value, bias).with_extra(selection, query_heads)
     return Attended(key, value, bias)
+
+
+def _located(
+    store: LayerStore, index: torch.Tensor, query_heads: int
+) -> tuple[Located, torch.Size]:
+    """Where the tokens of an index [B, Hs, M] lie, and the size of their lists: of Hkv or Hq."""
+    if index.shape[1] == query_heads != store.kv_heads:
+        return store.locate(index.reshape(len(index), store.kv_heads, -1)), index.shape
+    index = index.expand(-1, store.kv_heads, -1)
+    return store.locate(index), index.shape
+
+
+def is_list(selection: Selection) -> bool:
+    """Whether tokens are attended as they are stored, all with one weight, and nothing else."""
+    return selection.log_weight is None and selection.keys is None and selection.extra is None
+
+
+@operator("kvbench.attention.gpu")
+def attend_seen(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    present: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of query [B, Hq, 1, D] to lists of slots, and the probabilities [B, Hq, M] float32.
+
+    Parameters
+    ----------
+    keys, values
+        [T, D], the pool.
+    slots, present
+        [B, Hs, M], Hs = Hkv or Hq, and which of them count; one of each list at least.
+    """
+    rows = query.reshape(*slots.shape[:2], -1, query.shape[3])
+    key, value = (
+        part.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for part in (keys, values)
+    )
+    bias = present[:, :, None]
+    weights = _probabilities(rows, key, bias, scaling).view(*query.shape[:2], -1)
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
+    return out.reshape(query.shape), weights
 
 
 def _probabilities(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvbench.kernels import tokens as kernels
 from kvbench.memory.codecs import Codecs
+from kvbench.memory.slots import list_tokens, locate_tokens, put_token
 from kvbench.memory.transfer import uploaded, zeros
 
 # slots of a page: blocks on the device are whole pages, so that a paged kernel reads them in place
@@ -576,10 +577,9 @@ class DeviceTier(Slotted):
         """The same by the device's own numbers: a step has the same operations as the one
         before.
         """
-        slot = self.counted(lengths).slot
-        for block, part in zip(self.pool, self.codecs.encode(key, value), strict=True):
-            block.index_copy_(0, slot, part.flatten(0, 2))
-        self._count(lengths)
+        counters = self.counted(lengths)
+        encoded = self.codecs.encode(key, value)
+        put_token(*self.pool, self.ids, counters.slot, counters.filled, counters.seen, *encoded)
 
     def _count(self, lengths: Sequence[int]) -> None:
         """One more slot of each KV head is used, by the next token of its row."""
@@ -720,10 +720,20 @@ class DeviceTier(Slotted):
         LookupError
             a token that is not here. On a GPU the kernel is aborted instead.
         """
+        if index.is_cuda:
+            slots, present = locate_tokens(index, self.ids, self.filled, self.first)
+            return Located(self.pool, slots, present, self.codecs)
         index, present = self.upload(index)
         slots, here = self.find(index)
         self.refuse_lost(index, here)
         return Located(self.pool, slots + self.first[..., None], present, self.codecs)
+
+    def list_tokens(self, index: torch.Tensor, listed: torch.Tensor, last: torch.Tensor) -> bool:
+        """Write where token ids [B, Hs, M] of a GPU lie as lists of a paged kernel, see
+        `kvbench.memory.slots.list_tokens`; False: they do not lie where such a kernel reads.
+        """
+        list_tokens(index, self.ids, self.filled, self.first, listed, last)
+        return True
 
 
 def _first(room: torch.Tensor) -> torch.Tensor:

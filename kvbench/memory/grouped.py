@@ -225,6 +225,10 @@ class GroupedTier(DeviceTier):
         order = torch.arange(index.shape[2], device=index.device).expand(index.shape)
         return Located(Pool.of(key, value), flat(order, index.shape[2]), present, self.codecs)
 
+    def list_tokens(self, index: torch.Tensor, listed: torch.Tensor, last: torch.Tensor) -> bool:
+        """See `DeviceTier.list_tokens`."""
+        return False
+
     def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, Hkv, M, D] of slots [B, Hkv, M], each in the room of its head."""
         at = slots + self.first[..., None]

@@ -85,9 +85,7 @@ class Evictor(KeepsEnds):
         every step.
         """
         if tokens.width > min(self.limits):
-            least = self.worth(layer, tokens).argmin(dim=2, keepdim=True)
-            full = (tokens.counts > self.limit[layer]).long()
-            tokens.drop(least, full[..., None], max(self.limits))
+            tokens.drop_least(self.worth(layer, tokens), self.limit[layer], max(self.limits))
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
@@ -126,7 +124,7 @@ class Evictor(KeepsEnds):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The current token comes."""
-        self.token_lists[layer].append(self.view.seen(layer) - 1)
+        self.token_lists[layer].append(self.view.seen(layer))
 
     def select(self, layer: int, query: torch.Tensor) -> Selection | None:
         """What is held: all that memory holds, while no token has gone."""

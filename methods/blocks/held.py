@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from kvbench.kernels.operators import operator
+
 GROWTH = 64  # slots added when a list is full
 
 
@@ -49,34 +51,85 @@ class TokenLists:
         """[B, H, width] fp32, to be changed in place; infinite where there is no token."""
         return self._numbers[:, :, : self.width]
 
-    def append(self, tokens: torch.Tensor, number: float = 0.0) -> None:
-        """Token ids [B], later ones than all before, come to every list of their row."""
+    def append(self, seen: torch.Tensor) -> None:
+        """The last of `seen` [B] tokens comes to every list of its row, with the number 0."""
         if self.width + 1 == self._ids.shape[2]:  # the last slot is always free
             self._ids = pad(self._ids, (0, GROWTH), value=-1)
             self._numbers = pad(self._numbers, (0, GROWTH), value=torch.inf)
-        slot = self.counts[..., None]
-        self._ids.scatter_(2, slot, tokens[:, None, None].expand_as(slot))
-        self._numbers.scatter_(2, slot, number)
-        self.counts.add_(1)
+        append_token(self._ids, self._numbers, self.counts, seen, 0.0)
         self.width += 1
 
-    def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
-        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close
-        up.
+    def drop_least(self, worth: torch.Tensor, limits: torch.Tensor, most: int) -> None:
+        """The token with the least `worth` [B, H, width] goes from each list of more than `limits`
+        [B, 1 or H].
 
         Parameters
         ----------
         most
             tokens that no list has more of afterwards.
         """
-        self.untouched = False
-        slot = torch.arange(self._ids.shape[2], device=first.device)
-        source = (slot + count * (slot >= first)).clamp(max=len(slot) - 1)
-        ids, numbers = self._ids.gather(2, source), self._numbers.gather(2, source)
-        if ids.is_cuda:  # in the same memory, so that a step can be captured
+        if self._ids.is_cuda:  # in the same memory, so that a step can be captured
+            drop_least(self._ids, self._numbers, self.counts, worth, limits)
+            self._dropped(most)
+        else:
+            over = (self.counts > limits).long()[..., None]
+            self.drop(worth.argmin(dim=2, keepdim=True), over, most)
+
+    def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
+        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close
+        up. `most` as above.
+        """
+        ids, numbers = closed_up(self._ids, self._numbers, first, count)
+        if ids.is_cuda:
             self._ids.copy_(ids)
             self._numbers.copy_(numbers)
         else:  # the selection of the step still shows the ones before
             self._ids, self._numbers = ids, numbers
         self.counts.sub_(count[..., 0])
-        self.width = min(self.width, most)
+        self._dropped(most)
+
+    def _dropped(self, most: int) -> None:
+        self.untouched, self.width = False, min(self.width, most)
+
+
+def closed_up(
+    ids: torch.Tensor, numbers: torch.Tensor, first: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists [B, H, n] without `count` slots from `first` on, both [B, H, 1]; the last entry fills
+    the end.
+    """
+    slot = torch.arange(ids.shape[2], device=first.device)
+    source = (slot + count * (slot >= first)).clamp(max=len(slot) - 1)
+    return ids.gather(2, source), numbers.gather(2, source)
+
+
+@operator("methods.blocks.gpu.held", writes=("ids", "numbers", "counts"))
+def append_token(
+    ids: torch.Tensor,
+    numbers: torch.Tensor,
+    counts: torch.Tensor,
+    seen: torch.Tensor,
+    number: float,
+) -> None:
+    """Put the last of `seen` [B] tokens behind the `counts` [B, H] of each list, with a number."""
+    slot = counts[..., None]
+    ids.scatter_(2, slot, (seen - 1)[:, None, None].expand_as(slot))
+    numbers.scatter_(2, slot, number)
+    counts.add_(1)
+
+
+@operator("methods.blocks.gpu.held", writes=("ids", "numbers", "counts"))
+def drop_least(
+    ids: torch.Tensor,
+    numbers: torch.Tensor,
+    counts: torch.Tensor,
+    worth: torch.Tensor,
+    limits: torch.Tensor,
+) -> None:
+    """See `TokenLists.drop_least`; `worth` may be `numbers`."""
+    over = (counts > limits).long()
+    first = worth.argmin(dim=2, keepdim=True)
+    moved = closed_up(ids, numbers, first, over[..., None])
+    ids.copy_(moved[0])
+    numbers.copy_(moved[1])
+    counts.sub_(over)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvbench.kernels.operators import operator
 from methods.blocks import list_kernels
 from methods.blocks.kernels import is_readable
 
@@ -37,3 +38,12 @@ def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     stored = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
     list_kernels.products(threads, grouped.numpy(), where, stored, scores.numpy())
     return scores
+
+
+@operator("methods.blocks.gpu.products")
+def past_products(query: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """As `products`, -inf for what is not among the `seen` [B] tokens of its row."""
+    grouped = query.float().view(*keys.shape[:2], -1, keys.shape[3])
+    past = torch.arange(keys.shape[2], device=keys.device) < seen[:, None]
+    logits = grouped @ keys.float().transpose(2, 3)
+    return logits.masked_fill(~past[:, None, None], -torch.inf)

@@ -49,9 +49,15 @@ def entries(
             )
             list_kernels.entries(*(part.numpy() for part in lists))
         return numbers, source
-    index = (
-        torch.arange(longest, device=starts.device).expand(*starts.shape[:-1], longest).contiguous()
-    )
+    return ranges(starts, counts, longest)
+
+
+def ranges(
+    starts: torch.Tensor, counts: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`entries` in torch, [..., most] each."""
+    ends = counts.long().cumsum(dim=-1)
+    index = torch.arange(most, device=starts.device).expand(*starts.shape[:-1], most).contiguous()
     source = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[-1] - 1)
     numbers = index + (starts - ends + counts).gather(-1, source)
     return torch.where(index < ends[..., -1:], numbers, -1), source

@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.chunking import Chunks, Text, cutter, keys_of_row
-from methods.blocks.pages import bounds
+from methods.blocks.pages import bounds, upper_bound
+from methods.blocks.ragged import stacked
 from methods.quest import Quest
 
 TO_COME = 1 << 62  # after every token id
@@ -114,8 +115,13 @@ class StructureQuest(Quest):
             return torch.tensor(self._counts(layer)) - 1
         return self._table(layer, self.low[layer].device).last
 
-    def _to_come(self, layer: int, seen: torch.Tensor) -> torch.Tensor:
-        return self._table(layer, seen.device).to_come
+    def _selected(self, layer: int, query: torch.Tensor, rooms: Sequence[int]) -> torch.Tensor:
+        seen = self.view.seen(layer)
+        score = upper_bound(query, self.low[layer], self.high[layer])
+        score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
+        score = score.masked_fill(self._table(layer, seen.device).to_come, -torch.inf)
+        rows = enumerate(zip(rooms, seen, score, strict=True))
+        return stacked([self._tokens(row, *parts) for row, parts in rows])
 
     def _tokens(
         self, row: int, room: int, length: torch.Tensor, scores: torch.Tensor

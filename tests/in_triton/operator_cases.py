@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
+from kvbench.attention import torch as attention
 from kvbench.config import bind_methods
 from kvbench.kernels.operators import Operator
+from kvbench.memory import slots
+from kvbench.memory.device import NO_TOKEN
 
 bind_methods()
 
-from methods.blocks import topk  # noqa: E402
+from methods import rocketkv  # noqa: E402
+from methods.blocks import held, pages, products, topk  # noqa: E402
 
 
 @dataclass
@@ -39,6 +43,12 @@ def integers(*size: int, low: int = -4, high: int = 5, seed: int = 0, dtype: tor
 def calls() -> Iterator[Call]:
     """All of them."""
     yield from ranking()
+    yield from paging()
+    yield from holding()
+    yield from storing()
+    yield from scanning()
+    yield from retrieving()
+    yield from attending()
 
 
 # -- lists of scores ---------------------------------------------------------------------------------------------------
@@ -62,3 +72,165 @@ def scores(count: int) -> torch.Tensor:
     drawn[1, 1, :: count // 2 + 1] = torch.inf
     drawn[0, 0, 0] = torch.nan
     return drawn
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+SHAPES = ((1, 64), (2, 96), (3, 128), (4, 128), (5, 256), (6, 96), (7, 64), (8, 128))  # query heads of a KV head, and D
+
+
+def paging() -> Iterator[Call]:
+    """Rows of unequal length, pages that end in the middle, pages to come, and a row that attends all it has."""
+    for group, size in SHAPES:
+        dtype = torch.bfloat16 if group % 2 else torch.float32
+        for page in (16, 5):
+            tokens = torch.tensor([9 * page + 3, 2 * page])
+            low, high = paged(2, 10, size, dtype)
+            key, sizes = integers(2, 2, 1, size, seed=3, dtype=dtype), torch.tensor([page, page - 1])
+            query = integers(2, 2 * group, 1, size, seed=2, dtype=dtype)
+            name = f"{group}-{size}-{page}"
+            yield Call(pages.take_in_page, name, fresh(key, low, high, (tokens - 1) // sizes))
+            for mean in (False, True):
+                arguments = fresh(query, low, high, tokens, page, mean)
+                yield Call(pages.page_bounds, f"{name}-{mean}", arguments, close=1e-6)
+            scored = pages.page_bounds.reference(query, low, high, tokens, page, False)
+            for most in (3 * page, 1, 4 * page + 1):
+                limits = torch.tensor([most - 1, 3 * page]), torch.tensor([most, page])
+                yield Call(
+                    pages.page_tokens, f"{name}-{most}", fresh(scored, tokens, *limits, page, max(most, 2 * page))
+                )
+    large = torch.tensor([131072])
+    for size in (64, 96, 128, 256):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            blocks = torch.zeros(1, 1, 8192, size, dtype=dtype), torch.zeros(1, 1, 8192, size, dtype=dtype)
+            key, query = (torch.zeros(1, heads, 1, size, dtype=dtype) for heads in (1, 4))
+            name = f"8192-{size}-{dtype}"
+            yield Call(pages.take_in_page, name, fresh(key, *blocks, large // 16 - 1), large=True)
+            yield Call(pages.page_bounds, name, fresh(query, *blocks, large, 16, False), large=True)
+    arguments = torch.zeros(1, 2, 8192), large, torch.tensor([1024]), torch.tensor([1024]), 16, 1024
+    yield Call(pages.page_tokens, "8192", fresh(*arguments), large=True)
+
+
+def paged(heads: int, count: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of pages of two rows, the last ones without a key."""
+    one, other = (integers(2, heads, count, size, seed=seed, dtype=dtype) for seed in (0, 1))
+    low, high = torch.minimum(one, other), torch.maximum(one, other)
+    low[1, :, 2:], high[1, :, 2:] = torch.inf, -torch.inf
+    low[0, 0, 4], high[0, 0, 4] = low[0, 0, 1], high[0, 0, 1]
+    return low, high
+
+
+def fresh(*arguments: Any) -> Callable[[], tuple[Any, ...]]:
+    """The same arguments in memory of their own, whenever they are asked for."""
+    return lambda: tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in arguments)
+
+
+# -- lists that tokens leave, and memory -------------------------------------------------------------------------------
+
+
+def holding() -> Iterator[Call]:
+    """Lists that are full and lists that are not, worth what is equal, and one in which nothing may go."""
+    for heads, room in ((1, 8), (3, 70), (8, 1100)):
+        counts = torch.randint(1, room - 2, (2, heads), generator=torch.Generator().manual_seed(room))
+        slot = torch.arange(room)
+        ids = torch.where(slot < counts[..., None], 3 * slot, -1)
+        numbers = integers(2, heads, room).masked_fill(ids < 0, torch.inf)
+        arguments = ids, numbers, counts
+        yield Call(held.append_token, f"{heads}-{room}", fresh(*arguments, torch.tensor([900, 5000]), 0.5))
+        for limits in (torch.tensor([[room // 2], [0]]), counts - torch.arange(heads) % 2):
+            worth = numbers.masked_fill(ids < 6, torch.inf)[..., : room - 3]
+            yield Call(held.drop_least, f"{heads}-{room}-{len(limits[0])}", fresh(*arguments, worth, limits))
+        limits = torch.tensor([[room // 2], [0]])
+
+        def of_itself(parts: Any = arguments, limits: torch.Tensor = limits, width: int = room - 3) -> tuple[Any, ...]:
+            ids, numbers, counts = (part.clone() for part in parts)
+            return ids, numbers, counts, numbers[..., :width], limits
+
+        yield Call(held.drop_least, f"{heads}-{room}-itself", of_itself)
+
+
+def storing() -> Iterator[Call]:
+    """Heads with equal and with unequal room, slots that are ids and slots that are not, rows of bytes."""
+    rooms = torch.tensor([[16, 48, 32], [16, 16, 32]])
+    first = rooms.flatten().cumsum(0).view(2, 3) - rooms
+    filled = torch.tensor([[3, 40, 31], [0, 15, 7]])
+    slot = torch.arange(48)
+    ids = torch.where(slot < filled[..., None], 2 * slot + 1, NO_TOKEN)
+    for key_size, value_size, dtype in ((64, 64, torch.bfloat16), (96, 96, torch.float32), (68, 36, torch.uint8)):
+        pool = [torch.zeros(160, size, dtype=dtype) for size in (key_size, value_size)]
+        token = [integers(2, 3, 1, size, low=0, dtype=dtype) for size in (key_size, value_size)]
+        counters = (first + filled).flatten(), filled, torch.tensor([90, 31])
+        for lists in (None, ids):
+            name = f"{key_size}-{value_size}-{lists is not None}"
+            yield Call(slots.put_token, name, fresh(*pool, lists, *counters, *token))
+    for lists in (None, ids):
+        drawn = torch.randint(0, 1000, (2, 3, 300), generator=torch.Generator().manual_seed(1))
+        drawn = torch.where(filled[..., None] > 0, drawn % filled.clamp(min=1)[..., None], -1)
+        drawn = drawn.masked_fill(integers(2, 3, 300) > 3, -1)
+        index = drawn if lists is None else torch.where(drawn < 0, -1, 2 * drawn + 1)
+        yield Call(slots.locate_tokens, f"{lists is not None}", fresh(index, lists, filled, first))
+        trailing = index.sort(dim=2, descending=True).values
+        for group in (1, 3):
+            to_write = torch.full((6 * group, 130), 7, dtype=torch.int32), torch.zeros(6 * group, dtype=torch.int32)
+            of_heads = trailing.view(2, 3, 300)[..., :100].repeat_interleave(group, dim=1)
+            of_heads[0, 0], of_heads[1, 1, 60:] = -1, -1
+            arguments = fresh(of_heads, lists, filled, first, *to_write)
+            yield Call(slots.list_tokens, f"{lists is not None}-{group}", arguments)
+        of_all = index[:1, :1].expand(2, 3, -1) * 0 - 1
+        yield Call(slots.locate_tokens, f"{lists is not None}-none", lambda a=of_all, b=lists: (a, b, filled, first))
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+def scanning() -> Iterator[Call]:
+    """All keys, ragged, of which a view is read in place."""
+    for group, size in SHAPES:
+        dtype = torch.bfloat16 if group % 2 else torch.float32
+        keys = integers(2, 3, 80, size, seed=4, dtype=dtype)[:, 1:, :70]
+        query = integers(2, 2 * group, 1, size, seed=5, dtype=dtype)
+        arguments = query, keys, torch.tensor([70, 33])
+        yield Call(products.past_products, f"{group}-{size}", lambda given=arguments: given)
+
+
+def retrieving() -> Iterator[Call]:
+    """RocketKV's pages, of another size in each row; one attends all that it has."""
+    for group, size in SHAPES:
+        dtype = torch.bfloat16 if group % 2 else torch.float32
+        low, high = paged(2, 10, size, dtype)
+        tokens, page_sizes = torch.tensor([27, 7]), torch.tensor([3, 4])
+        # no two channels are as large, and no number is rounded
+        channel = torch.arange(size)
+        query = integers(2, 2 * group, 1, size, low=0, seed=6) + channel / 65536
+        query = torch.where(channel % 3 == 0, -query, query)
+        rows = tokens, page_sizes, torch.tensor([size // 2, size])
+        arguments = query, low, high, *rows, 0.125
+        yield Call(rocketkv.page_logits, f"{group}-{size}", fresh(*arguments), close=2e-5)
+        logits = rocketkv.page_logits.reference(*arguments)
+        prompt_ids = torch.stack([3 * torch.arange(20), 5 * torch.arange(20)])[:, None].repeat(1, 2, 1)
+        for most in (8, 11):
+            limits = torch.tensor([[20, 8], [most, 4], [20, 5], [100, 90]])
+            arguments = logits, tokens, page_sizes, limits, prompt_ids, most, -(-most // 3) + 1
+            yield Call(rocketkv.best_entries, f"{group}-{size}-{most}", fresh(*arguments))
+    tokens, page_sizes, prompt_ids = (
+        torch.tensor([40000]),
+        torch.tensor([5]),
+        torch.zeros(1, 1, 40000, dtype=torch.int64),
+    )
+    limits = torch.tensor([[1024], [512], [39000], [131072]])
+    arguments = torch.zeros(1, 1, 4, 8000), tokens, page_sizes, limits, prompt_ids, 512, 104
+    yield Call(rocketkv.best_entries, "large", fresh(*arguments), large=True)
+
+
+def attending() -> Iterator[Call]:
+    """Lists of KV heads and of query heads, some of whose entries are none."""
+    for group, size in SHAPES:
+        dtype = torch.bfloat16 if group % 2 else torch.float32
+        pool = [integers(200, size, seed=seed, dtype=dtype) for seed in (7, 8)]
+        query = integers(2, 2 * group, 1, size, seed=9, dtype=dtype)
+        for lists in {2, 2 * group}:
+            drawn = torch.randint(0, 200, (2, lists, 70), generator=torch.Generator().manual_seed(3))
+            present = torch.arange(70) < torch.tensor([[[70]], [[9]]])
+            arguments = query, *pool, drawn, present.expand_as(drawn).contiguous(), 0.03
+            close = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the rounding of bfloat16
+            yield Call(attention.attend_seen, f"{group}-{size}-{lists}", fresh(*arguments), close=close)

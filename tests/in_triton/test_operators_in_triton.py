@@ -15,10 +15,22 @@ pytest.importorskip("triton", reason="comes with kvbench[triton], and on a GPU w
 
 from operator_cases import Call, calls
 
+CALLS = list(calls())
+FIRST = {call.operator.name: call for call in reversed(CALLS)}  # those of the quick tests
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, id=f"{call.operator.name}-{call.id}") for call in calls()])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(
+            call,
+            id=f"{call.operator.name}-{call.id}",
+            marks=[pytest.mark.slow] * (call is not FIRST[call.operator.name]),
+        )
+        for call in CALLS
+    ],
+)
 def test_a_kernel_gives_what_its_reference_gives(call: Call) -> None:
     if call.large and DEVICE == "cpu":
         pytest.skip("too much for the interpreter")

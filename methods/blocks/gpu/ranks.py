@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LONGEST = 2048  # entries that one program sorts
 NOTHING = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # sorts after every packed entry
 WORST = tl.constexpr(0x007FFFFF)  # rank of -inf
 
@@ -19,7 +20,7 @@ def rank(scores):  # type: ignore[no-untyped-def]
     """Ranks, uint32, of float32 scores."""
     plain = tl.where(scores == 0, 0.0, scores)  # zeros of both signs are equal
     bits = tl.where(scores != scores, float("-inf"), plain).to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def ranked(scores, count, wanted, room, WIDTH: tl.constexpr, BLOCK: tl.constexpr
         best = ((at < count) & (ranks > least)) | (equal & (turn <= equals))
         slot = written + tl.cumsum(best.to(tl.int32)) - 1
         # worse ranks, then later ids, are greater
-        tl.store(room + slot, ((~ranks).to(tl.int64) << 31) | at, mask=best)
+        tl.store(room + slot, ((ranks ^ 0xFFFFFFFF).to(tl.int64) << 31) | at, mask=best)
         written += tl.sum(best.to(tl.int32))
         tied += tl.sum(equal.to(tl.int32))
     tl.debug_barrier()  # what the other threads wrote is there
@@ -86,3 +87,28 @@ def ranked(scores, count, wanted, room, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.debug_barrier()  # all have read
     worst: tl.constexpr = 0xFFFFFFFF - WORST
     return tl.where((packed >> 31) < worst, packed & 0x7FFFFFFF, -1)
+
+
+@triton.jit
+def write_ranges(out, starts, sizes, room, most, STEP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the numbers starts, starts + 1, ... of every range, in their order: [most] int64.
+
+    Parameters
+    ----------
+    starts, sizes
+        [WIDTH] int64 and int32; a range may be empty.
+    room
+        numbers that are written at most; -1 follows.
+    STEP
+        numbers of a range that are written at once.
+    """
+    begin = tl.cumsum(sizes) - sizes
+    for done in range(0, tl.max(sizes), STEP):
+        step = done + tl.arange(0, STEP)
+        slot = begin[:, None] + step[None, :]
+        there = (step[None, :] < sizes[:, None]) & (slot < room)
+        tl.store(out + slot, starts[:, None] + step[None, :], mask=there)
+    written = tl.minimum(tl.sum(sizes), room)
+    for start in range(0, most, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        tl.store(out + slot, tl.full([BLOCK], -1, tl.int64), mask=(slot >= written) & (slot < most))

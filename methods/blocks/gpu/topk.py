@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.blocks import topk
-from methods.blocks.gpu.ranks import ranked
+from methods.blocks.gpu.ranks import LONGEST, ranked
 
 BLOCK = 2048  # scores that a program reads at once
-LONGEST = 2048  # entries that a program sorts
 
 
 @triton.jit

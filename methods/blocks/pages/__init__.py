@@ -12,8 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
+from kvbench.kernels.operators import operator
 from methods.blocks.kernels import is_readable, stored
 from methods.blocks.pages import kernels
+from methods.blocks.ragged import ranges
+from methods.blocks.topk import ranked_ids
 
 WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 
@@ -123,9 +126,71 @@ def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torc
     if is_readable(key):
         kernels.take_in(stored(low), stored(high), page.numpy(), stored(key[:, :, 0]))
         return
+    take_in_page(key, low, high, page)
+
+
+@operator("methods.blocks.gpu.pages", writes=("low", "high"))
+def take_in_page(
+    key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torch.Tensor
+) -> None:
+    """See `take_in`."""
     page = page.view(-1, 1, 1, 1).expand_as(key)
     low.scatter_reduce_(2, page, key, "amin")
     high.scatter_reduce_(2, page, key, "amax")
+
+
+@operator("methods.blocks.gpu.pages")
+def page_bounds(
+    query: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    tokens: torch.Tensor,
+    page_size: int,
+    mean: bool,
+) -> torch.Tensor:
+    """`upper_bound` in float32, of each query head, or its mean over the group: [B, H, P].
+
+    A page of which no token is among the `tokens` [B] of its row has -inf; a bound that is no
+    number is inf, so that it is attended, and seen.
+    """
+    score = upper_bound(query.float(), low.float(), high.float())
+    score = torch.where(score.isnan(), torch.inf, score)
+    score = score.mean(dim=2) if mean else score.flatten(1, 2)
+    first = torch.arange(low.shape[2], device=low.device) * page_size
+    return score.masked_fill(first >= tokens[:, None, None], -torch.inf)
+
+
+@operator("methods.blocks.gpu.pages")
+def page_tokens(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    capacities: torch.Tensor,
+    rooms: torch.Tensor,
+    page_size: int,
+    most: int,
+) -> torch.Tensor:
+    """The tokens of the best pages, page after page, [B, H, most] int64 with trailing -1.
+
+    Parameters
+    ----------
+    scores
+        [B, H, P], as `page_bounds` gives them.
+    tokens
+        [B], tokens of each row; its last page may end before.
+    capacities
+        [B]; a row of no more tokens attends all of them.
+    rooms
+        [B], what a row of more attends at most.
+    most
+        what any does.
+    """
+    rooms = torch.where(capacities >= tokens, tokens, rooms).clamp(max=most)[:, None]
+    count = min(scores.shape[2], -(-most // page_size))
+    ranked = ranked_ids.reference(scores, -(-rooms // page_size), count)
+    first = ranked * page_size
+    sizes = (tokens[:, None, None] - first).clamp(0, page_size).masked_fill(ranked < 0, 0)
+    ids = ranges(first, sizes, most)[0]
+    return ids.masked_fill(torch.arange(most, device=ids.device) >= rooms[..., None], -1)
 
 
 def best_tokens(
