@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
+import driver
 import pytest
 import torch
 from driver import (
@@ -15,7 +19,6 @@ from driver import (
     SMALL,
     Attended,
     Case,
-    Stream,
     drive,
     each_accounting,
     each_method,
@@ -26,6 +29,7 @@ from driver import (
     stream,
 )
 from twin import Twin, device
+from twin_streams import Clock, Event, Stream
 
 from kvbench.backends.hf.cache import KVCache
 from kvbench.backends.hf.loading import Loaded, load
@@ -36,7 +40,9 @@ from kvbench.budget import Budget
 from kvbench.config import shipped
 from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
+from kvbench.memory import stage
 from kvbench.memory.view import StoreView
+from methods.racc.index import KeyIndex
 
 CASES = {case.id: case for case in METHODS}
 DROPPING = ["streaming_llm", "snapkv", "pyramidkv"]  # evict what was generated, every so many steps:
@@ -70,7 +76,7 @@ def above(cuda: Twin) -> Loaded:
     return load(config, device="cuda", dtype="float32")
 
 
-def up(fixed: Stream) -> Stream:
+def up(fixed: driver.Stream) -> driver.Stream:
     """The stream on the device."""
     return replace(fixed, **{name: getattr(fixed, name).cuda() for name in ("queries", "keys", "values", "tokens")})
 
@@ -80,7 +86,7 @@ def ids(seen: Sequence[Attended]) -> list[list[list[list[int]]]]:
     return [[[[i for i in head if i >= 0] for head in row] for row in one.index.tolist()] for one in seen]
 
 
-def agree(fixed: Stream, case: Case, accounting: str, **options: int) -> None:
+def agree(fixed: driver.Stream, case: Case, accounting: str, **options: int) -> None:
     here = drive(fixed, case.build(), SMALL, accounting=accounting, **options)
     there = drive(up(fixed), case.build(), SMALL, accounting=accounting, **options)
     assert there.outputs.is_cuda
@@ -212,6 +218,81 @@ def test_what_icecache_has_found_is_sent_ahead_to_the_layers_that_reuse_it(cuda:
     with mock.patch.object(StoreView, "prefetch", noted):
         agree(stream(150, 90, steps=2, layers=4), CASES["icecache_reuse"], "paper")
     assert sent == [1, 2] * 2 * 2  # three layers share the trees of the first; two steps, here and there
+
+
+# -- beside the computation -------------------------------------------------------------------------------------------
+
+FETCHING = ["icecache", *slow("icecache_reuse", "pariskv-torch", "shadowkv", "racc_paper", "pqcache")]
+
+
+@pytest.mark.parametrize("name", FETCHING)
+def test_what_comes_up_beside_the_computation_is_what_comes_up_in_turn(
+    cuda: Twin, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed, found = up(stream(150, 90, steps=4)), []
+    for _ in range(2):
+        found.append(drive(fixed, CASES[name].build(), SMALL))
+        monkeypatch.setattr(stage, "side_stream", torch.cuda.current_stream)
+    beside, in_turn = found
+    assert torch.equal(beside.outputs.cpu(), in_turn.outputs.cpu())
+    assert ids(beside.seen) == ids(in_turn.seen) and beside.audit == in_turn.audit
+
+
+@pytest.mark.parametrize("name", ["icecache", "pariskv-torch"])
+def test_rows_that_are_read_before_they_are_there_are_a_race(
+    cuda: Twin, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned on the CPU, and read by the device itself."""
+    monkeypatch.setattr(stage.Stage, "_wait_for", lambda *_: None)
+    with pytest.raises(RuntimeError, match="without a wait between them"):
+        drive(up(stream(150, 90, steps=2)), CASES[name].build(), SMALL)
+
+
+@pytest.mark.parametrize("name", ["icecache", "pariskv-torch"])
+def test_a_breakdown_says_how_long_rows_were_waited_for(cuda: Twin, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, wait, waits = 0.0, Stream.wait_event, 0
+
+    def waited(stream: Stream, event: Event) -> None:
+        nonlocal now, waits
+        wait(stream, event)
+        now, waits = now + 1, waits + 1  # on this clock nothing else takes time
+
+    monkeypatch.setattr("twin_streams.time.perf_counter", lambda: now)
+    monkeypatch.setattr(Stream, "wait_event", waited)
+    driven = drive(up(stream(150, 90, steps=3)), CASES[name].build(), SMALL)
+    spent = driven.engine.spans.reset()
+    assert spent["waiting"] + spent["transfer"] == waits  # the other: for a prompt that was still on its way down
+    assert spent["waiting"] >= 3
+
+
+def test_a_query_leaves_the_device_and_an_answer_comes_up_without_a_wait(cuda: Twin) -> None:
+    """Of RACC's searches; what waits in a layer is the list of what lies where."""
+    fixed, waits = up(stream(150, 90, steps=4)), list[str]()
+    sync = Twin.sync
+
+    def noted(cuda: Twin, name: str, clock: Clock) -> None:
+        if threading.current_thread() is threading.main_thread():
+            sync(cuda, name, clock)
+            waits.append(cuda.syncs[-1][1].partition(":")[0])
+        else:
+            sync(cuda, name, clock)
+
+    with mock.patch.object(Twin, "sync", noted), mock.patch("driver.watch", lambda method: []):
+        drive(fixed, CASES["racc_paper"].build(), SMALL)
+    assert "retrieval.py" not in waits
+
+
+def test_a_search_that_is_late_is_waited_for_in_a_part_of_its_own() -> None:
+    """RACC's of the step before, which is asked for where its layer attends."""
+
+    def slow_search(index: KeyIndex, *args: Any) -> Any:
+        time.sleep(5e-3)
+        return search(index, *args)
+
+    search = KeyIndex.search
+    with mock.patch.object(KeyIndex, "search", slow_search):
+        driven = drive(stream(150, steps=4), CASES["racc_paper"].build(), SMALL)
+    assert driven.engine.spans.reset()["waiting"] > 5e-3
 
 
 # -- other ways in -----------------------------------------------------------------------------------------------------

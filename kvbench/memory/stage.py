@@ -2,15 +2,15 @@
 
 A selection made on the CPU is planned there, and what is missing goes up in one transfer; one made
 on the device stays there, and the device reads the host's memory itself. What is staged already is
-not moved again. Where attention reads the host's memory in place, no copy is made: the stage only
-counts what would have been held and moved.
+not moved again. On a GPU rows come up on a side stream, beside what is computed until attention
+needs them; how long it then stands still is the span "waiting". Where attention reads the host's
+memory in place, no copy is made: the stage only counts what would have been held and moved.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -34,6 +34,7 @@ from kvbench.memory.device import (
 from kvbench.memory.host import HostTier, rows_in
 from kvbench.memory.transfer import fetch, side_stream, uploaded
 from kvbench.method import DeviceCache
+from kvbench.spans import Spans
 
 
 class Keeper(Protocol):
@@ -288,6 +289,8 @@ class Stage:
         up.
     values_only
         keys are not moved; zeros stand in their place.
+    spans
+        that the time of waiting for rows goes to.
 
     Attributes
     ----------
@@ -306,11 +309,13 @@ class Stage:
         cache: DeviceCache = LAST,
         count_hits: Callable[[int, int], None] = lambda here, moved: None,
         values_only: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         compile_kernels()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._host, self._device = host, device
         self._moved, self._in_place = moved, in_place
+        self._spans = spans or Spans()
         self._keeper, self._count_hits = keeper_of(cache), count_hits
         self._retained: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self.values_only = values_only
@@ -353,11 +358,7 @@ class Stage:
         """
         self.receive()
         if index.is_cuda and not self._host.arranged and self._keeper is None:
-            self._staged, rows = self._read_by_device(index, lengths)
-            slots, _ = find(self._staged.ids, index.clamp(min=0))
-            return Located(
-                Pool.of(*rows), flat(slots, rows[0].shape[2]), index >= 0, self._host.codecs
-            )
+            return self._read_by_device(index, lengths)
         index = index.cpu()
         if index.numel() and (last := int(index.max())) >= self._host.capacity:
             raise LookupError(f"token {last} is not in the store: not seen yet")
@@ -380,9 +381,7 @@ class Stage:
         def begin() -> None:
             self._receive()
             plan = self._plan(index, newest, self._in_place)
-            self._pending = self._sent(
-                self._with_retained(plan, index, newest, self._in_place), in_background=True
-            )
+            self._pending = self._sent(self._with_retained(plan, index, newest, self._in_place))
 
         self._noted.append(begin)
         if not self._in_place:
@@ -465,8 +464,8 @@ class Stage:
         both = self._plan(torch.cat([index, self._retained], dim=2), newest, counted)
         return both._replace(slots=both.slots[..., : index.shape[2]], complete=plan.complete)
 
-    def _sent(self, plan: StagePlan, in_background: bool = False) -> Pending:
-        """Move up what is missing on the device; `in_background`: on the side stream."""
+    def _sent(self, plan: StagePlan) -> Pending:
+        """Move up what is missing on the device, on a GPU on the side stream."""
         if self._in_place:
             self._moved(plan.moving)
             return Pending(plan.ids, plan.total, plan.source, ())
@@ -478,25 +477,36 @@ class Stage:
             plan.head // heads, plan.head % heads, plan.token, self.values_only
         )
         self._moved(plan.moving)
-        aside = in_background and self._device.type == "cuda"
-        with torch.cuda.stream(side_stream(self._device)) if aside else nullcontext():
+        with torch.cuda.stream(self._side):
             parts = rows_in(
                 uploaded(buffer, self._device), self._host.moving(self.values_only), plan.moving
             )
-            event = torch.cuda.current_stream(self._device).record_event() if aside else None
+            event = self._side and self._side.record_event()
         return Pending(
             plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event
         )
+
+    @property
+    def _side(self) -> torch.cuda.Stream | None:
+        """The stream on which rows come up; None without a GPU."""
+        return side_stream(self._device) if self._device.type == "cuda" else None
+
+    def _wait_for(self, event: torch.cuda.Event | None, values: torch.Tensor) -> None:
+        """What is computed from here on waits for rows whose values these are."""
+        if event is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        with self._spans("waiting"):
+            stream.wait_event(event)
+        values.record_stream(stream)
 
     def _received(self, pending: Pending) -> Staged:
         """The tokens that were moved up, in one block with those that were staged before."""
         if self._in_place:
             return Staged(pending.ids, None, pending.total)
-        if pending.event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(pending.event)
-            pending.blocks[-1][1].record_stream(stream)
         source = uploaded(pending.source.reshape(-1), self._device)
+        if pending.event is not None:
+            self._wait_for(pending.event, pending.blocks[-1][1])
         sides = _joined(pending.blocks, self._nothing)
         key, value = (
             side.index_select(0, source).view(*pending.ids.shape, side.shape[1]) for side in sides
@@ -505,10 +515,11 @@ class Stage:
 
     # -- on the device alone -----------------------------------------------------------------------
 
-    def _read_by_device(
-        self, index: torch.Tensor, lengths: Sequence[int]
-    ) -> tuple[Staged, tuple[torch.Tensor, torch.Tensor]]:
-        """The same on the device alone: it reads the host's memory, and nobody waits."""
+    def _read_by_device(self, index: torch.Tensor, lengths: Sequence[int]) -> Located:
+        """The same on the device alone: it reads the host's memory, and nobody waits.
+
+        Values come up on the side stream, beside the keys and the search for each token's place.
+        """
         device_lengths = uploaded(torch.tensor(lengths), self._device)[:, None, None]
         torch._assert_async((index < device_lengths).all())
         ids = _distinct(index)
@@ -518,13 +529,30 @@ class Stage:
         self._here = self._here + ((near >= 0) & (near < staged_count)).sum()
         if self._host.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._host.copied)
-        here, there = _joined(self._blocks(), self._nothing), self._host.moving(self.values_only)
-        sides = zip(here[-len(there) :], there, strict=True)
-        parts = _with_keys(
-            [fetch(near, far, block, host.flatten(0, 2)) for block, host in sides], self._nothing[0]
-        )
-        rows = parts[0].reshape(*ids.shape, -1), parts[1].reshape(*ids.shape, -1)
-        return Staged(ids, rows, (ids != NO_TOKEN).sum()), rows
+        here = _joined(self._blocks(), self._nothing)
+        *keys, there = (host.flatten(0, 2) for host in self._host.moving(self.values_only))
+        values, event = self._fetched_aside(near, far, here[1], there)
+        parts = [*(fetch(near, far, here[0], key) for key in keys), values]
+        key, value = _with_keys(parts, self._nothing[0])
+        rows = key.reshape(*ids.shape, -1), value.reshape(*ids.shape, -1)
+        self._staged = Staged(ids, rows, (ids != NO_TOKEN).sum())
+        slots, _ = find(ids, index.clamp(min=0))
+        places = flat(slots, ids.shape[2]), index >= 0
+        self._wait_for(event, values)
+        return Located(Pool.of(*rows), *places, self._host.codecs)
+
+    def _fetched_aside(
+        self, near: torch.Tensor, far: torch.Tensor, here: torch.Tensor, host: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """`fetch` on the side stream, after all that was computed, and the event after it."""
+        side = side_stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            rows = fetch(near, far, here, host)
+            event = side.record_event()
+        for tensor in (near, far, here):
+            tensor.record_stream(side)
+        return rows, event
 
     def _origins(
         self, ids: torch.Tensor, device_lengths: torch.Tensor

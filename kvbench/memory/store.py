@@ -426,7 +426,12 @@ class LayerStore(Tiers):
         self._moved, self._spans = moved, spans or Spans()
         self._closed = False
         self._stage = partial(
-            Stage, in_place=in_place, cache=cache, count_hits=count_hits, values_only=rebuilds_keys
+            Stage,
+            in_place=in_place,
+            cache=cache,
+            count_hits=count_hits,
+            values_only=rebuilds_keys,
+            spans=self._spans,
         )
         if shared is not None:
             self.seal_prompt(shared.lengths)

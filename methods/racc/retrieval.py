@@ -1,9 +1,10 @@
 """Evicted tokens are found again, in the background (RACC, section 4.2).
 
 Searches have two modes. Deterministic: the answer to a request is used a fixed number of steps
-later, and waited for if need be, so that scores never depend on timing. Free: the latest finished
-answer is used, however old, and decoding never waits; a step that finds a search still running asks
-for nothing.
+later, and waited for if need be, so that scores never depend on timing: the span "waiting". Free:
+the latest finished answer is used, however old, and decoding never waits; a step that finds a
+search still running asks for nothing. Queries leave a GPU, and answers come up to it, beside what
+it computes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -81,6 +83,24 @@ class RetrievedTokens(NamedTuple):
     tokens: torch.Tensor
 
 
+class Queries:
+    """Queries [B, Hkv, D] on their way to the CPU, where a job reads them."""
+
+    def __init__(self, queries: torch.Tensor) -> None:
+        # from a GPU into pinned memory; whoever reads it waits for the event
+        self._vectors = queries.float().to("cpu", non_blocking=True)
+        self._left = (
+            torch.cuda.current_stream(queries.device).record_event() if queries.is_cuda else None
+        )
+
+    def read(self) -> Floats:
+        """The queries, once they are there."""
+        if self._left is not None:
+            self._left.synchronize()
+        vectors: Floats = self._vectors.numpy()
+        return vectors
+
+
 class _JobResult(NamedTuple):
     """What a job did: tokens found (None: it searched nothing), keys it read, indexes it had to
     rebuild.
@@ -108,6 +128,8 @@ class Retriever:
         called with how many keys were read.
     log
         counts what happens.
+    waiting
+        the span of the time in which an answer is waited for.
     """
 
     def __init__(
@@ -118,9 +140,11 @@ class Retriever:
         options: RACCOptions,
         count_read: Callable[[int], None],
         log: Log,
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.layer, self.index = layer, index
         self.options, self.log = options, log
+        self._waiting = waiting
         self._submit, self._count_read = submit, count_read
         self._pending: deque[tuple[int, Future[_JobResult]]] = deque()
         self._last: Future[_JobResult] | None = None
@@ -165,7 +189,7 @@ class Retriever:
             return
         self.log.requests += 1
         self._device = queries.device
-        self._enqueue(step, None, queries.float().cpu().numpy(), counts)
+        self._enqueue(step, None, Queries(queries), counts)
 
     def latest(self, step: int) -> RetrievedTokens | None:
         """The answer to use at `step`, if there is one.
@@ -177,6 +201,9 @@ class Retriever:
         """
         while self._pending and self._due(*self._pending[0], step):
             request_step, job = self._pending.popleft()
+            if not job.done():
+                with self._waiting():
+                    wait([job])
             try:
                 result = job.result()
             except Exception:
@@ -187,7 +214,8 @@ class Retriever:
             self._count_read(result.keys_read)
             self.log.rebuilds += result.rebuilds
             if result.tokens is not None:
-                self._answer = RetrievedTokens(request_step, result.tokens.to(self._device))
+                tokens = result.tokens.to(self._device, non_blocking=True)
+                self._answer = RetrievedTokens(request_step, tokens)
         if self._answer is not None:
             self.log.use(step - self._answer.step)
         return self._answer
@@ -199,7 +227,7 @@ class Retriever:
         self,
         step: int,
         tokens: Sequence[Sequence[Tokens]] | None,
-        queries: Floats | None,
+        queries: Queries | None,
         counts: Sequence[int],
     ) -> None:
         self._last = self._submit(self._work, self._last, tokens, queries, counts)
@@ -209,7 +237,7 @@ class Retriever:
         self,
         before: Future[_JobResult] | None,
         tokens: Sequence[Sequence[Tokens]] | None,
-        queries: Floats | None,
+        queries: Queries | None,
         counts: Sequence[int],
     ) -> _JobResult:
         if before is not None:
@@ -219,7 +247,7 @@ class Retriever:
         read, rebuilds = self._counted()
         if tokens is not None:
             self._cover(tokens)
-        nearest = None if queries is None else self._search(queries, counts)
+        nearest = None if queries is None else self._search(queries.read(), counts)
         now_read, now_rebuilt = self._counted()
         return _JobResult(nearest, now_read - read, now_rebuilt - rebuilds)
 
@@ -244,7 +272,8 @@ class Retriever:
             for head, index in enumerate(heads):
                 nearest = index.search(queries[row, head], counts[row])
                 ids[row, head, : len(nearest)] = nearest
-        return torch.from_numpy(ids)
+        tokens = torch.from_numpy(ids)
+        return tokens.pin_memory() if self._device.type == "cuda" else tokens
 
 
 @dataclass
@@ -294,7 +323,9 @@ class Retrieval:
         rows, heads = range(self.shape.batch), range(self.shape.kv_heads)
         index = [[self._index(layer, row, head) for head in heads] for row in rows]
         count_read = partial(self.view.count_read, layer)
-        return Retriever(layer, index, self._jobs.submit, self.options, count_read, self.log)
+        waiting = partial(self.context.spans, "waiting")
+        settings = self.options, count_read, self.log, waiting
+        return Retriever(layer, index, self._jobs.submit, *settings)
 
     def _index(self, layer: int, row: int, head: int) -> KeyIndex:
         read = partial(_keys, self.view, layer, row, head)
