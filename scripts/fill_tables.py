@@ -232,7 +232,7 @@ def _claimed(ids: Sequence[str]) -> Shown:
                 measured,
                 criterion.bounds_text,
                 count,
-                stand_in + verdict.value,
+                verdict.value if verdict is Verdict.NOT_TESTABLE else stand_in + verdict.value,
             ]
     return Shown((["claim", "what was measured"], ["found", "wanted", "n", "verdict"]), rows)
 

@@ -21,7 +21,7 @@ from kvbench.report.claims.page import Judged, judged
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
 from kvbench.report.data.frame import collect, content_of
 
-HOLDS, FAILS, UNDECIDED, NOT_MEASURED = Verdict
+HOLDS, FAILS, UNDECIDED, NOT_TESTABLE, NOT_MEASURED = Verdict
 
 
 def part(at_least: float | None = None, at_most: float | None = None, n: int = 4) -> Criterion:
@@ -307,7 +307,7 @@ def test_printed_numbers_decide_as_they_do_by_hand() -> None:
 
 def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(shipped_verdicts: list[Judged]) -> None:
     all_claims = claims()
-    assert len(all_claims) == 49 == len({claim.id for claim in all_claims})
+    assert len(all_claims) == 50 == len({claim.id for claim in all_claims})
     for claim in all_claims:
         assert claim.claim and claim.source and claim.kind and claim.weaker and claim.criteria, claim.id
         for one in claim.criteria:
@@ -315,6 +315,27 @@ def test_every_claim_is_complete_and_decided_as_far_as_its_numbers_go(shipped_ve
     assert page.unmeasured(shipped_verdicts) == ""  # of what is shipped nothing is missing
     verdicts = {one.claim.id: one.verdict for one in shipped_verdicts}
     assert all(verdicts[id] is FAILS for id in ("ice-9", "ice-10", "racc-1", "lyc-8"))
+    times = {id for id, verdict in verdicts.items() if verdict is NOT_TESTABLE}
+    assert times >= {"ice-6", "ice-7", "ice-11", "par-5", "quest-2", "racc-6", "lyc-1", "lyc-2"}
+
+
+def test_a_time_that_was_taken_on_a_gpu_is_judged_by_runs_on_one_alone(tmp_path: Path, bed: None) -> None:
+    """A CPU's number stands beside, and no other number waits for a GPU."""
+    spec = {"bed": "made", "of": "method=full", "value": "tpot_ms.mean", "interval": "range"}
+    time = Criterion("a time", "runs", spec, at_most=10, device="cuda")
+    score = Criterion("a score", "runs", {**spec, "value": "score"}, at_least=50)
+    for device, milliseconds in (("cpu", 20.0), ("cuda", 5.0)):
+        timed = [record(str(one), "", 1.0, tpot_ms={"mean": milliseconds}) for one in range(3)]
+        stored(tmp_path / device, "full", None, timed, device=device)
+    number, verdict = page._part(time, collect([tmp_path / "cpu"]), [], "")[1:]
+    assert verdict is NOT_TESTABLE and isinstance(number, Finding)
+    assert number.value == 20 and "CPU" in number.note
+    for runs in (collect([tmp_path / "cuda"]), collect([tmp_path])):
+        number, verdict = page._part(time, runs, [], "")[1:]
+        assert verdict is HOLDS and isinstance(number, Finding) and number.value == 5
+    assert page._part(score, collect([tmp_path / "cpu"]), [], "")[2] is not NOT_TESTABLE
+    assert of_all([FAILS, NOT_TESTABLE]) is FAILS
+    assert of_all([HOLDS, NOT_TESTABLE, Verdict.UNDECIDED]) is NOT_TESTABLE
 
 
 def test_claims_that_runs_do_not_measure_are_judged_by_shipped_ones(

@@ -45,6 +45,8 @@ class Criterion:
         the bounds; None: none.
     n
         samples, at least.
+    device
+        whose runs alone decide, "cuda": a number of another device stands beside; None: any.
     """
 
     description: str
@@ -53,6 +55,7 @@ class Criterion:
     at_least: float | None = None
     at_most: float | None = None
     n: int = 1
+    device: str | None = None
 
     @property
     def bounds_text(self) -> str:
@@ -157,7 +160,7 @@ def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:
     """The criteria of an entry: one, or one for each of its arms."""
     (kind,) = set(KINDS) & set(entry)
     description, spec = entry["about"], entry[kind]
-    bounds = {key: entry[key] for key in ("at_least", "at_most", "n") if key in entry}
+    bounds = {key: entry[key] for key in ("at_least", "at_most", "n", "device") if key in entry}
     if "each" not in entry:
         return [Criterion(description, kind, spec, **bounds)]
     return [

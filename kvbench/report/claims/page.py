@@ -54,6 +54,8 @@ class Judged(NamedTuple):
 
         A stand-in's is said to be one, unless printed numbers alone decide.
         """
+        if self.verdict is Verdict.NOT_TESTABLE:
+            return self.verdict.value
         deciding = {
             criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict
         }
@@ -72,18 +74,25 @@ class Judged(NamedTuple):
             for part, finding, verdict in self.superseded
         ]
         now = [
-            (sentence(part, finding), lacks(part, finding, self.runs))
-            for part, finding, _ in self.criteria
+            (
+                sentence(part, finding),
+                lacks(part, finding, self.runs) if verdict is Verdict.UNDECIDED else "",
+            )
+            for part, finding, verdict in self.criteria
         ]
         return ["; ".join(filter(None, words)) for words in now] + before
 
     @property
-    def lacking(self) -> tuple[int, int]:
-        """How many criteria lack runs, and how many lack samples in the runs that they have."""
+    def lacking(self) -> tuple[int, int, int]:
+        """How many criteria lack runs that decide, runs of any kind, and samples in those they
+        have.
+        """
         parts = [part for part in self.criteria if part[0].kind == "runs"]
         measured = [(part, number.n) for part, number, _ in parts if isinstance(number, Finding)]
+        open_verdicts = Verdict.NOT_MEASURED, Verdict.NOT_TESTABLE
+        undecidable = sum(verdict in open_verdicts for *_, verdict in parts)
         too_few = sum(n < criterion.n for criterion, n in measured)
-        return len(parts) - len(measured), too_few
+        return undecidable, len(parts) - len(measured), too_few
 
     @property
     def paragraph(self) -> str:
@@ -128,10 +137,21 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
 
 
 def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note: str) -> Part:
-    number = _measured(criterion, runs, [*folders, SHIPPED])
-    if note and criterion.kind == "runs" and isinstance(number, Finding):
-        number = number._replace(note="; ".join(filter(None, [number.note, note])))
-    return criterion, number, judge(criterion, number)
+    folders, notes = [*folders, SHIPPED], [note if criterion.kind == "runs" else ""]
+    if criterion.device is None:
+        number = _measured(criterion, runs, folders)
+        verdict = judge(criterion, number)
+    else:
+        there = [run for run in runs or () if run.arm["device"] == criterion.device]
+        number = _measured(criterion, there, folders)
+        verdict = judge(criterion, number)
+        if criterion.kind != "runs" or isinstance(number, Missing):
+            elsewhere = [run for run in runs or () if run.arm["device"] != criterion.device]
+            number, verdict = _measured(criterion, elsewhere, folders), Verdict.NOT_TESTABLE
+            notes.append("on a CPU, whose times decide nothing here")
+    if isinstance(number, Finding):
+        number = number._replace(note="; ".join(filter(None, [number.note, *notes])))
+    return criterion, number, verdict
 
 
 @cache

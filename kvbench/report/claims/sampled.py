@@ -3,7 +3,8 @@
 A criterion asks for
   bed         of `claims.beds`, whose words all runs share
   value       of a sample: "score" (0..100), a key such as "fidelity.kl_mean", "A / B" of two keys,
-              or a list's quarter, such as "fidelity.steps.kl@last" (or @first)
+              "B + C" of parts of a step, or a list's quarter, such as "fidelity.steps.kl@last" (or
+              @first)
   of          the arm, in words of the command line
   less, over  another arm, whose value is taken from it or divides it on the same samples; of
               several the best one on every other sample, compared on the rest
@@ -52,7 +53,8 @@ SHARED_KEYS = ("kv", "dense_layers")  # of arms that are compared, where they do
 
 ROLES = ("of", "less", "over", "among")
 
-TIMES = ("tpot_ms", "breakdown_ms")  # how the values begin that a disturbed machine spoils
+# how the values begin that a disturbed machine spoils
+TIMES = ("tpot_ms", "breakdown_ms", "ttft_s", "tt2t_s")
 
 Key = tuple[str, str]  # the seed of a sample or the word for its content, and its id
 
@@ -358,9 +360,15 @@ def _numbers(record: Record, value: str) -> list[float]:
 
     [] where one is not there, or the second is 0.
     """
-    numbers = [_number(record, path) for path in value.split(" / ")]
+    numbers = [_sum(record, paths.split(" + ")) for paths in value.split(" / ")]
     present = [number for number in numbers if number is not None]
     return present if len(present) == len(numbers) and present[1:] != [0] else []
+
+
+def _sum(record: Record, paths: Sequence[str]) -> float | None:
+    """The sum of a sample's numbers at these paths, of which all but the first may be missing."""
+    first, *more = (_number(record, path) for path in paths)
+    return None if first is None else first + sum(number or 0.0 for number in more)
 
 
 def _number(record: Record, path: str) -> float | None:

@@ -17,6 +17,7 @@ class Verdict(Enum):
     HOLDS = "holds"
     FAILS = "does not hold"
     UNDECIDED = "undecided"
+    NOT_TESTABLE = "not testable here"
     NOT_MEASURED = "not measured"
 
     def of(self, count: int) -> str:
@@ -27,8 +28,11 @@ class Verdict(Enum):
 
 # Of the verdicts on a claim's criteria the first of these decides: one that fails refutes the
 # claim, but a claim has no verdict while a criterion is not measured, as any part of the runs would
-# then show failures alone.
-DECIDING = (Verdict.NOT_MEASURED, Verdict.FAILS, Verdict.UNDECIDED, Verdict.HOLDS)
+# then show failures alone. None can hold of which a part is a time of a device that nobody had.
+DECIDING = (
+    *(Verdict.NOT_MEASURED, Verdict.FAILS, Verdict.NOT_TESTABLE),
+    *(Verdict.UNDECIDED, Verdict.HOLDS),
+)
 
 
 class Interval(Enum):
