@@ -1,7 +1,7 @@
 """Every script runs at its smallest size and prints its ratios; those of papers measure what a slow reading says.
 
-gpu_check.py, compact_runs.py, method_table.py, fill_tables.py and slurm_local.sh have tests of their own;
-bench_serving.py needs vLLM, and so does half of bench_capacity.py.
+gpu_check.py, gpu_cells.py, predict_gpu.py, compact_runs.py, method_table.py, fill_tables.py and slurm_local.sh have
+tests of their own; bench_serving.py needs vLLM, and so does half of bench_capacity.py.
 """
 
 from __future__ import annotations

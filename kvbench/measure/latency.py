@@ -99,6 +99,8 @@ def time_sample(
         "copy_bandwidth": bandwidth.copy,
         "upload_bandwidth": bandwidth.upload,
         **_floor(model, generation, engine, bandwidth.copy),
+        # before the watched ones
+        "steps_repeated": engine.captured.repeated if engine.captured else None,
         "python_ms": _python_ms(model, timed, generation, engine, watched) if watched else None,
         **_memory(model, generation, engine, peak),
         "prefill_memory_bytes": watch.prefill_bytes,
