@@ -329,7 +329,7 @@ def main() -> None:
     """Measure what is missing, and print the table."""
     parser = command_line(
         __doc__,
-        seconds=(540, "end by then"),
+        seconds=(520, "end by then"),
         rehearse=(False, "a small model on the tests' stand-in for a GPU"),
     )
     parser.add_argument("folder", type=Path)

@@ -2,7 +2,7 @@
 # One command on a fresh GPU machine, of at most nine minutes: what is promised of decode steps beside what they take,
 # captured steps beside others, tests and kernels; a short table last. The same command goes on with what is missing.
 #
-#   scripts/gpu_check.sh [FOLDER] [--seconds 540]     default: results/gpu; writes FOLDER/gpu_check.json
+#   scripts/gpu_check.sh [FOLDER] [--seconds 520]     default: results/gpu; writes FOLDER/gpu_check.json
 #   scripts/gpu_check.sh FOLDER --rehearse            a small model on the tests' stand-in for a GPU, anywhere
 #
 # PYTHON=... is the interpreter that has kvbench's packages (.venv/bin/python if it is there, else python3).

@@ -10,6 +10,7 @@ goes into kvbench/attention/README.md, anew with each call: when the counts have
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,12 +119,11 @@ def table() -> Iterator[str]:
 def main() -> None:
     """Write the table into the page, and print it."""
     command_line(__doc__).parse_args()
-    lines = "\n".join(table())
-    before, mark, after = PAGE.read_text().partition(MARK)
-    if not mark:
+    lines, page = "\n".join(table()), PAGE.read_text()
+    if MARK not in page:
         raise SystemExit(f"{PAGE}: no line {MARK}")
-    old, gap, rest = after.lstrip("\n").partition("\n\n")
-    PAGE.write_text(f"{before}{mark}\n\n{lines}{gap}{rest}" if old else before + mark + lines)
+    # the lines of the old table, after the mark and an empty line
+    PAGE.write_text(re.sub(f"(?<={re.escape(MARK)}\n\n)(.+\n)*", f"{lines}\n", page))
     print(lines)
 
 

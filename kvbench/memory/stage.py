@@ -481,7 +481,7 @@ class Stage:
             parts = rows_in(
                 uploaded(buffer, self._device), self._host.moving(self.values_only), plan.moving
             )
-            event = self._side and self._side.record_event()
+            event = None if self._side is None else self._side.record_event()
         return Pending(
             plan.ids, plan.total, plan.source, (*blocks, _with_keys(parts, self._nothing[0])), event
         )

@@ -138,17 +138,15 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
 
 def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note: str) -> Part:
     folders, notes = [*folders, SHIPPED], [note if criterion.kind == "runs" else ""]
-    if criterion.device is None:
-        number = _measured(criterion, runs, folders)
-        verdict = judge(criterion, number)
-    else:
-        there = [run for run in runs or () if run.arm["device"] == criterion.device]
-        number = _measured(criterion, there, folders)
-        verdict = judge(criterion, number)
-        if criterion.kind != "runs" or isinstance(number, Missing):
-            elsewhere = [run for run in runs or () if run.arm["device"] != criterion.device]
-            number, verdict = _measured(criterion, elsewhere, folders), Verdict.NOT_TESTABLE
-            notes.append("on a CPU, whose times decide nothing here")
+    there = elsewhere = runs
+    if runs is not None and criterion.device is not None:
+        there = runs.only(run for run in runs if run.arm["device"] == criterion.device)
+        elsewhere = runs.only(run for run in runs if run.arm["device"] != criterion.device)
+    number = _measured(criterion, there, folders)
+    verdict = judge(criterion, number)
+    if criterion.device and (criterion.kind != "runs" or isinstance(number, Missing)):
+        number, verdict = _measured(criterion, elsewhere, folders), Verdict.NOT_TESTABLE
+        notes.append("on a CPU, whose times decide nothing here")
     if isinstance(number, Finding):
         number = number._replace(note="; ".join(filter(None, [number.note, *notes])))
     return criterion, number, verdict
