@@ -491,10 +491,8 @@ class Stage:
         """The stream on which rows come up; None without a GPU."""
         return side_stream(self._device) if self._device.type == "cuda" else None
 
-    def _wait_for(self, event: torch.cuda.Event | None, values: torch.Tensor) -> None:
+    def _wait_for(self, event: torch.cuda.Event, values: torch.Tensor) -> None:
         """What is computed from here on waits for rows whose values these are."""
-        if event is None:
-            return
         stream = torch.cuda.current_stream(self._device)
         with self._spans("waiting"):
             stream.wait_event(event)
