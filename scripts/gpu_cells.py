@@ -25,12 +25,12 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError, bind_methods, first_line
 from kvbench.measure import hardware
 from kvbench.measure.arm import Arm
-from kvbench.measure.job import measure
+from kvbench.measure.job import PromptJob
+from kvbench.measure.kernels import compile_for
 from kvbench.measure.prompts import read
-from kvbench.runs.kernels import compile_for
+from kvbench.measure.work import samples
 from kvbench.runs.run import prepare
 from kvbench.runs.terminal import Console
-from kvbench.runs.work import samples
 
 TESTS = Path(__file__).parents[1] / "tests"
 LLAMA = (
@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 def timed(arm: Arm) -> dict[str, Any]:
     """What the table needs of the cell's one sample."""
     compile_for([arm], Console())
-    (record,) = measure(arm, next(read(arm, samples(arm, 1))).prompts)
+    (record,) = PromptJob(arm, next(read(arm, samples(arm, 1))).prompts).run()
     if record.get("error"):
         return {"error": record["error"]}
     found = {name: record["hardware"].get(name) for name in ("floor_ms", "python_ms")}
@@ -135,7 +135,7 @@ def main() -> None:
             try:
                 arm = cell.arm(model, args.budget, loaded)
                 loaded, found = arm.loaded, timed(arm)
-            except (ConfigError, RuntimeError) as error:
+            except (ConfigError, RuntimeError, FloatingPointError) as error:
                 found = {"error": f"{type(error).__name__}: {first_line(error)}"}
             print("end", cell.name, json.dumps(rounded(found, 5)), file=out, flush=True)
             if "CUDA error" in found.get("error", ""):
