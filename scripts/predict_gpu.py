@@ -60,7 +60,7 @@ class Step(NamedTuple):
     device
         floor, scan and launches.
     host
-        launches of the part that runs from Python, at the pace of Python; 0 inside a graph.
+        launches of the parts between graphs, at the pace of Python; 0 where a step is one graph.
     """
 
     floor: float
@@ -70,8 +70,8 @@ class Step(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """The slower of the two."""
-        return max(self.device, self.host)
+        """What the graphs take, and what runs between them."""
+        return self.device + self.host
 
 
 def weight_bytes() -> int:
@@ -82,14 +82,16 @@ def weight_bytes() -> int:
 
 
 def predicted(method: str, length: int, launches: dict[str, float], host_part: bool) -> Step:
-    """A step of one row; `host_part`: it is not captured."""
+    """A step of one row; `host_part`: what it selects and attends is in no graph."""
     dense = LAYERS if method == "full" else DENSE
     attended = (dense * length + (LAYERS - dense) * BUDGET) * TOKEN
     scanned = SCANNED.get(method, 0) * length * KV_HEADS * (LAYERS - dense)
     floor, scan = (1e3 * read / BANDWIDTH for read in (weight_bytes() + attended, scanned))
-    count = LAYERS * sum(launches[part] for part in ("model", "append", "select", "executor"))
-    device = floor + scan + 1e-3 * IN_A_GRAPH * count
-    return Step(floor, scan, device, 1e-3 * FROM_PYTHON * count if host_part else 0.0)
+    others = sum(launches[part] for part in ("append", "select", "executor"))
+    inside = launches["model"] + (0 if host_part else others)
+    device = floor + scan + 1e-3 * LAYERS * IN_A_GRAPH * inside
+    host = 1e-3 * LAYERS * FROM_PYTHON * others if host_part else 0.0
+    return Step(floor, scan, device, host)
 
 
 def table() -> Iterator[str]:
@@ -105,7 +107,7 @@ def table() -> Iterator[str]:
     for method, goal in GOALS.items():
         launches = counts[method]
         layer = sum(launches[part] for part in ("model", "append", "select", "executor"))
-        captured = "no" if method in HOST else "yes"
+        captured = "in pieces" if method in HOST else "yes"
         search = " + search" if method in ON_HOST else ""
         cells = []
         for length in LENGTHS:
