@@ -141,6 +141,23 @@ def test_a_method_that_may_drop_what_a_layer_read_is_not_refused_for_it(
         small(sum(needed) - 1, "method=snapkv", *words)
 
 
+def test_keys_that_are_made_are_there_a_layer_at_a_time_whatever_the_batch(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = shipped("model", "dummy-tiny")
+    assert node is not None
+    needed = Footprint.of(ModelCard.of(node["config"]), torch.float32, Prompts(9011, rows=16))
+    assert needed is not None
+    words = ["task=latency", "task.lengths=[300,9000]", "task.batch=[1,16]", "task.steps=8", "task.warmup=2"]
+    words += ["dtype=float32", "task.keys=synthetic_attention", "task.prefill=false"]
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: pytest.fail("made weights"))
+    with pytest.raises(ConfigError, match="^task.lengths: 9011 tokens x 16: takes "):
+        small(needed.weights + needed.cache - 1, "method=full", *words)
+    for free, method in ((needed.weights + needed.cache, "full"), (needed.weights, "snapkv")):
+        with pytest.raises(pytest.fail.Exception, match="made weights"):
+            small(free, f"method={method}", *words)
+
+
 def test_what_is_free_is_at_most_what_the_machine_has() -> None:
     total = int(re.findall(r"MemTotal: *(\d+)", Path("/proc/meminfo").read_text())[0]) * 1024
     assert 0 < free_memory(CPU)["host"] <= total

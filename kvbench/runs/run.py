@@ -222,10 +222,13 @@ def refuse_no_room(config: RunConfig, method: Method, prompts: Prompts) -> None:
     if required is None:
         return
     tokens = prompts.tokens
+    read_at_once = prompts.chunk or tokens
+    if config.task.options.get("prefill") is False:  # stores are filled, one layer after the other
+        read_at_once, required = tokens, required._replace(activations=0)
     if tokens and home == "device" and config.method.has_budget:
         # Of the last chunk a method may drop what one layer has read before the next layer reads
         # it.
-        sure = max(0, tokens - (prompts.chunk or tokens))
+        sure = max(0, tokens - read_at_once)
         required = required._replace(cache=required.cache * sure // tokens)
     required.refuse_too_large(device, home, source.name, prompts, free_memory(*devices))
 
