@@ -136,6 +136,14 @@ def test_a_method_is_held_against_full_attention_with_its_own_executor(tmp_path:
     assert len(named) == 2 and all("faster from 2000" in label for label in named)
 
 
+def test_lengths_that_were_timed_by_runs_of_their_own_are_one_line(tmp_path: Path) -> None:
+    for tokens in FULL:
+        timed_at(tmp_path, "full", None, {tokens: FULL[tokens]}, {})
+        timed_at(tmp_path, "quest", 64, {tokens: TWENTY[tokens]}, {})
+    (axis,) = figures.draw("breakeven", collect([tmp_path])).axes
+    assert {"Full", "Quest 64: faster from 2000"} <= {line.get_label() for line in axis.get_lines()}
+
+
 def test_without_full_attention_there_is_nothing_to_draw(results: Path) -> None:
     runs = collect([results])
     with pytest.raises(ConfigError, match=r"^figure=breakeven: .*method=full"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -76,21 +77,31 @@ def _full_times(run: Run, drawn: Sequence[_Curve]) -> dict[int, float]:
 
 
 def _curves(runs: Runs, panel: Panel) -> dict[str, list[_Curve]]:
-    """The curves by batch and machine: of each arm that was timed at several lengths."""
+    """The curves by batch and machine: of each arm that was timed at several lengths, in one run or
+    in several; of a length that several have the median.
+    """
     cells_of = {run: runs[run].cells() for run in panel.arms.index}
     several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
-    curves: dict[str, list[_Curve]] = {}
+    arms: dict[str, tuple[str, Style, Run]] = {}  # the first run that differs in cells alone
+    measured: dict[str, dict[str, dict[int, list[float]]]] = {}
     for label, style, run in curves_of(runs, panel):
-        by_place: dict[str, dict[int, float]] = {}
-        for cell, line in sorted(cells_of[run.index].items()):
+        settings = {key: value for key, value in run.settings.items() if key not in CELL}
+        arm = f"{label} {settings}"
+        arms.setdefault(arm, (label, style, run))
+        for cell, line in cells_of[run.index].items():
             if missing(line[TIME.name]) or line["disturbed"] in (True,):
                 continue
             place = f"batch {cell.batch}" + (f", on {cell.machine}" if several else "")
-            by_place.setdefault(place, {})[cell.tokens] = float(line[TIME.name])
-        for place, times in by_place.items():
-            if len(times) > 1:
-                curves.setdefault(place, []).append((label, style, run, times))
-    return curves
+            by_tokens = measured.setdefault(place, {}).setdefault(arm, {})
+            by_tokens.setdefault(cell.tokens, []).append(float(line[TIME.name]))
+    return {
+        place: [
+            (*arms[arm], {tokens: median(times[tokens]) for tokens in sorted(times)})
+            for arm, times in by_arm.items()
+            if len(times) > 1
+        ]
+        for place, by_arm in measured.items()
+    }
 
 
 def _at(times: Times, tokens: float) -> float:
