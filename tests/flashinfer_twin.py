@@ -311,6 +311,126 @@ def single_prefill_with_kv_cache(
     return (out, lse) if return_lse else out
 
 
+# -- a model's layers --------------------------------------------------------------------------------------------------
+
+
+def rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """norm.cuh, RMSNormKernel, and QKRMSNormKernel of the vectors of heads."""
+    assert out is None and enable_pdl is False, "not in this twin"
+    assert input.dim() in (2, 3) and input.shape[-1:] == weight.shape
+    _readable(input, weight)
+    out = torch.empty_like(input)
+    _rmsnorm(input, weight, eps, out)
+    return out
+
+
+@one_operation
+def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        out.copy_(_normed(input.float(), weight, eps))
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """norm.cuh, FusedAddRMSNormKernel: the sum is rounded where it is stored, and normed as it was."""
+    assert enable_pdl is False, "not in this twin"
+    assert input.dim() == 2 and input.shape == residual.shape and input.shape[-1:] == weight.shape
+    _readable(input, residual, weight)
+    _fused_add_rmsnorm(input, residual, weight, eps)
+
+
+@one_operation
+def _fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    with torch._C.DisableTorchFunction():
+        both = input.float() + residual.float()
+        residual.copy_(both)
+        input.copy_(_normed(both, weight, eps))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None) -> torch.Tensor:
+    """activation.cuh, act_and_mul_kernel: rows lie one behind the other, whatever their strides."""
+    assert out is None and enable_pdl is False, "not in this twin"
+    assert input.is_contiguous() and input.shape[-1] % 16 == 0, "16 bytes are read at once, of each half"
+    _readable(input)
+    out = torch.empty(input.shape[:-1] + (input.shape[-1] // 2,), device=input.device, dtype=input.dtype)
+    _silu_and_mul(input, out)
+    return out
+
+
+@one_operation
+def _silu_and_mul(input: torch.Tensor, out: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        gate, up = input.float().chunk(2, dim=-1)
+        out.copy_(gate / (1 + torch.exp(-gate)) * up)
+
+
+def apply_rope_with_cos_sin_cache(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """pos_enc.cuh, BatchQKApplyRotaryPosIdsCosSinCacheKernel, which reads the half before or behind as it lies."""
+    assert is_neox and head_size in HEAD_DIMS, "not in this twin"
+    if cos_sin_cache.dtype != torch.float32:
+        raise ValueError("cos_sin_cache should be float32")
+    assert positions.dtype in (torch.int32, torch.int64) and positions.is_contiguous() and positions.dim() == 1
+    assert cos_sin_cache.dim() == 2 and cos_sin_cache.is_contiguous() and cos_sin_cache.shape[1] <= head_size
+    assert len(positions) == len(query) == len(key) and positions.device == cos_sin_cache.device == query.device
+    _readable(query, key)
+    parts = [query, key]
+    outs = [torch.empty_like(part) for part in parts]
+    heads = [part.view(len(part), -1, head_size) for part in parts]
+    _turned(positions, *heads, cos_sin_cache, *(out.view(len(out), -1, head_size) for out in outs))
+    return outs[0], outs[1]
+
+
+@one_operation
+def _turned(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    query_out: torch.Tensor,
+    key_out: torch.Tensor,
+) -> None:
+    with torch._C.DisableTorchFunction():
+        if not 0 <= int(positions.min()) <= int(positions.max()) < len(cos_sin_cache):
+            raise IndexError(f"a position is none of the {len(cos_sin_cache)} that have angles")
+        width = cos_sin_cache.shape[1]
+        cos, sin = (part[:, None].repeat(1, 1, 2) for part in cos_sin_cache[positions].chunk(2, dim=-1))
+        for part, out in ((query, query_out), (key, key_out)):
+            turned = part[..., :width].float()
+            first, second = turned.chunk(2, dim=-1)
+            out.copy_(part)
+            out[..., :width] = turned * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _readable(*tensors: torch.Tensor) -> None:
+    """What the kernels take for granted: one type and device, and neighbours in the last dimension, in 16 bytes."""
+    for tensor in tensors:
+        assert tensor.dtype == tensors[0].dtype and tensor.dtype in DTYPES, f"no kernel for {tensor.dtype}"
+        assert tensor.device == tensors[0].device and tensor.stride(-1) == 1
+        assert all(size % 8 == 0 for size in (*tensor.stride()[:-1], tensor.shape[-1], tensor.storage_offset()))
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,10 +453,24 @@ def _merged(
     return (out * one[:, None] + more * two[:, None]) / both[:, None], top + both.log2()
 
 
+OPERATORS = (rmsnorm, fused_add_rmsnorm, silu_and_mul, apply_rope_with_cos_sin_cache)
+
+
+def take_small_models(monkeypatch: Any) -> None:
+    """Until the test ends it is given heads of the dummies' sizes, and float32, which the kernels do not have."""
+    for module, name, value in (
+        (sys.modules[__name__], "HEAD_DIMS", {16, 32, 64}),
+        (sys.modules[__name__], "DTYPES", {torch.float32, torch.bfloat16}),
+        (flashinfer, "FLASHINFER_HEAD_DIMS", (16, 32, 64)),
+        (flashinfer, "FLASHINFER_DTYPES", ("float32", "bfloat16")),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
 def install(monkeypatch: Any) -> None:
     """`import flashinfer` gives this twin, until the test ends; nothing that is cached meanwhile stays."""
     package = ModuleType("flashinfer")
-    for call in (BatchDecodeWithPagedKVCacheWrapper, single_prefill_with_kv_cache):
+    for call in (BatchDecodeWithPagedKVCacheWrapper, single_prefill_with_kv_cache, *OPERATORS):
         setattr(package, call.__name__, call)
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     for name in ("workspace", "_failure"):

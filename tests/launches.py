@@ -35,8 +35,9 @@ from kvbench.memory.store import LayerStore
 
 TABLE = Path(__file__).parent / "goldens" / "launches.json"
 LAYERS, LENGTH, BUDGET, STEPS = 4, 600, 128, 6
-PARTS = ("model", "append", "select", "executor", "up", "down", "waits")  # a layer the first four, a step the others
-KERNELS = 2  # of a call of FlashInfer: the chunks, and what joins them
+# A layer has the first four, a step the others: `once` is what the model does around its layers.
+PARTS = ("model", "append", "select", "executor", "once", "up", "down", "waits")
+KERNELS = 2  # of an attention of FlashInfer's: the chunks, and what joins them
 
 
 class Tape(TorchDispatchMode):
@@ -44,7 +45,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts, self.counts = ["model"], Counter[str]()
+        self.parts, self.counts = ["once"], Counter[str]()
         self._operations: list[tuple[str, list[torch.Tensor]]] = []
 
     @classmethod
@@ -104,6 +105,10 @@ def attributed(tape: Tape, case: Case) -> Iterator[Any]:
         mock.patch.object(
             flashinfer_twin.Kernel, "paged_run", tape.inside("kernel", flashinfer_twin.Kernel.paged_run, KERNELS)
         ),
+        *(
+            mock.patch.object(flashinfer_twin, name, tape.inside("kernel", getattr(flashinfer_twin, name), 1))
+            for name in ("_rmsnorm", "_fused_add_rmsnorm", "_silu_and_mul", "_turned")
+        ),
         mock.patch.object(twin.transfer, "_launch", tape.inside("kernel", twin.transfer._launch, 1)),
         mock.patch.object(twin.Twin, "copy", tape.noted(up, twin.Twin.copy)),
         mock.patch.object(twin.Twin, "sync", tape.noted(lambda *_: "waits", twin.Twin.sync)),
@@ -137,12 +142,10 @@ def launches(case: Case) -> dict[str, float]:
     counts: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as monkeypatch, twin.device():
         flashinfer_twin.install(monkeypatch)
-        for module, name, value in (
-            (flashinfer_twin, "HEAD_DIMS", {16, 32}),
-            (flashinfer, "FLASHINFER_HEAD_DIMS", (16, 32)),
-        ):
-            monkeypatch.setattr(module, name, value)
+        flashinfer_twin.take_small_models(monkeypatch)
         model = load(shipped("model", "dummy-tiny"), device="cuda", dtype="bfloat16")
+        for layer in model.model.base_model.layers:
+            layer.forward = tape.inside("model", layer.forward)
         with attributed(tape, case) as method:
             arguments = model.model, [LENGTH], method, Budget(BUDGET), (), model.tokenizer
             scores = scores_of(model.model)

@@ -204,6 +204,11 @@ class RunConfig:
                 f"device={self.device}: model.device_map={device_map} is about all GPUs; expected"
                 " auto | cuda"
             )
+        if device_map is not None and self.model.fused == "flashinfer":
+            raise ConfigError(
+                f"model.fused=flashinfer: the layers of model.device_map={device_map} lie on"
+                " several devices; model.fused=auto takes what runs"
+            )
         if device_map is not None and self.task.own_prefill:
             raise ConfigError(
                 f"model.device_map={device_map}: task={self.task.name} measures one device;"

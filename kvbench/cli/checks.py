@@ -132,10 +132,9 @@ def check_setup(config: RunConfig, here: bool = True) -> tuple[hub.ModelSource, 
     if card.layers:
         published = config.method.published_dense_layers or []
         config.protocol.dense_layers_of(source.dense_layers, published, card.layers)
-    if config.attention == "flashinfer" and (
-        reason := next(_no_flashinfer(config, card, here), None)
-    ):
-        raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
+    for key, value in (("attention", config.attention), ("model.fused", config.model.fused)):
+        if value == "flashinfer" and (reason := next(_no_flashinfer(config, card, here), None)):
+            raise ConfigError(f"{key}=flashinfer: {reason}; {key}=auto takes what runs")
     _check_kv(config, card)
     backend_of(config).refuse(config, source, here)
     if here:

@@ -34,7 +34,7 @@ def applied(config: DictConfig) -> DictConfig:
         return config
     small = copy.deepcopy(config)
     with open_dict(small):
-        small.model = {**(shipped("model", MODEL) or {}), "device_map": None}
+        small.model = {**(shipped("model", MODEL) or {}), "device_map": None, "fused": "auto"}
         small.device = small.dtype = "auto"
         task = small.task
         task.limit = _at_most(LIMIT, task.get("limit"))

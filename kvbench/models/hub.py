@@ -157,6 +157,8 @@ class ModelConfig:
         the transformers config of its shape, used for random weights.
     device_map
         how its layers lie on several GPUs, see `kvbench.backends.hf.spread`; None: on one device.
+    fused
+        what computes its layers on a GPU, see `kvbench.backends.hf.fused`.
     """
 
     name: str
@@ -165,6 +167,7 @@ class ModelConfig:
     dense_layers: Sequence[int] | None = None
     config: Mapping[str, Any] | None = None
     device_map: Literal[None, "balanced", "auto"] = None
+    fused: Literal["auto", "none", "flashinfer"] = "auto"
 
     @classmethod
     def of(cls, model: Mapping[str, Any] | ModelConfig) -> ModelConfig:

@@ -241,6 +241,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         "model_name": arm.loaded.name,
         "metric": arm.task.metric,
         "decode": arm.decode,
+        **({} if arm.loaded.device.type == "cpu" else {"unfused": arm.loaded.unfused}),
         **({} if (folder := user_choices()) is None else {"config_dir": folder}),
     }
     return RunFolder.open(
@@ -276,6 +277,7 @@ def identity(arm: Arm) -> dict[str, Any]:
         "device": loaded.device.type,
         "dtype": dtype_of(arm),
         **({} if arm.decode == "alone" else {"decode": arm.decode}),
+        **({} if loaded.unfused else {"fused": "flashinfer"}),
         **({"prompts": treated} if treated else {}),
     }
 

@@ -40,13 +40,16 @@ class _Reading(CountingCache):
     def __init__(self, layers: int) -> None:
         super().__init__(layers, {})
         self.calls: dict[int, Call] = {}
-        self.query_heads: set[int] = set()
+        self.queries: dict[int, torch.Tensor] = {}
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """What one token attends: itself."""
-        self.calls[call.layer] = call
-        self.query_heads.add(query.shape[1])
+        self.calls[call.layer], self.queries[call.layer] = call, query
         return call.value.repeat_interleave(query.shape[1] // call.value.shape[1], dim=1)
+
+    def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value [1, heads, 1, D] of the last call of a layer's attention."""
+        return self.queries[layer], self.calls[layer].key, self.calls[layer].value
 
 
 @torch.no_grad()
@@ -140,16 +143,17 @@ def shape_of(
     layers = sorted(reading.calls)
     full = [reading.calls[layer] for layer in layers if layer not in windowed]
     sizes = {(*call.key.shape[1::2], call.scaling) for call in full}
-    if len(sizes) > 1 or len(reading.query_heads) > 1:
+    query_heads = {query.shape[1] for query in reading.queries.values()}
+    if len(sizes) > 1 or len(query_heads) > 1:
         raise ConfigError(
             f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling;"
             " expected one of each"
         )
-    [(kv_heads, head_dim, scaling)], [query_heads] = sizes, reading.query_heads
+    [(kv_heads, head_dim, scaling)] = sizes
     places = {layer: _device_of(reading.calls[layer].module, device) for layer in layers}
     return Shape(
         layers=len(layers),
-        query_heads=query_heads,
+        query_heads=query_heads.pop(),
         kv_heads=kv_heads,
         head_dim=head_dim,
         lengths=tuple(lengths),

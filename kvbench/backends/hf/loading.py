@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from transformers.utils.logging import (
 )
 
 from kvbench.backends.hf import spread
+from kvbench.backends.hf.fused import fuse
 from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import card_of
 from kvbench.backends.hf.model import refuse_custom_attention, use_kvbench_attention
@@ -87,6 +88,8 @@ class Loaded:
         every token id that ends a generation.
     dense_layers
         layers that stay dense under `protocol.dense_layers=auto`.
+    unfused
+        why its layers are transformers' own; None: see `kvbench.backends.hf.fused`.
     """
 
     model: PreTrainedModel
@@ -96,6 +99,7 @@ class Loaded:
     card: ModelCard
     stop_ids: tuple[int, ...]
     dense_layers: tuple[int, ...]
+    unfused: str | None = "not asked for"
 
     @property
     def device(self) -> torch.device:
@@ -162,16 +166,18 @@ def load(
     Raises
     ------
     ConfigError
-        no such folder, hub id not reachable, no such device or dtype, or an unsupported model.
+        no such folder, hub id not reachable, no such device or dtype, or an unsupported model; or
+        its layers cannot be fused as `model.fused` says.
     """
     config = hub.ModelConfig.of(model)
     if config.device_map is None:
         where = device_of(device)
-        return _load(config, where, dtype_of(dtype, where), seed, try_out)
-    gpus = spread.devices_for(config.device_map)
-    loaded = _load(config, torch.device("cpu"), dtype_of(dtype, gpus[0]), seed, try_out)
-    spread.spread(loaded.model, spread.places_of(loaded.model, config.device_map, gpus))
-    return loaded
+        loaded = _load(config, where, dtype_of(dtype, where), seed, try_out)
+    else:
+        gpus = spread.devices_for(config.device_map)
+        loaded = _load(config, torch.device("cpu"), dtype_of(dtype, gpus[0]), seed, try_out)
+        spread.spread(loaded.model, spread.places_of(loaded.model, config.device_map, gpus))
+    return replace(loaded, unfused=fuse(loaded.model, config.fused))
 
 
 def _load(

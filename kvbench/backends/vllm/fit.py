@@ -39,6 +39,7 @@ def _unfit(run: RunConfig, source: hub.ModelSource) -> Iterator[str]:
         "kv": (str(run.kv), ("native",)),
         "device": (run.device, ("auto", "cpu")),
         "model.device_map": (run.model.device_map, (None,)),
+        "model.fused": (run.model.fused, ("auto", "none")),
         "probe.every": (run.probe.every, (0,)),
         "protocol.question": (run.protocol.question, ("with",)),
         "protocol.temperature": (run.protocol.temperature, (0,)),

@@ -234,6 +234,8 @@ def _settings(identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "dense_layers": show(identity["dense_layers"]),
         **_versions(identity),
     }
+    if "fused" in identity:
+        settings["fused"] = printable(show(identity["fused"]))
     shape = identity.get("model_shape") or {}  # of random weights, whose name does not say it
     settings |= {
         f"model.config.{printable(key)}": printable(show(value)) for key, value in shape.items()

@@ -25,7 +25,7 @@ from kvbench.runs.versions import HARNESS, versions_in
 ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
 # What a run may have otherwise and still be the same arm: how it was computed, and what one run of
 # several is.
-NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "probe.every"}
+NOT_OF_ARM = {"seed", "decode", "shared_prefill", "attention", "fused", "probe.every"}
 NAME = r"[a-z][a-z0-9_]{0,39}"
 SLACK = 0.05  # of bytes: a later turn and an answer's length move their mean by up to 2 %
 FEWEST_BITS = 2 / 32  # of coded keys and values over plain ones
