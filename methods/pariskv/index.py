@@ -3,7 +3,9 @@ the search.
 
 What is found in a row's zone is numbered as in its sequence. `VectorIndex` computes in torch on the
 device of the queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the
-same answers.
+same answers. On a device a token's codes hold no bit twice, 96 bytes where D = 128: ids are the
+signs. For the CPU they stand in the codes once more, 112 bytes: a vote reads the ids of 64 tokens
+in a row, and a rerank the codes of one token.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random
 BLOCK = 4096  # keys that are encoded at once
 SPARE = 16  # a share of 1 / SPARE more is reserved for tokens to come
 
+MOST = "candidates", "retrieved"  # of `Quotas`, what sizes a search's tensors
+
 WORTH_A_THREAD = 1 << 11  # tokens; the votes of fewer are counted before another thread has begun
 
 
@@ -45,28 +49,24 @@ class Index(ABC):
     ----------
     lengths
         tokens in the zone of each row.
-    ids
-        [B, Hkv, S, capacity] uint8, S = D / 8: the signs of each subspace; capacity is a multiple
-        of 64.
-    codes
-        [B, Hkv, capacity, S + S / 2] int32: 4-bit codes and bfloat16 weights, see
-        `vectorised.encode`.
+    capacity
+        tokens that a zone has room for, a multiple of 64.
     counts
-        [B, Hkv, S, 256] int32, tokens with each id.
+        [B, Hkv, S, 256] int32, S = D / 8: tokens with each id, which are the signs of a subspace.
     """
 
     def __init__(
         self, batch: int, kv_heads: int, signs: torch.Tensor, begins: Sequence[int] | None = None
     ) -> None:
-        subspaces, device = len(signs) // SUBSPACE, signs.device
-        self.signs, self.lengths = signs, [0] * batch
+        self.signs, self.lengths, self.capacity = signs, [0] * batch, 0
         self.begins = [0] * batch if begins is None else begins
-        self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8, device=device)
-        self.codes = torch.zeros(
-            batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32, device=device
-        )
         self.counts = torch.zeros(
-            batch, kv_heads, subspaces, CENTROIDS, dtype=torch.int32, device=device
+            batch,
+            kv_heads,
+            len(signs) // SUBSPACE,
+            CENTROIDS,
+            dtype=torch.int32,
+            device=signs.device,
         )
 
     def extend(self, row: int, keys: torch.Tensor) -> None:
@@ -78,13 +78,21 @@ class Index(ABC):
             a key is not finite, or too large to square.
         """
         first, last = self.lengths[row], self.lengths[row] + keys.shape[1]
-        if last > self.ids.shape[3]:
-            capacity = -(-(last + last // SPARE) // LANES) * LANES
-            self.ids, self.codes = _longer(self.ids, 3, capacity), _longer(self.codes, 2, capacity)
+        if last > self.capacity:
+            self.capacity = -(-(last + self._spare(last)) // LANES) * LANES
+            self._grow()
         for start in range(first, last, BLOCK):
             stop = min(start + BLOCK, last)
             self._encode(row, start, keys[:, start - first : stop - first].to(self.signs.device))
         self.lengths[row] = last
+
+    def _spare(self, length: int) -> int:
+        """Tokens to reserve room for beside the `length` that a zone has."""
+        return length // SPARE
+
+    @abstractmethod
+    def _grow(self) -> None:
+        """Make room for `capacity` tokens in each zone."""
 
     @abstractmethod
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
@@ -118,25 +126,79 @@ class Index(ABC):
 
 
 class VectorIndex(Index):
-    """All KV heads of a row at once, in torch."""
+    """All rows and KV heads at once, in torch.
+
+    Parameters
+    ----------
+    to_come
+        tokens that a zone gets after the first ones, at most; None: unknown.
+    asks
+        what searches of all layers on this device have last asked for, as a tensor there; made
+        here if None.
+
+    Attributes
+    ----------
+    codes
+        of [B, Hkv, capacity] tokens.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        signs: torch.Tensor,
+        begins: Sequence[int] | None = None,
+        to_come: int | None = None,
+        asks: dict[Any, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(batch, kv_heads, signs, begins)
+        self._to_come, self._asks = to_come, {} if asks is None else asks
+        none = torch.zeros(batch, kv_heads, 0, signs.shape[0], device=signs.device)
+        self.codes = vectorised.encode(none, signs)
+
+    def _spare(self, length: int) -> int:
+        return super()._spare(length) if self._to_come is None else self._to_come
+
+    def _grow(self) -> None:
+        self.codes = vectorised.Codes(*(_longer(part, 2, self.capacity) for part in self.codes))
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
         here = slice(start, start + keys.shape[1])
-        ids, self.codes[row, :, here] = vectorised.encode(keys, self.signs)
-        self.ids[row, :, :, here] = ids.transpose(1, 2)
-        self.counts[row] += vectorised.count_ids(self.ids[row, :, :, here])
+        codes = vectorised.encode(keys, self.signs)
+        for part, added in zip(self.codes, codes, strict=True):
+            part[row, :, here] = added
+        self.counts[row] += vectorised.count_ids(codes.ids)
 
     def ranked(
         self, queries: torch.Tensor, quotas: Mapping[int, Quotas]
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """See `Index.ranked`."""
-        results = {}
-        for row, of_row in quotas.items():
-            used = slice(self.lengths[row])
-            zone = self.ids[row, :, :, used], self.codes[row, :, used], self.counts[row]
-            tokens, estimates = vectorised.search(*zone, queries[row], self.signs, of_row)
-            results[row] = torch.where(tokens < 0, -1, self.begins[row] + tokens), estimates
-        return results
+        if not quotas:
+            return {}
+        most = [max(getattr(of, name) for of in quotas.values()) for name in MOST]
+        tokens, estimates = vectorised.search(
+            queries, self.signs, self.codes, self.counts, self._asked(quotas), *most
+        )
+        return {
+            row: (tokens[row, :, : of.retrieved], estimates[row, :, : of.retrieved])
+            for row, of in quotas.items()
+        }
+
+    def _asked(self, quotas: Mapping[int, Quotas]) -> torch.Tensor:
+        """What each row asks for, as `vectorised.search` takes it; uploaded when it changes."""
+        tiers = len(next(iter(quotas.values())).tiers)
+        rows = tuple(
+            (length, begin, of.candidates, of.retrieved, *of.tiers) if of else (0,) * (4 + tiers)
+            for row, (length, begin) in enumerate(zip(self.lengths, self.begins, strict=True))
+            for of in [quotas.get(row)]
+        )
+        if rows not in self._asks:
+            self._asks.clear()
+            asks = torch.tensor(rows)
+            if self.signs.is_cuda:
+                asks = asks.pin_memory().to(self.signs.device, non_blocking=True)
+            self._asks[rows] = asks
+        return self._asks[rows]
 
 
 class KernelIndex(Index):
@@ -146,6 +208,14 @@ class KernelIndex(Index):
     ----------
     pool
         where threads that encode a prompt come from.
+
+    Attributes
+    ----------
+    ids
+        [B, Hkv, S, capacity] uint8.
+    codes
+        [B, Hkv, capacity, S + S / 2] int32: for each subspace a word of eight 4-bit codes, lowest
+        bits first, then the weights as bfloat16, two in a word.
     """
 
     def __init__(
@@ -158,6 +228,13 @@ class KernelIndex(Index):
     ) -> None:
         super().__init__(batch, kv_heads, signs, begins)
         self._pool = pool
+        subspaces = self.counts.shape[2]
+        self.ids = torch.zeros(batch, kv_heads, subspaces, 0, dtype=torch.uint8)
+        self.codes = torch.zeros(batch, kv_heads, 0, subspaces * 3 // 2, dtype=torch.int32)
+
+    def _grow(self) -> None:
+        self.ids = _longer(self.ids, 3, self.capacity)
+        self.codes = _longer(self.codes, 2, self.capacity)
 
     def head(self, row: int, head: int) -> tuple[Any, ...]:
         """What the kernels read of one KV head, in place: ids, codes, halves and counts."""

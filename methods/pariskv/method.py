@@ -11,7 +11,7 @@ encoded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,6 +123,8 @@ class ParisKV(Method):
             compile_kernels(context.pool)
             self.signs = dict.fromkeys(range(shape.layers), signs)
         self.index: dict[int, Index] = {}
+        # of each device, what the layers' searches ask for
+        self.asks: dict[torch.device, dict[Any, torch.Tensor]] = {}
         self.norms: dict[int, torch.Tensor] = {}  # with theta: [B, Hkv, capacity], of the values
         # of each row and device, for which length and end
         self.whole: dict[tuple[int, torch.device], tuple[tuple[int, int], torch.Tensor]] = {}
@@ -148,7 +150,8 @@ class ParisKV(Method):
         begins = [zones.sinks for zones in self.zones]
         if self.on_cpu:
             return KernelIndex(*sizes, self.context.pool, begins)
-        return VectorIndex(*sizes, begins)
+        asks = self.asks.setdefault(self.signs[layer].device, {})
+        return VectorIndex(*sizes, begins, self.context.new_tokens, asks)
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Encode the prompt's tokens between sinks and window."""

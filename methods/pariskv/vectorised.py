@@ -1,8 +1,8 @@
-"""ParisKV's stages for all KV heads of a row at once, in torch, on any device; `kernels.py` has the
+"""ParisKV's stages for all rows and KV heads at once, in torch, on any device; `kernels.py` has the
 same for one head.
 
 Both give the same bits: sums run in one stated order, and equal votes or estimates keep the earlier
-token.
+token. Nothing here waits for a device: how far a search goes stands in a tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from methods.pariskv.codebook import (
     NO_RADIUS,
     SUBSPACE,
     THRESHOLDS,
-    Quotas,
 )
+
+LEVEL_BITS = 3  # of a coordinate's level; its fourth is the sign
 
 
 class Constants(NamedTuple):
@@ -62,15 +63,38 @@ def rotate(vectors: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return rotated
 
 
-def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is kept of keys [..., head_dim].
+class Codes(NamedTuple):
+    """What is kept of keys: D / 2 + S / 2 bytes of codes and S weights, S = D / 8 subspaces.
 
-    Returns
-    -------
-    tuple[torch.Tensor, torch.Tensor]
-        ids [..., S] uint8 for S = D / 8 subspaces, and codes [..., S + S / 2] int32: for each
-        subspace a word of eight 4-bit codes, lowest bits first, then the weights as bfloat16, two
-        in a word.
+    Attributes
+    ----------
+    ids
+        [..., S] uint8, the signs of each subspace, a bit each.
+    levels
+        [..., 3, S] uint8, the levels of its eight coordinates: their lowest bits, the second ones,
+        the highest.
+    weights
+        [..., S] bfloat16.
+    """
+
+    ids: torch.Tensor
+    levels: torch.Tensor
+    weights: torch.Tensor
+
+    def of(self, tokens: torch.Tensor) -> Codes:
+        """Of some of [B, Hkv, n] tokens: [B, Hkv, C]."""
+        ids, weights = (rows_at(part, tokens) for part in (self.ids, self.weights))
+        levels = rows_at(self.levels.flatten(3), tokens).unflatten(3, self.levels.shape[3:])
+        return Codes(ids, levels, weights)
+
+
+def rows_at(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of rows [B, Hkv, n, D] those of tokens [B, Hkv, C]: [B, Hkv, C, D]."""
+    return rows.gather(2, tokens[..., None].expand(-1, -1, -1, rows.shape[3]))
+
+
+def encode(keys: torch.Tensor, signs: torch.Tensor) -> Codes:
+    """What is kept of keys [..., head_dim].
 
     Raises
     ------
@@ -89,97 +113,134 @@ def encode(keys: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch
     for threshold in at.thresholds:
         level += size > threshold
     alignment = in_order(at.levels[level.long()] * size).clamp(min=NO_ALIGNMENT)
-    weights = (radius / alignment).bfloat16()
-    positive = (subspaces >= 0).int()
-    bit = torch.arange(SUBSPACE, dtype=torch.int32, device=size.device)
-    ids = (positive << bit).sum(dim=-1).to(torch.uint8)
-    words = ((positive << 3 | level) << 4 * bit).sum(dim=-1, dtype=torch.int32)
-    return ids, torch.cat([words, weights.view(torch.int32)], dim=-1)
+    planes = torch.stack([level >> bit & 1 for bit in range(LEVEL_BITS)], dim=-3)
+    return Codes(_bytes(subspaces >= 0), _bytes(planes), (radius / alignment).bfloat16())
+
+
+def _bytes(bits: torch.Tensor) -> torch.Tensor:
+    """Bits [..., 8] as bytes, the lowest first."""
+    place = torch.arange(SUBSPACE, dtype=torch.int32, device=bits.device)
+    return (bits.int() << place).sum(dim=-1).to(torch.uint8)
 
 
 def count_ids(ids: torch.Tensor) -> torch.Tensor:
-    """How many of the keys with ids [Hkv, S, n] have each id: [Hkv, S, 256] int32."""
-    ids = ids.long()
+    """How many of the keys with ids [Hkv, n, S] have each id: [Hkv, S, 256] int32."""
+    ids = ids.transpose(1, 2).long()
     counts = torch.zeros(*ids.shape[:2], CENTROIDS, dtype=torch.int32, device=ids.device)
     ones = torch.ones((), dtype=torch.int32, device=ids.device).expand_as(ids)
     return counts.scatter_add_(2, ids, ones)
 
 
 def tables(
-    queries: torch.Tensor, signs: torch.Tensor, counts: torch.Tensor, quotas: Quotas
-) -> tuple[torch.Tensor, ...]:
-    """The rotated mean of a group's queries [Hkv, G, head_dim], and the votes of each centroid for
-    it.
+    queries: torch.Tensor, signs: torch.Tensor, counts: torch.Tensor, spans: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rotated mean of a group's queries [B, Hkv, G, head_dim], and the votes of each centroid
+    for it.
+
+    Parameters
+    ----------
+    counts
+        [B, Hkv, S, 256], keys of each id.
+    spans
+        [B, tiers], `Quotas.tiers`.
 
     Returns
     -------
-    tuple[torch.Tensor, ...]
-        [Hkv, S, 8] float32, and [Hkv, S, 256] uint8.
+    tuple[torch.Tensor, torch.Tensor]
+        [B, Hkv, S, 8] float32, and [B, Hkv, S, 256] uint8.
     """
-    mean = in_order(queries.float().transpose(1, 2)) / queries.shape[1]
+    mean = in_order(queries.float().transpose(2, 3)) / queries.shape[2]
     rotated = rotate(mean, signs).unflatten(-1, (-1, SUBSPACE))
     score = torch.zeros_like(rotated[..., :1])
     # <z_b, c> of every sign pattern c, the first coordinate its lowest bit
     for coordinate in rotated.split(1, dim=-1):
         score = torch.cat([score - coordinate, score + coordinate], dim=-1)
     order = score.argsort(dim=-1, descending=True, stable=True)
-    ordered_counts = counts.gather(2, order)
+    ordered_counts = counts.gather(3, order)
     nearer = ordered_counts.cumsum(dim=-1) - ordered_counts
-    votes = sum((nearer < span).to(torch.uint8) for span in quotas.tiers)
-    assert isinstance(votes, torch.Tensor)
-    return rotated, torch.zeros_like(votes).scatter_(2, order, votes)
+    votes = torch.zeros_like(nearer, dtype=torch.uint8)
+    for span in spans.unbind(dim=1):
+        votes += nearer < span[:, None, None, None]
+    return rotated, torch.zeros_like(votes).scatter_(3, order, votes)
 
 
-def vote(ids: torch.Tensor, votes_of: torch.Tensor, candidates: int) -> torch.Tensor:
-    """The tokens with most votes, [Hkv, candidates] int64 ascending; of equal ones the earlier.
+def vote(
+    ids: torch.Tensor,
+    votes_of: torch.Tensor,
+    lengths: torch.Tensor,
+    candidates: torch.Tensor,
+    most: int,
+) -> torch.Tensor:
+    """The tokens with most votes, [B, Hkv, most] int64 ascending, trailing n; of equal ones the
+    earlier.
 
     Parameters
     ----------
     ids
-        [Hkv, S, n].
+        [B, Hkv, n, S].
     votes_of
-        [Hkv, S, 256] uint8, of each centroid.
+        [B, Hkv, S, 256] uint8, of each centroid.
+    lengths, candidates
+        [B], tokens of each row's zone, the first of n, and candidates wanted, `most` at most.
     """
-    votes = torch.zeros_like(ids[:, 0])
-    for subspace in range(ids.shape[1]):
-        votes += votes_of[:, subspace].gather(1, ids[:, subspace].long())
-    return top_earliest(votes[None], candidates)[0].sort(dim=-1).values
+    votes = torch.zeros_like(ids[..., 0])
+    for subspace in range(ids.shape[3]):
+        votes += votes_of[:, :, subspace].gather(2, ids[..., subspace].long())
+    length = ids.shape[2]
+    beyond = torch.arange(length, device=ids.device) >= lengths[:, None, None]
+    best = top_earliest(votes.short().masked_fill(beyond, -1), most, candidates)
+    return best.masked_fill(best < 0, length).sort(dim=-1).values
 
 
-def estimate(codes: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-    """Estimates of <query, key> for codes [Hkv, C, S + S / 2] and a rotated query [Hkv, S, 8]:
-    [Hkv, C] float32.
+def estimate(codes: Codes, rotated: torch.Tensor) -> torch.Tensor:
+    """Estimates of <query, key> for codes of [..., C] keys and a rotated query [..., S, 8]: [...,
+    C] float32.
     """
-    words, weights = codes.tensor_split([rotated.shape[1]], dim=-1)
-    bit = torch.arange(SUBSPACE, dtype=torch.int32, device=codes.device)
-    nibbles = words[..., None] >> 4 * bit & 15
-    terms = constants(codes.device).decoded[nibbles.long()] * rotated[:, None]
+    bit = torch.arange(SUBSPACE, dtype=torch.int32, device=rotated.device)
+    nibbles = (codes.ids[..., None] >> bit & 1) << LEVEL_BITS
+    for place, plane in enumerate(codes.levels.unbind(dim=-2)):
+        nibbles |= (plane[..., None] >> bit & 1) << place
+    terms = constants(rotated.device).decoded[nibbles.long()] * rotated.unsqueeze(-3)
     products = in_order(terms[..., 0::2] + terms[..., 1::2])
-    return in_order(products * weights.contiguous().view(torch.bfloat16).float())
+    return in_order(products * codes.weights.float())
 
 
 def search(
-    ids: torch.Tensor,
-    codes: torch.Tensor,
-    counts: torch.Tensor,
     queries: torch.Tensor,
     signs: torch.Tensor,
-    quotas: Quotas,
+    codes: Codes,
+    counts: torch.Tensor,
+    asks: torch.Tensor,
+    candidates: int,
+    retrieved: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidates of a zone with the largest estimates, [Hkv, k] int64, best first, and these;
-    -1, -inf for NaN.
+    """The candidates of each row's zone with the largest estimates, best first, and these.
 
     Parameters
     ----------
-    ids, codes, counts
-        of one row's zone, [Hkv, S, n], and as `encode` and `count_ids` make them.
     queries
-        [Hkv, G, head_dim].
+        [B, Hkv, G, head_dim].
+    codes, counts
+        of all zones, of [B, Hkv, n] keys, and as `count_ids` makes them.
+    asks
+        [B, 4 + tiers] int64, of each row: tokens of its zone, the first of these, candidates,
+        tokens to retrieve, and `Quotas.tiers`; a row that does not ask has none.
+    candidates, retrieved
+        the most of a row.
+
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        tokens of the sequence [B, Hkv, retrieved] int64, and float32; -1 and -inf where the
+        estimate is NaN, and after those that a row asks for.
     """
-    rotated, votes_of = tables(queries, signs, counts, quotas)
-    candidates = vote(ids, votes_of, quotas.candidates)
-    chosen = codes.gather(1, candidates[..., None].expand(-1, -1, codes.shape[2]))
-    estimates = estimate(chosen, rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    best = top_earliest(estimates[None], quotas.retrieved)[0]
-    tokens = torch.where(best < 0, -1, candidates.gather(1, best.clamp(min=0)))
-    return tokens, estimates.gather(1, best.clamp(min=0)).masked_fill(best < 0, -torch.inf)
+    lengths, begins, wanted, limits = asks[:, :4].unbind(dim=1)
+    rotated, votes_of = tables(queries, signs, counts, asks[:, 4:])
+    voted = vote(codes.ids, votes_of, lengths, wanted, candidates)
+    none, at = voted == codes.ids.shape[2], voted.clamp(max=codes.ids.shape[2] - 1)
+    estimates = estimate(codes.of(at), rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    estimates = estimates.masked_fill(none, -torch.inf)
+    best = top_earliest(estimates, retrieved, limits)
+    tokens = at.gather(2, best.clamp(min=0)) + begins[:, None, None]
+    values = estimates.gather(2, best.clamp(min=0))
+    return tokens.masked_fill(best < 0, -1), values.masked_fill(best < 0, -torch.inf)
