@@ -11,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
 from kvbench.budget import Budget
+from kvbench.kernels.operators import operator
 from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.kmeans import kmeans, lists_of, nearest
 from methods.blocks.products import products
 from methods.blocks.ragged import entries, stacked
+from methods.blocks.recent import BothEnds
 from methods.blocks.topk import interleave, top_earliest
 
 TOKENS_PER_NEW_CLUSTER = 40  # 8 clusters of 320 generated tokens, as in the published kernels
@@ -78,6 +80,47 @@ def nearest_direction(keys: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
     return nearest(keys, normalize(means, dim=2))
 
 
+def best_members(
+    query: torch.Tensor,
+    means: torch.Tensor,
+    starts: torch.Tensor,
+    sizes: torch.Tensor,
+    members: torch.Tensor,
+    room: int,
+) -> torch.Tensor:
+    """The `room` tokens, or all, of the clusters with the largest products for each query [Hq, D]:
+    [Hq, n], trailing -1.
+
+    Parameters
+    ----------
+    means, starts, sizes, members
+        of `Clusters`.
+    """
+    heads, clusters = sizes.shape
+    scores = products(query[None, :, None], means[None])[0]
+    # so that all are ranked
+    scores = scores.nan_to_num(torch.inf, torch.inf, torch.finfo(scores.dtype).min)
+    order = top_earliest(scores, clusters).view(heads, -1)
+    first, count = (part.gather(1, order).view(-1, clusters) for part in (starts, sizes))
+    indexes, _ = entries(first, count, room)
+    tokens = members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
+    return tokens.masked_fill(indexes < 0, -1)
+
+
+@operator("methods.blocks.gpu.clusters")
+def cluster_tokens(
+    query: torch.Tensor,
+    means: torch.Tensor,
+    starts: torch.Tensor,
+    sizes: torch.Tensor,
+    members: torch.Tensor,
+    room: int,
+) -> torch.Tensor:
+    """`best_members`, [Hq, room] however many there are."""
+    best = best_members(query, means, starts, sizes, members, room)
+    return pad(best, (0, room - best.shape[1]), value=-1)
+
+
 @dataclass(eq=False)
 class ClusterKV(Method):
     """Attend the first tokens, the tokens of the best clusters, and the generated tokens that are
@@ -120,6 +163,7 @@ class ClusterKV(Method):
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(capacity) for capacity in self.capacities]
         self.rows: dict[int, list[Clusters]] = {}
+        self.ends = BothEnds()
         # keys [Hkv, 1, D] of the generated tokens in no cluster
         self.fresh: dict[int, list[list[torch.Tensor]]] = {}
 
@@ -173,27 +217,18 @@ class ClusterKV(Method):
         retrieved = self._best(self.rows[layer][row], query, room)
         if self.budget.unified:
             retrieved = interleave(retrieved[None], self.shape.kv_heads, room)[0]
-        first = torch.arange(min(sinks, self.shape.lengths[row]))
-        always = torch.cat([first, torch.arange(length - waiting, length)]).to(retrieved.device)
+        ends = min(sinks, self.shape.lengths[row]), length - waiting, length
+        always = self.ends.of(row, *ends, retrieved.device)
         return torch.cat([always.expand(retrieved.shape[0], -1), retrieved], dim=1)
 
     def _best(self, row: Clusters, query: torch.Tensor, room: int) -> torch.Tensor:
         """The `room` tokens, or all, of the clusters with the largest products for each query: [Hq,
         n], trailing -1.
         """
-        heads, clusters = row.sizes.shape
-        if not clusters:
+        if not row.sizes.shape[1]:
             return torch.empty(self.shape.query_heads, 0, dtype=torch.int64, device=query.device)
-        scores = products(query[None, :, None], row.means[None])[0]
-        # so that all are ranked
-        scores = scores.nan_to_num(torch.inf, torch.inf, torch.finfo(scores.dtype).min)
-        order = top_earliest(scores, clusters).view(heads, -1)
-        starts, sizes = (
-            part.gather(1, order).view(-1, clusters) for part in (row.starts, row.sizes)
-        )
-        indexes, _ = entries(starts, sizes, room)
-        tokens = row.members.gather(1, indexes.clamp(min=0).view(heads, -1)).view_as(indexes)
-        return tokens.masked_fill(indexes < 0, -1)
+        best = cluster_tokens if query.is_cuda else best_members
+        return best(query, row.means, row.starts, row.sizes, row.members, room)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, each query head's own but for the sinks, and a full buffer; with unified

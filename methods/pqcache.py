@@ -14,10 +14,12 @@ import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
+from kvbench.kernels.operators import operator
 from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks import code_kernels
 from methods.blocks.kmeans import kmeans, nearest_point
 from methods.blocks.ragged import stacked
+from methods.blocks.recent import BothEnds
 from methods.blocks.topk import top_earliest
 
 SPARE = 256  # codes to make room for when the last ones have taken what there was
@@ -29,6 +31,62 @@ class CacheZones(NamedTuple):
     sinks: int
     recent: int
     retrieved: int
+
+
+@operator("methods.blocks.gpu.codes", writes=["codes"])
+def code_newest(
+    key: torch.Tensor, table: torch.Tensor, codes: torch.Tensor, lengths: torch.Tensor, row: int
+) -> None:
+    """Write the codes of a row's newest key, of equally near centroids the first.
+
+    Parameters
+    ----------
+    key
+        [B, Hkv, 1, D].
+    table, codes, lengths
+        as of `coded_tokens`.
+    """
+    parts = key[row].float().view(-1, 1, table.shape[3])
+    near = nearest_point(parts, table.flatten(0, 1)).view(*table.shape[:2], 1)
+    token = (lengths[row] - 1).expand_as(near)
+    codes[row].scatter_(2, token, near.to(torch.uint8))
+
+
+@operator("methods.blocks.gpu.codes")
+def coded_tokens(
+    query: torch.Tensor,
+    table: torch.Tensor,
+    codes: torch.Tensor,
+    lengths: torch.Tensor,
+    row: int,
+    sinks: int,
+    recent: int,
+    retrieved: int,
+    scaling: float,
+) -> torch.Tensor:
+    """The tokens of a row with the largest estimated attention, summed over the query group, [Hkv,
+    retrieved] ids, best first, trailing -1; of equal ones the earlier.
+
+    Parameters
+    ----------
+    query
+        [Hkv, G, m, w] float32.
+    table
+        [Hkv, m, K, w] float32, the centroids.
+    codes
+        [B, Hkv, m, n] uint8, by token id.
+    lengths
+        [B], of which the row's is the current token's and those before it.
+    sinks, recent
+        first tokens, and those before the current one, which are not chosen.
+    """
+    token = torch.arange(codes.shape[3], device=codes.device)
+    outside = (token < sinks) | (token >= lengths[row] - 1 - recent)
+    products = query.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
+    centroids = codes[row].long()[:, :, None].expand(-1, -1, query.shape[1], -1)
+    logits = products.gather(3, centroids).sum(dim=1) * scaling
+    attention = logits.masked_fill(outside, -torch.inf).softmax(dim=2).sum(dim=1)
+    return top_earliest(attention.masked_fill(outside, -torch.inf)[None], retrieved)[0]
 
 
 @dataclass(eq=False)
@@ -83,6 +141,7 @@ class PQCache(Method):
         self.zones = [self._zones(capacity) for capacity in self.capacities]
         # of each layer and row, centroids [Hkv, m, K, D / m] fp32
         self.tables: dict[int, list[torch.Tensor]] = {}
+        self.ends = BothEnds()
         # of each layer, [B, Hkv, m, capacity] uint8, by token id
         self.codes: dict[int, torch.Tensor] = {}
 
@@ -121,11 +180,12 @@ class PQCache(Method):
         if max(tokens) >= codes.shape[3]:
             codes = self.codes[layer] = pad(codes, (0, SPARE))
         for row, token in enumerate(tokens):
-            if key.device.type == "cpu":
-                parts, table = self._parts(key[row, :, 0]).numpy(), self.tables[layer][row].numpy()
-                code_kernels.code(parts, table, codes.numpy()[row, :, :, token])
+            table = self.tables[layer][row]
+            if key.is_cuda:
+                code_newest(key, table, codes, self.view.seen(layer), row)
             else:
-                codes[row, :, :, token] = self._coded(layer, row, self._cut(key[row]))[:, :, 0]
+                parts = self._parts(key[row, :, 0]).numpy()
+                code_kernels.code(parts, table.numpy(), codes.numpy()[row, :, :, token])
 
     def _parts(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors [..., D] as [..., m, D / m] fp32."""
@@ -153,32 +213,21 @@ class PQCache(Method):
         zones, length = self.zones[row], self.view.lengths(layer)[row]
         start = max(length - 1 - zones.recent, 0)
         sinks = min(zones.sinks, start)
-        always = torch.cat([torch.arange(sinks), torch.arange(start, length)]).to(query.device)
+        always = self.ends.of(row, sinks, start, length, query.device)
         always = always.expand(self.shape.kv_heads, -1)
         if start == sinks or not zones.retrieved:
             return always
-        probabilities = self._estimated(layer, row, query, sinks, start)
-        best = top_earliest(probabilities[None], zones.retrieved)[0]
-        return torch.cat([always, best + sinks], dim=1)
-
-    def _estimated(
-        self, layer: int, row: int, query: torch.Tensor, first: int, stop: int
-    ) -> torch.Tensor:
-        """Estimated attention among the tokens `first` to `stop` - 1, summed over the group: [Hkv,
-        n].
-        """
         table, codes = self.tables[layer][row], self.codes[layer]
         grouped = query.float().view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
-        if query.device.type == "cpu":
-            attention = torch.empty(self.shape.kv_heads, stop - first)
-            arrays = grouped.numpy(), table.numpy(), codes.numpy()
-            code_kernels.attention(*arrays, row, first, self.shape.scaling, attention.numpy())
-            return attention
-        products = grouped.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
-        centroids = codes[row, :, :, first:stop].long()[:, :, None]
-        logits = products.gather(3, centroids.expand(-1, -1, self.shape.group, -1)).sum(dim=1)
-        logits = logits * self.shape.scaling
-        return logits.softmax(dim=2).sum(dim=1)
+        if query.is_cuda:
+            where = table, codes, self.view.seen(layer), row
+            best = coded_tokens(grouped, *where, *zones, self.shape.scaling)
+            return torch.cat([always, best], dim=1)
+        attention = torch.empty(self.shape.kv_heads, start - sinks)
+        arrays = grouped.numpy(), table.numpy(), codes.numpy()
+        code_kernels.attention(*arrays, row, sinks, self.shape.scaling, attention.numpy())
+        best = top_earliest(attention[None], zones.retrieved)[0]
+        return torch.cat([always, best + sinks], dim=1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """C, the sinks and the current token; C alone where generated tokens count."""

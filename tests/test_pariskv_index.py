@@ -86,7 +86,7 @@ def unpacked(codes: vectorised.Codes) -> torch.Tensor:
 
 
 def spans_of(asked: Quotas) -> torch.Tensor:
-    return torch.tensor([asked.tiers])
+    return torch.tensor(asked.tiers)[:, None]
 
 
 # -- the rotation ------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_estimate_of_a_key_s_own_direction_is_exact(head_dim: int) -> None:
     codes = vectorised.encode(keys, signs)
     own = torch.stack(
         [
-            vectorised.estimate(vectorised.Codes(*(part[i][None, None] for part in codes)), query[None])[0, 0]
+            vectorised.Codes(*(part[i][None, None] for part in codes)).estimates(query[None])[0, 0]
             for i, query in enumerate(vectorised.rotate(2 * keys, signs).unflatten(-1, (-1, 8)))
         ]
     )
@@ -180,7 +180,7 @@ def test_estimate_is_unbiased_over_rotations() -> None:
     signs = torch.stack([random_signs(128, seed) for seed in range(rotations)])
     codes = vectorised.encode(key.expand(rotations, 1, -1), signs[:, None])
     rotated = vectorised.rotate(query.expand(rotations, -1), signs).unflatten(-1, (-1, 8))
-    estimates = vectorised.estimate(codes, rotated)[:, 0].double()
+    estimates = codes.estimates(rotated)[:, 0].double()
     standard_error = estimates.std() / math.sqrt(rotations)
     assert 0 < standard_error < 0.2
     assert abs(estimates.mean() - key.double() @ query.double()) < 3 * standard_error
@@ -398,7 +398,7 @@ def test_with_every_token_a_candidate_only_the_codes_decide(compute: str) -> Non
     keys, queries = normal(1, 400, 64), normal(1, 2, 64, seed=1)
     of = filled(compute, keys)
     rotated, _ = vectorised.tables(queries[None], of.signs, of.counts, spans_of(quotas(400, 400, 1.0)))
-    estimates = vectorised.estimate(codes_of(of), rotated[0])[0]
+    estimates = codes_of(of).estimates(rotated[0])[0]
     expected = estimates.sort(descending=True, stable=True).indices
     assert torch.equal(found(of, queries, quotas(400, 400, 1.0))[0], expected), "k of the whole zone is all of it"
     assert torch.equal(found(of, queries, quotas(400, 9, 1.0))[0], expected[:9])
@@ -408,7 +408,7 @@ def test_estimates_are_close_to_the_products() -> None:
     keys, query, signs = normal(2000, 128), normal(128, seed=1), random_signs(128, 0)
     codes = vectorised.encode(keys, signs)
     rotated = vectorised.rotate(query, signs).unflatten(-1, (-1, 8))
-    estimates, exact = vectorised.estimate(codes, rotated), keys @ query
+    estimates, exact = codes.estimates(rotated), keys @ query
     assert float(torch.corrcoef(torch.stack([estimates, exact]))[0, 1]) > 0.99
     assert float((estimates - exact).mean().abs()) < 0.1
 

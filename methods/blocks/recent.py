@@ -40,3 +40,25 @@ def sinks_and_recent(
     # count
     index = torch.where(newest < counts - sinks, recent, torch.minimum(recent, counts - 1 - newest))
     return torch.where(newest < torch.minimum(lengths, counts), index, -1)
+
+
+class BothEnds:
+    """First and last tokens of each row, the same in all layers of a step: on a GPU made once in
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, torch.device], tuple[tuple[int, int, int], torch.Tensor]] = {}
+
+    def of(
+        self, row: int, sinks: int, start: int, length: int, device: torch.device
+    ) -> torch.Tensor:
+        """[n], the tokens below `sinks`, and those from `start` to `length` - 1."""
+        ranges, cached = (sinks, start, length), self._ends.get((row, device))
+        if cached is not None and cached[0] == ranges:
+            return cached[1]
+        first = torch.arange(sinks, device=device)
+        tokens = torch.cat([first, torch.arange(start, length, device=device)])
+        if device.type == "cuda":
+            self._ends[row, device] = ranges, tokens
+        return tokens

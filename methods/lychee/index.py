@@ -14,7 +14,6 @@ such centroids alone take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from typing import Any
@@ -30,33 +29,11 @@ from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
 from methods.lychee import kernels
 from methods.lychee.clustering import ClusterLayout, clustered, rows_at
+from methods.lychee.search import ChunkSearch, SearchedIndex, best_tokens
 
 LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
+
 SPARE_CHUNKS = 64  # room for grafts that is added at once
-
-
-@dataclass(frozen=True)
-class ChunkSearch:
-    """How chunks are searched.
-
-    Attributes
-    ----------
-    units
-        best units whose clusters are ranked; more until they hold twice the tokens wanted.
-    ub_weight
-        of the radii in the bounds: 1, or 0 to rank by centroids alone.
-    shortest
-        tokens that every chunk has, but for `short` ones.
-    """
-
-    units: int = 16
-    ub_weight: int = 1
-    shortest: int = 8
-    short: int = 1
-
-    def most(self, room: int) -> int:
-        """Chunks that need be ranked for `room` tokens: as many as fit, and the one after them."""
-        return room // self.shortest + self.short + 1
 
 
 class ClusterIndex:
@@ -131,53 +108,24 @@ class ClusterIndex:
         """A copy's arrays lie elsewhere."""
         return {**self.__dict__, "_read": None}
 
+    def searched(self) -> SearchedIndex:
+        """What a search reads."""
+        units = self.unit_centroids, self.unit_radii, self.unit_tokens, self.unit_starts
+        return SearchedIndex(*units, self.centroids, self.radii, self.starts, self.members)
+
     def best_chunks(
         self, queries: torch.Tensor, norms: torch.Tensor, room: int, search: ChunkSearch
     ) -> torch.Tensor:
-        """Chunks in the order of their clusters' upper bounds, searched from the top down.
+        """See `SearchedIndex.best_chunks`."""
+        most = search.most(room)
+        return self.searched().best_chunks(queries, norms, room, search, most, self.codes)
 
-        Inside a cluster the chunks nearest to the query come first, where representatives are kept.
-
-        Parameters
-        ----------
-        queries
-            [H, Q, D] fp32.
-        norms
-            [H, Q], of the queries; of mean queries the mean norms.
-        room
-            tokens wanted.
-
-        Returns
-        -------
-        torch.Tensor
-            [H, Q, K] int64, chunks of at least `room` tokens if there are so many; trailing -1.
-        """
-        slack = search.ub_weight * norms[..., None]
-        near = queries @ self.unit_centroids.float().transpose(1, 2)
-        score = near + slack * self.unit_radii[:, None]
-        score = score.masked_fill(self.unit_tokens[:, None] == 0, -torch.inf)
-        order = score.argsort(dim=2, descending=True)
-        unit_tokens = _pick(self.unit_tokens, order)
-        rank = torch.arange(order.shape[2], device=order.device)
-        searched = (rank < search.units) | (unit_tokens.cumsum(dim=2) - unit_tokens < 2 * room)
-        sizes = _pick(self.unit_starts.diff(dim=1), order).masked_fill(~searched, 0)
-        # as many as there are at most: nothing waits for a GPU
-        clusters, _ = entries(_pick(self.unit_starts, order), sizes, self.centroids.shape[1])
-
-        at = clusters.clamp(min=0)
-        score = _products(self.centroids, at, queries) + slack * _pick(self.radii, at)
-        sizes = _pick(self.starts, at + 1) - _pick(self.starts, at)
-        score = score.masked_fill((clusters < 0) | (sizes == 0), -torch.inf)
-        score, order = score.topk(min(search.most(room), score.shape[2]), dim=2)
-        sizes = sizes.gather(2, order).masked_fill(score == -torch.inf, 0)
-        indexes, rank = entries(_pick(self.starts, at.gather(2, order)), sizes, self.count)
-        chunks = _pick(self.members, indexes.clamp(min=0)).long()
-        if self.codes is not None:
-            order = _products(self.codes, chunks, queries).argsort(dim=2, descending=True)
-            rank = rank.masked_fill(indexes < 0, rank.shape[2]).gather(2, order)
-            order = order.gather(2, rank.argsort(dim=2, stable=True))
-            chunks, indexes = chunks.gather(2, order), indexes.gather(2, order)
-        return torch.where(indexes < 0, -1, chunks)
+    def best_tokens(
+        self, queries: torch.Tensor, mean: bool, chunks: Chunks, room: int, search: ChunkSearch
+    ) -> torch.Tensor:
+        """See `search.best_tokens`."""
+        how = search.units, search.ub_weight, search.most(room)
+        return best_tokens(queries, mean, *self.searched(), self.codes, chunks.bounds, *how, room)
 
     def write_best_tokens(
         self,
@@ -372,20 +320,6 @@ def _coded(representatives: torch.Tensor) -> torch.Tensor:
 
 def _decoded(codes: torch.Tensor) -> torch.Tensor:
     return codes.float() / LEVELS
-
-
-def _products(vectors: torch.Tensor, at: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Of vectors [H, n, D], or codes of them, at indexes [H, Q, m], with queries [H, Q, D]:
-    [H, Q, m].
-    """
-    rows = rows_at(vectors, at.flatten(1)).view(*at.shape, -1)
-    rows = _decoded(rows) if rows.dtype == torch.int8 else rows.float()
-    return (rows @ queries[..., None]).squeeze(3)
-
-
-def _pick(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """values [H, n] at indexes [H, Q, m]: [H, Q, m]."""
-    return values.gather(1, at.flatten(1)).view(at.shape)
 
 
 def _largest(values: torch.Tensor, groups: torch.Tensor, count: int) -> torch.Tensor:

@@ -24,7 +24,8 @@ from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
 from methods.lychee.clustering import ClusterLayout, pooled
-from methods.lychee.index import ChunkSearch, ClusterIndex, compile_kernels
+from methods.lychee.index import ClusterIndex, compile_kernels
+from methods.lychee.search import ChunkSearch
 
 
 @dataclass(frozen=True)
@@ -297,14 +298,13 @@ class LycheeCluster(Method):
 
     def _best(self, row: RowRegions, index: ClusterIndex, queries: torch.Tensor) -> torch.Tensor:
         """Tokens of the best chunks for queries [Hkv, G, D]: [Hkv or Hq, n], trailing -1."""
-        norms = queries.norm(dim=2)
-        if self.options.selection == "kv_head":
-            queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
-        chunks = row.text.chunks.on(queries.device)
-        best = index.best_chunks(queries, norms, row.room, self._search(row))
-        if self.options.selection == "query_head" and self.budget.counts_generated:
-            joined = best.flatten(0, 1)[None]
-            best = interleave(joined, len(best), best[0].numel()).transpose(0, 1)
+        chunks, search = row.text.chunks.on(queries.device), self._search(row)
+        mean = self.options.selection == "kv_head"
+        if mean or not self.budget.counts_generated:
+            return index.best_tokens(queries, mean, chunks, row.room, search)
+        best = index.best_chunks(queries, queries.norm(dim=2), row.room, search)
+        joined = best.flatten(0, 1)[None]
+        best = interleave(joined, len(best), best[0].numel()).transpose(0, 1)
         return chunks.tokens(chunks.fitting(best, row.room), row.room).flatten(0, 1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:

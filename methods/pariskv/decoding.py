@@ -2,7 +2,7 @@
 can.
 
 LLVM finds none of this by itself: the levels are a table that a register holds, and looking eight
-up is an instruction (AVX2). The sums run in the order of `vectorised.estimate`, so that both give
+up is an instruction (AVX2). The sums run in the order of `Codes.estimates`, so that both give
 the same bits.
 """
 

@@ -176,8 +176,8 @@ class VectorIndex(Index):
         if not quotas:
             return {}
         most = [max(getattr(of, name) for of in quotas.values()) for name in MOST]
-        tokens, estimates = vectorised.search(
-            queries, self.signs, self.codes, self.counts, self._asked(quotas), *most
+        tokens, estimates = vectorised.search_codes(
+            queries, self.signs, *self.codes, self.counts, self._asked(quotas), *most
         )
         return {
             row: (tokens[row, :, : of.retrieved], estimates[row, :, : of.retrieved])
@@ -185,7 +185,7 @@ class VectorIndex(Index):
         }
 
     def _asked(self, quotas: Mapping[int, Quotas]) -> torch.Tensor:
-        """What each row asks for, as `vectorised.search` takes it; uploaded when it changes."""
+        """What each row asks for, as `search_codes` takes it; uploaded when it changes."""
         tiers = len(next(iter(quotas.values())).tiers)
         rows = tuple(
             (length, begin, of.candidates, of.retrieved, *of.tiers) if of else (0,) * (4 + tiers)
@@ -194,7 +194,7 @@ class VectorIndex(Index):
         )
         if rows not in self._asks:
             self._asks.clear()
-            asks = torch.tensor(rows)
+            asks = torch.tensor(rows).T.contiguous()
             if self.signs.is_cuda:
                 asks = asks.pin_memory().to(self.signs.device, non_blocking=True)
             self._asks[rows] = asks

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from kvbench.kernels.operators import operator
 from methods.blocks.topk import top_earliest
 from methods.pariskv.codebook import (
     CENTROIDS,
@@ -87,6 +88,16 @@ class Codes(NamedTuple):
         levels = rows_at(self.levels.flatten(3), tokens).unflatten(3, self.levels.shape[3:])
         return Codes(ids, levels, weights)
 
+    def estimates(self, rotated: torch.Tensor) -> torch.Tensor:
+        """Of <query, key> for a rotated query [..., S, 8]: [..., C] float32 of [..., C] keys."""
+        bit = torch.arange(SUBSPACE, dtype=torch.int32, device=rotated.device)
+        nibbles = (self.ids[..., None] >> bit & 1) << LEVEL_BITS
+        for place, plane in enumerate(self.levels.unbind(dim=-2)):
+            nibbles |= (plane[..., None] >> bit & 1) << place
+        terms = constants(rotated.device).decoded[nibbles.long()] * rotated.unsqueeze(-3)
+        products = in_order(terms[..., 0::2] + terms[..., 1::2])
+        return in_order(products * self.weights.float())
+
 
 def rows_at(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Of rows [B, Hkv, n, D] those of tokens [B, Hkv, C]: [B, Hkv, C, D]."""
@@ -142,7 +153,7 @@ def tables(
     counts
         [B, Hkv, S, 256], keys of each id.
     spans
-        [B, tiers], `Quotas.tiers`.
+        [tiers, B], `Quotas.tiers`.
 
     Returns
     -------
@@ -159,7 +170,7 @@ def tables(
     ordered_counts = counts.gather(3, order)
     nearer = ordered_counts.cumsum(dim=-1) - ordered_counts
     votes = torch.zeros_like(nearer, dtype=torch.uint8)
-    for span in spans.unbind(dim=1):
+    for span in spans:
         votes += nearer < span[:, None, None, None]
     return rotated, torch.zeros_like(votes).scatter_(3, order, votes)
 
@@ -192,23 +203,13 @@ def vote(
     return best.masked_fill(best < 0, length).sort(dim=-1).values
 
 
-def estimate(codes: Codes, rotated: torch.Tensor) -> torch.Tensor:
-    """Estimates of <query, key> for codes of [..., C] keys and a rotated query [..., S, 8]: [...,
-    C] float32.
-    """
-    bit = torch.arange(SUBSPACE, dtype=torch.int32, device=rotated.device)
-    nibbles = (codes.ids[..., None] >> bit & 1) << LEVEL_BITS
-    for place, plane in enumerate(codes.levels.unbind(dim=-2)):
-        nibbles |= (plane[..., None] >> bit & 1) << place
-    terms = constants(rotated.device).decoded[nibbles.long()] * rotated.unsqueeze(-3)
-    products = in_order(terms[..., 0::2] + terms[..., 1::2])
-    return in_order(products * codes.weights.float())
-
-
-def search(
+@operator("methods.pariskv.gpu")
+def search_codes(
     queries: torch.Tensor,
     signs: torch.Tensor,
-    codes: Codes,
+    ids: torch.Tensor,
+    levels: torch.Tensor,
+    weights: torch.Tensor,
     counts: torch.Tensor,
     asks: torch.Tensor,
     candidates: int,
@@ -220,10 +221,12 @@ def search(
     ----------
     queries
         [B, Hkv, G, head_dim].
-    codes, counts
-        of all zones, of [B, Hkv, n] keys, and as `count_ids` makes them.
+    ids, levels, weights
+        `Codes` of all zones, of [B, Hkv, n] keys.
+    counts
+        [B, Hkv, S, 256], as `count_ids` makes them.
     asks
-        [B, 4 + tiers] int64, of each row: tokens of its zone, the first of these, candidates,
+        [4 + tiers, B] int64, of each row: tokens of its zone, the first of these, candidates,
         tokens to retrieve, and `Quotas.tiers`; a row that does not ask has none.
     candidates, retrieved
         the most of a row.
@@ -234,12 +237,13 @@ def search(
         tokens of the sequence [B, Hkv, retrieved] int64, and float32; -1 and -inf where the
         estimate is NaN, and after those that a row asks for.
     """
-    lengths, begins, wanted, limits = asks[:, :4].unbind(dim=1)
-    rotated, votes_of = tables(queries, signs, counts, asks[:, 4:])
-    voted = vote(codes.ids, votes_of, lengths, wanted, candidates)
-    none, at = voted == codes.ids.shape[2], voted.clamp(max=codes.ids.shape[2] - 1)
-    estimates = estimate(codes.of(at), rotated).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    estimates = estimates.masked_fill(none, -torch.inf)
+    lengths, begins, wanted, limits = asks[:4]
+    rotated, votes_of = tables(queries, signs, counts, asks[4:])
+    voted = vote(ids, votes_of, lengths, wanted, candidates)
+    at = voted.clamp(max=ids.shape[2] - 1)
+    estimates = Codes(ids, levels, weights).of(at).estimates(rotated)
+    estimates = estimates.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    estimates = estimates.masked_fill(voted == ids.shape[2], -torch.inf)
     best = top_earliest(estimates, retrieved, limits)
     tokens = at.gather(2, best.clamp(min=0)) + begins[:, None, None]
     values = estimates.gather(2, best.clamp(min=0))

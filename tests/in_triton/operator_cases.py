@@ -42,6 +42,8 @@ def integers(*size: int, low: int = -4, high: int = 5, seed: int = 0, dtype: tor
 
 def calls() -> Iterator[Call]:
     """All of them."""
+    import search_cases
+
     yield from ranking()
     yield from paging()
     yield from holding()
@@ -49,6 +51,7 @@ def calls() -> Iterator[Call]:
     yield from scanning()
     yield from retrieving()
     yield from attending()
+    yield from search_cases.calls()
 
 
 # -- lists of scores ---------------------------------------------------------------------------------------------------
