@@ -160,6 +160,25 @@ def test_bytes_of_a_token(compute: str, head_dim: int, most: int) -> None:
     assert of.capacity == room
 
 
+def entropy(values: torch.Tensor) -> float:
+    """Bits of a value, by how often each is there."""
+    share = values.unique(return_counts=True)[1].double() / len(values)
+    return -float((share * share.log2()).sum())
+
+
+def test_what_is_stored_of_a_random_key_has_more_information_than_64_bytes() -> None:
+    """At D = 128, of 96: with these codes an index cannot take 64. Coordinates may change places, so levels are counted
+    as they are sorted, and the orders of these by their number."""
+    codes = vectorised.encode(normal(25_000, 128), random_signs(128, 0))
+    levels = unpacked(codes).flatten(0, 1) & 7
+    repeats = torch.stack([(levels == level).sum(dim=1) for level in range(8)]).double()
+    orders = math.lgamma(9) / math.log(2) - ((repeats + 1).lgamma().sum(dim=0) / math.log(2)).mean()
+    as_sorted = (levels.sort(dim=1).values << 3 * torch.arange(8)).sum(dim=1)
+    of_levels, of_weights = entropy(as_sorted) + orders, entropy(codes.weights.view(torch.int16).flatten())
+    assert 21.1 < of_levels < 21.3 and 7.5 < of_weights < 7.7
+    assert 73 < 16 * (8 + of_levels + of_weights) / 8 < 74
+
+
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
 def test_estimate_of_a_key_s_own_direction_is_exact(head_dim: int) -> None:
     """But for the weights, which bfloat16 rounds."""
