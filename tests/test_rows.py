@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvbench.attention import cpu
 from kvbench.kernels import attend as kernels
 from kvbench.kernels.coded import GROUP, Coded
+from kvbench.memory.codecs import Codecs
 
 LISTS, TOKENS = 2, 96
 USED = np.array([TOKENS, 71])
@@ -63,7 +64,7 @@ class Rows:
         if coded is None:
             held = self._bytes((count, head_dim), model)
             numbers = [as_numbers(row, model) for row in held]
-            self.kind, codes = cpu.STORED[getattr(torch, model)], held[:, :0]
+            name, codes, table = model, held[:, :0], 0
         else:
             codes = self._rng.integers(0, 256, (count, head_dim * coded.bits // 8), dtype=np.uint8)
             if coded.numbers == "e4m3":
@@ -76,10 +77,16 @@ class Rows:
                 held, groups = codes, beside[::GROUP]
                 beside = groups.repeat(GROUP, axis=0)
             numbers = [decoded(*row, coded, head_dim) for row in zip(codes, beside, strict=True)]
-            self.kind = coded.kernel_argument
-        self.sizes = held.shape[1], codes.shape[1]
+            name, table = coded.name, coded.table
+        self.held = name, held.shape[1], codes.shape[1], table
         self.numbers = np.stack(numbers).reshape(LISTS, TOKENS, head_dim)
         self.rows, self.groups = Guarded(held), Guarded(np.ascontiguousarray(groups))
+
+    def kind(self, of_values: bool) -> kernels.Kind:
+        name, *rest = self.held
+        number = kernels.format_number(name, of_values)
+        assert number is not None, name
+        return kernels.Kind(number, *rest)
 
     def _bytes(self, size: tuple[int, int], kind: str) -> NDArray[np.uint8]:
         numbers = torch.from_numpy(self._rng.normal(size=size)).to(getattr(torch, kind))
@@ -132,21 +139,18 @@ def check(sides: tuple[Coded | None, Coded | None], head_dim: int, many: int, mo
     query = query.to(getattr(torch, model))
     logits = query.double().view(LISTS, many, head_dim).numpy() @ keys.numbers.swapaxes(1, 2)
     scaling = 3 / np.abs(logits).max()
-    stored = keys.kind, values.kind, keys.sizes, values.sizes, 2 * head_dim * query.itemsize
-    first, none, held = (
-        TOKENS * np.arange(LISTS),
-        0 * USED,
-        (keys.rows.address, values.rows.address, keys.groups.address),
-    )
+    kinds = kernels.Kinds(keys.kind(False), values.kind(True), 2 * head_dim * query.itemsize)
+    first, none = torch.arange(LISTS) * TOKENS, torch.zeros(LISTS, dtype=torch.int64)
+    used = torch.tensor(USED)
+    held = keys.rows.address, values.rows.address, keys.groups.address
+    counts = first.data_ptr(), none.data_ptr(), used.data_ptr()
+    resident = kernels.Resident(counts[2], counts[0], counts[1], *held, kinds)
     every = np.where(np.arange(TOKENS) < USED[:, None], np.arange(TOKENS), -1)
     some = np.random.default_rng(3).permuted(every, axis=1)[:, :70]
-    tier = *held, first, np.empty((LISTS, 0), np.int64), USED, none, USED
-    listed = some[None], cpu.NO_BIAS, tier, cpu.NO_HOST, (0, 0, True), cpu.NO_EXTRA, stored
-    for kernel, given, lists in (
-        (kernels.attend_resident, (USED, first, none, held, stored), every),
-        (kernels.attend_lists, listed, some),
-    ):
-        part = cpu.Part(kernel, 0, given)
+    near = kernels.NearRows(*held, counts[0], 0, counts[2], counts[1], counts[2], LISTS, 0)
+    tier = cpu.Held(Codecs.native(head_dim, query.dtype), kernels.Lists(near=near, kinds=kinds), None)
+    listed = cpu.lists_part(torch.tensor(some)[None], None, tier, None, True)
+    for part, lists in ((cpu.Part(kernels.attend_resident, 0, resident, None), every), (listed, some)):
         out, weights, _ = cpu.run(query, scaling, LISTS, [part], lists.shape[1])
         for head, tokens in enumerate(lists):
             weight = np.exp(np.where(tokens < 0, -np.inf, scaling * logits[head][:, tokens]))

@@ -13,28 +13,21 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvbench.kernels import attend as kernels
-from kvbench.kernels.coded import GROUP
+from kvbench.kernels.library import why_missing
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.codecs.codec import Native
+from kvbench.memory.codecs.codec import Codec, Native, name_of
 from kvbench.memory.codecs.rotated import turned
 from kvbench.memory.device import DeviceTier, Span, of_kv_heads
+from kvbench.memory.host import HostTier
 from kvbench.memory.kinds import KV, NATIVE, TIERS
 from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
-# A number of each dtype that the kernels read, of the type in which they read it: NumPy has no
-# bfloat16.
-STORED: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+READABLE = torch.float32, torch.bfloat16
 WORTH_A_THREAD = 2**18  # bytes of keys and values; fewer are read before another thread has begun
-NO_LOGITS = np.empty((0, 0, 0), np.float32)  # of logits
-NO_BIAS = NO_LOGITS
-NO_RESULTS = np.empty((0, 0, 0, 0), np.float32)
-
 
 Rotations = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -45,18 +38,21 @@ class Part(NamedTuple):
     Attributes
     ----------
     kernel
-        one of `kvbench.kernels.attend`, or one that takes as much.
+        one of `kvbench.kernels.attend`.
     pieces
         that it cuts each list into; not asked of a part that is all.
-    arguments
-        of the kernel, between the queries and the results.
+    rows
+        the structure that it takes beside the request.
+    alive
+        whose memory `rows` has addresses of.
     rotations
         of its keys and of its values, see `Codec.rotation`.
     """
 
     kernel: Callable[..., int]
     pieces: int
-    arguments: tuple[Any, ...]
+    rows: Any
+    alive: Any
     rotations: Rotations = (None, None)
 
 
@@ -64,12 +60,14 @@ def unfit(shape: Shape, kv: KV = NATIVE) -> str | None:
     """Why this executor cannot run a generation of this shape, or None."""
     if shape.device.type != "cpu":
         return f"the device is {shape.device.type}"
-    if shape.dtype not in STORED:
+    if shape.dtype not in READABLE:
         return f"reads float32 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
+    if (reason := why_missing()) is not None:
+        return reason
     for tier in TIERS:
-        key, value = Codecs.of(kv, tier, shape.head_dim, shape.dtype)
-        unread = any(codec.row is None and not isinstance(codec, Native) for codec in (key, value))
-        if unread or (value.row is not None and value.row.only_keys):
+        codecs = Codecs.of(kv, tier, shape.head_dim, shape.dtype)
+        numbers = (_format(codec, side) for side, codec in enumerate(codecs))
+        if any(number is None for number in numbers):
             return f"no kernel reads kv={kv} in place"
     return None
 
@@ -94,23 +92,31 @@ def attend(
 # -- how rows are held -----------------------------------------------------------------------------
 
 
-def addresses(*parts: torch.Tensor | None) -> tuple[int, ...]:
-    """Of keys, values and parameters; 0 of what there is none of."""
-    assert all(part is None or part.is_contiguous() for part in parts), (
-        "a kernel finds a row by its number alone"
-    )
-    return tuple(0 if part is None else part.data_ptr() for part in parts)
+def address(tensor: torch.Tensor | None) -> int:
+    """Of its numbers; 0 of none."""
+    if tensor is None:
+        return 0
+    assert tensor.is_contiguous(), "a kernel finds a row by its number alone"
+    return tensor.data_ptr()
+
+
+def _format(codec: Codec, side: int) -> int | None:
+    """The number of the format that a codec's rows of keys, or of values (side 1), have."""
+    name = codec.row.name if codec.row else name_of(codec.dtype)
+    is_held = codec.row is not None or isinstance(codec, Native)
+    return kernels.format_number(name, side == 1) if is_held else None
 
 
 @cache
-def stored_as(codecs: Codecs) -> tuple[Any, ...]:
-    """How keys and values are held, as `kernels.attend_resident` takes it."""
-    kinds = [
-        STORED[codec.dtype] if codec.row is None else codec.row.kernel_argument for codec in codecs
-    ]
-    codes = [0 if codec.row is None else codec.head_dim * codec.row.bits // 8 for codec in codecs]
-    sizes = zip((codec.width * codec.stored.itemsize for codec in codecs), codes, strict=True)
-    return *kinds, *sizes, 2 * codecs.key.head_dim * codecs.key.dtype.itemsize
+def kinds_of(codecs: Codecs) -> kernels.Kinds:
+    """How keys and values are held."""
+    kinds = []
+    for side, codec in enumerate(codecs):
+        codes = 0 if codec.row is None else codec.head_dim * codec.row.bits // 8
+        table = 0 if codec.row is None else codec.row.table
+        size = codec.width * codec.stored.itemsize
+        kinds.append(kernels.Kind(_format(codec, side), size, codes, table))
+    return kernels.Kinds(*kinds, 2 * codecs.key.head_dim * codecs.key.dtype.itemsize)
 
 
 def _rotations(codecs: Codecs) -> Rotations:
@@ -128,16 +134,26 @@ def _stretch(span: Span) -> Part:
     """Slots that are attended, and where they begin in the pool and in the logits, [L] int64 each,
     in one way held.
     """
-    begin, end = _numbers(span.begin), _numbers(span.end)
-    used = end - begin if begin.any() else end  # which grows in place, as tokens come
-    arguments = (
-        used,
-        _numbers(span.first) + begin,
-        begin,
-        addresses(*span.pool, span.parameters),
-        stored_as(span.codecs),
-    )
-    return Part(kernels.attend_resident, 0, arguments, _rotations(span.codecs))
+    begin = _numbers(span.begin)
+    used = _numbers(span.end)  # which grows in place, as tokens come
+    first = _numbers(span.first)
+    if begin.any():
+        used, first = used - begin, first + begin
+    return resident_part(used, first, begin, (*span.pool, span.parameters), span.codecs)
+
+
+def resident_part(
+    used: torch.Tensor,
+    first: torch.Tensor,
+    column: torch.Tensor,
+    pool: Sequence[torch.Tensor | None],
+    codecs: Codecs,
+) -> Part:
+    """Slots of a pool, see `kernels.Resident`."""
+    where = used, first, column, *pool
+    rows = kernels.Resident(*map(address, where), kinds_of(codecs))
+    pieces = kernels.pieces_of(int(used.max()), kernels.DENSE_PIECE)
+    return Part(kernels.attend_resident, pieces, rows, where, _rotations(codecs))
 
 
 def _attend_resident(
@@ -146,44 +162,40 @@ def _attend_resident(
     """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all
     that are used.
     """
-    lists = len(parts[0].arguments[0])
+    lists = parts[0].alive[0].numel()
     if len(parts) > 1:
-        most = (int(part.arguments[0].max()) for part in parts)
+        most = (int(part.alive[0].max()) for part in parts)
         pieces = (kernels.pieces_of(count, kernels.DENSE_PIECE) for count in most)
         parts = [part._replace(pieces=count) for part, count in zip(parts, pieces, strict=True)]
-    return run(query, scaling, lists, parts, columns)[:2]
+    result = run(query, scaling, lists, parts, columns)
+    return result.out, result.probabilities
 
 
 # -- lists of tokens -------------------------------------------------------------------------------
 
 
-class Lists(NamedTuple):
+class Held(NamedTuple):
     """Where those tokens are that are held in one way.
 
     Attributes
     ----------
     codecs
         of keys and of values.
-    native
-        both are held as they are.
-    device, host
-        the tiers, as `kernels.attend_lists` takes them; both know all tokens, attended here or not.
-    stored
-        as it takes the codecs.
-    rotations
+    rows
+        as `kernels.attend_lists` takes them, without lists; both tiers know all tokens, attended
+        here or not.
+    alive
         see `Part`.
     """
 
     codecs: Codecs
-    native: bool
-    device: tuple[Any, ...]
-    host: tuple[Any, ...]
-    stored: tuple[Any, ...]
-    rotations: Rotations
+    rows: kernels.Lists
+    alive: Any
 
-
-NO_HOST = 0, 0, 0, np.empty((0, 0), np.int64), np.empty((0, 0), np.bool_), True
-NO_EXTRA = 0, 0, 0, 0
+    @property
+    def is_native(self) -> bool:
+        """Both keys and values are held as they are."""
+        return all(isinstance(codec, Native) for codec in self.codecs)
 
 
 def _attend_lists(
@@ -201,7 +213,7 @@ def _attend_lists(
         as `LayerStore.locate`.
     """
     tiers, heads = store.worked_out(_tiers), store.kv_heads
-    replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].native)
+    replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].is_native)
     selection = store.with_stored_keys(selection) if replaces_all else selection
     attended = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
     if attended.lost:
@@ -214,7 +226,7 @@ def _attend_lists(
 def _attend_parts(
     query: torch.Tensor,
     scaling: float,
-    tiers: Sequence[Lists],
+    tiers: Sequence[Held],
     selection: Selection,
     heads: int,
     replaces_all: bool,
@@ -228,112 +240,157 @@ def _attend_parts(
         keys of the selection replace those of all tokens; else of the host's alone.
     """
     index, extra = selection.index.contiguous(), selection.extra
-    dtype, count = tiers[0].codecs.key.dtype, index.shape[2]
     batch, lists = len(index), max(index.shape[1], heads)
-    tokens, bias = index.numpy(), bias_of(selection, batch, lists)
-    pieces = kernels.pieces_of(count, kernels.LIST_PIECE)
-    # rebuilt and more must live until the work is done
-    rebuilt = None if selection.keys is None else selection.keys.to(dtype).contiguous()
-    more = (
-        [] if extra is None else [part.to(dtype).contiguous() for part in (extra.key, extra.value)]
-    )
-    keys, parts = (
-        (0, 0, True) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2], replaces_all),
-        [],
-    )
-    for tier in tiers:
-        stored, rotations = tier.stored, tier.rotations
-        if rebuilt is not None:
-            stored, rotations = (
-                stored_as(Codecs(Native(rebuilt.shape[3], dtype), tier.codecs.value)),
-                (None, rotations[1]),
-            )
-        arguments = tokens, bias, tier.device, tier.host, keys, NO_EXTRA, stored
-        parts.append(Part(kernels.attend_lists, pieces, arguments, rotations))
-    extras = more[0].shape[2] if more else 0
+    bias, rebuilt = bias_of(selection, batch, lists), rebuilt_keys(selection, query.dtype)
+    parts = [lists_part(index, bias, tier, rebuilt, replaces_all) for tier in tiers]
+    extras = 0 if extra is None else extra.key.shape[2]
     # they come with rows that are held as they are, or by themselves
-    if extras and tiers[-1].native:
-        entries = *addresses(*more), extras, count
-        parts[-1] = Part(kernels.attend_lists, pieces + 1, (*arguments[:5], entries, stored))
-    elif extras:
-        parts.append(extra_part(index, bias, heads, *more))
-    return run(query, scaling, batch * lists, parts, count + extras if probabilities else 0)
+    if extra is not None and extras:
+        beside = Beside.of(extra, query.dtype)
+        if tiers[-1].is_native:
+            parts[-1] = beside.with_part(parts[-1], index.shape[2])
+        else:
+            parts.append(beside.alone(index, bias, heads))
+    columns = index.shape[2] + extras if probabilities else 0
+    return run(query, scaling, batch * lists, parts, columns)
 
 
-def extra_part(
+def rebuilt_keys(selection: Selection, dtype: torch.dtype) -> torch.Tensor | None:
+    """Keys of a selection as kernels read them."""
+    keys = selection.keys
+    return None if keys is None else keys.to(dtype).contiguous()
+
+
+def lists_part(
     index: torch.Tensor,
-    bias: NDArray[np.float32],
-    heads: int,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    tier: Held,
+    rebuilt: torch.Tensor | None,
+    replaces_all: bool,
 ) -> Part:
-    """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M], as a part of its own, of one piece;
-    they must live on.
-    """
-    rows = len(index) * heads
-    numbers, codecs = np.zeros(rows, np.int64), Codecs.native(key.shape[3], key.dtype)
-    nowhere = 0, 0, 0, numbers, np.empty((rows, 0), np.int64), numbers, numbers, numbers
-    entries = *addresses(key, value), key.shape[2], index.shape[2]
-    nothing = index[..., :0].contiguous().numpy()
-    return Part(
-        kernels.attend_lists,
-        1,
-        (nothing, bias, nowhere, NO_HOST, (0, 0, True), entries, stored_as(codecs)),
-    )
+    """The tokens that lists [B, Hs, M] name and a tier holds, with keys that replace theirs."""
+    rows = kernels.Lists.from_buffer_copy(tier.rows)
+    rows.index = index.data_ptr()
+    rows.batch, rows.count = len(index), index.shape[2]
+    rows.lists = index.shape[1]
+    if bias is not None:
+        rows.bias, rows.bias_columns = bias.data_ptr(), bias.shape[2]
+    codecs = tier.codecs
+    rotations = _rotations(codecs)
+    if rebuilt is not None:
+        rows.rebuilt, rows.rebuilt_count = rebuilt.data_ptr(), rebuilt.shape[2]
+        rows.rebuilt_near = replaces_all
+        key = Native(rebuilt.shape[3], rebuilt.dtype)
+        rows.kinds, rotations = kinds_of(Codecs(key, codecs.value)), (None, rotations[1])
+    pieces = kernels.pieces_of(index.shape[2], kernels.LIST_PIECE)
+    return Part(kernels.attend_lists, pieces, rows, (index, bias, tier.alive, rebuilt), rotations)
 
 
-def bias_of(selection: Selection, batch: int, lists: int) -> NDArray[np.float32]:
-    """[L, R, M (+ E)], what is added to the logits of lists, `lists` a row of the batch; [0, 0, 0]:
+class Beside(NamedTuple):
+    """Extra entries [B, Hkv, E, D] beside lists [B, Hs, M]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, extra: Extra, dtype: torch.dtype) -> Beside:
+        """Those of a selection, as kernels read them."""
+        return cls(extra.key.to(dtype).contiguous(), extra.value.to(dtype).contiguous())
+
+    def with_part(self, part: Part, column: int) -> Part:
+        """A part with lists of rows that are held as they are, and these, a piece more."""
+        rows = part.rows
+        rows.extra_keys, rows.extra_values = address(self.key), address(self.value)
+        rows.extra_count, rows.extra_column = self.key.shape[2], column
+        return part._replace(pieces=part.pieces + 1, alive=(part.alive, self))
+
+    def alone(self, index: torch.Tensor, bias: torch.Tensor | None, heads: int) -> Part:
+        """A part of these alone, of `heads` KV heads."""
+        zeros = torch.zeros(len(index) * heads, dtype=torch.int64)
+        codecs = Codecs.native(self.key.shape[3], self.key.dtype)
+        held = held_near(codecs, (None, None, None), None, zeros, zeros, zeros, zeros)
+        part = lists_part(index[..., :0].contiguous(), bias, held, None, True)
+        return self.with_part(part, index.shape[2])
+
+
+def bias_of(selection: Selection, batch: int, lists: int) -> torch.Tensor | None:
+    """[L, R, M (+ E)], what is added to the logits of lists, `lists` a row of the batch; None:
     nothing.
     """
     weight, extra = selection.log_weight, selection.extra
     if weight is None and (extra is None or not extra.log_weight.any()):
-        return NO_BIAS
+        return None
     if extra is not None:
         if weight is None:
             weight = torch.zeros(*extra.log_weight.shape[:2], selection.index.shape[2])
         weight = torch.cat([weight.float(), extra.log_weight.float()], dim=2)
     assert weight is not None
-    return weight.float().contiguous().view(batch * lists, -1, weight.shape[2]).numpy()
+    return weight.float().contiguous().view(batch * lists, -1, weight.shape[2])
 
 
-def _tiers(store: LayerStore) -> list[Lists]:
+def _tiers(store: LayerStore) -> list[Held]:
     """Tokens of a store: of both tiers together where these hold them alike or the device has none,
     else apart.
     """
     device, host = store.device, store.host
     spans = device.spans()
     if host is None:
-        return [_list(span.codecs, _near(device, span), NO_HOST) for span in spans]
-    slots = host.capacity
-    ids = host.slot_of.view(-1, slots).numpy(), host.present.view(-1, slots).numpy()
-    far = *addresses(host.key, host.value), slots, *ids
+        return [_held(span.codecs, device, span, None, False) for span in spans]
     if spans[0].codecs == host.codecs or not device.total:
-        return [_list(host.codecs, _near(device, spans[0]), (*far, True))]
-    passed = _near(device, spans[0]._replace(end=torch.zeros_like(device.used)))
+        return [_held(host.codecs, device, spans[0], host, True)]
+    passed = spans[0]._replace(end=torch.zeros_like(device.used))
     return [
-        _list(host.codecs, passed, (*far, True)),
-        *(_list(span.codecs, _near(device, span), (*far, False)) for span in spans),
+        _held(host.codecs, device, passed, host, True),
+        *(_held(span.codecs, device, span, host, False) for span in spans),
     ]
 
 
-def _list(codecs: Codecs, device: tuple[Any, ...], host: tuple[Any, ...]) -> Lists:
-    native = all(isinstance(codec, Native) for codec in codecs)
-    return Lists(codecs, native, device, host, stored_as(codecs), _rotations(codecs))
+def _held(
+    codecs: Codecs, device: DeviceTier, span: Span, host: HostTier | None, on_host: bool
+) -> Held:
+    """Both tiers, of which a span of the device's slots is attended, and the host's tokens where
+    `on_host`.
+    """
+    pool = *span.pool, span.parameters
+    held = held_near(codecs, pool, device.ids, span.first, device.used, span.begin, span.end)
+    if host is None:
+        return held
+    far = host.key, host.value, host.slot_of, host.present
+    key, value, *ids = map(address, far)
+    held.rows.far = kernels.FarRows(key, value, host.capacity, *ids, on_host)
+    return held._replace(alive=(held.alive, far))
 
 
-def _near(device: DeviceTier, span: Span) -> tuple[Any, ...]:
-    """The device tier as `kernels.attend_lists` takes it, of which a span is attended."""
-    heads, ids = device.used.numel(), device.ids
-    tokens = np.empty((heads, 0), np.int64) if ids is None else ids.view(heads, -1).numpy()
-    where = _numbers(span.first), tokens, _numbers(device.used)
-    attended = _numbers(span.begin), _numbers(span.end)
-    return *addresses(*span.pool, span.parameters), *where, *attended
+def held_near(
+    codecs: Codecs,
+    pool: Sequence[torch.Tensor | None],
+    ids: torch.Tensor | None,
+    *where: torch.Tensor,
+) -> Held:
+    """Slots of a pool, see `kernels.NearRows`.
+
+    Parameters
+    ----------
+    pool
+        keys, values and parameters.
+    ids
+        [B, Hkv, slots].
+    where
+        first, used, begin and end, [B, Hkv] each.
+    """
+    counts = [_numbers(part) for part in where]
+    first, used, begin, end = map(address, counts)
+    slots = 0 if ids is None else ids.shape[-1]
+    near = kernels.NearRows(
+        *map(address, pool), first, address(ids), used, begin, end, len(counts[0]), slots
+    )
+    rows = kernels.Lists(near=near, kinds=kinds_of(codecs))
+    return Held(codecs, rows, (counts, pool, ids))
 
 
-def _numbers(tensor: torch.Tensor) -> NDArray[np.int64]:
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """[B, Hkv] as [L], in place."""
-    return tensor.reshape(-1).numpy()
+    return tensor.reshape(-1)
 
 
 # -- the work --------------------------------------------------------------------------------------
@@ -371,47 +428,78 @@ def run(
     columns
         of the logits to keep; 0: none.
     """
-    query, (batch, heads, _, head_dim) = query.contiguous(), query.shape
-    rows = batch * heads // lists
-    before = lost = 0
-    logits = np.empty((lists, rows, columns), np.float32) if columns else NO_LOGITS
-    logits.fill(-np.inf)
-    threads = torch.get_num_threads(), WORTH_A_THREAD
+    query = query.contiguous()
+    batch, heads = query.shape[:2]
+    logits = None
+    if columns:
+        logits = torch.full((lists, batch * heads // lists, columns), -torch.inf)
     if len(parts) == 1:
-        (part,) = parts
-        part_query = _met(query, part.rotations)
-        request, out = (
-            (part_query.data_ptr(), lists, rows, head_dim, STORED[part_query.dtype], scaling),
-            torch.empty_like(part_query),
-        )
-        lost = part.kernel(threads, 0, request, *part.arguments, logits, NO_RESULTS, out.data_ptr())
-        if part.rotations[1] is not None:
-            out = turned(out, part.rotations[1].T)
-        if part_query is not query:
-            out = out.to(query.dtype)
+        out, lost = _run_alone(query, scaling, lists, parts[0], logits)
     else:
-        results = np.empty(
-            (lists, sum(part.pieces for part in parts), rows, head_dim + 2), np.float32
-        )
-        for part in parts:
-            part_query = _met(query, part.rotations)
-            request = (
-                part_query.data_ptr(),
-                lists,
-                rows,
-                head_dim,
-                STORED[part_query.dtype],
-                scaling,
-            )
-            lost += part.kernel(threads, before, request, *part.arguments, logits, results, 0)
-            if part.rotations[1] is not None:
-                sums = torch.from_numpy(results)[:, before : before + part.pieces, :, :head_dim]
-                sums.copy_(turned(sums, part.rotations[1].T))
-            before += part.pieces
-        out = torch.empty_like(query)
-        kernels.merge(results, out.data_ptr(), STORED[query.dtype], logits)
-    probabilities = torch.from_numpy(logits).view(batch, heads, -1) if columns else None
+        out, lost = _run_joined(query, scaling, lists, parts, logits)
+    probabilities = None if logits is None else logits.view(batch, heads, -1)
     return Result(out, probabilities, lost)
+
+
+def _run_alone(
+    query: torch.Tensor, scaling: float, lists: int, part: Part, logits: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """The output and what was lost, of a part that is all."""
+    part_query = _met(query, part.rotations)
+    request, out = _request(part_query, scaling, lists, logits), torch.empty_like(part_query)
+    request.out = out.data_ptr()
+    lost = part.kernel(request, part.rows)
+    if part.rotations[1] is not None:
+        out = turned(out, part.rotations[1].T)
+    return out if part_query is query else out.to(query.dtype), lost
+
+
+def _run_joined(
+    query: torch.Tensor,
+    scaling: float,
+    lists: int,
+    parts: Sequence[Part],
+    logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, int]:
+    """The same of several parts."""
+    before = lost = 0
+    head_dim, rows = query.shape[3], query.shape[0] * query.shape[1] // lists
+    results = torch.empty(lists, sum(part.pieces for part in parts), rows, head_dim + 2)
+    for part in parts:
+        part_query = _met(query, part.rotations)
+        request = _request(part_query, scaling, lists, logits)
+        request.results, request.pieces = results.data_ptr(), results.shape[1]
+        request.before = before
+        lost += part.kernel(request, part.rows)
+        if part.rotations[1] is not None:
+            sums = results[:, before : before + part.pieces, :, :head_dim]
+            sums.copy_(turned(sums, part.rotations[1].T))
+        before += part.pieces
+    request, out = _request(query, scaling, lists, logits), torch.empty_like(query)
+    request.results, request.pieces = results.data_ptr(), results.shape[1]
+    request.out = out.data_ptr()
+    kernels.merge(request)
+    return out, lost
+
+
+def _request(
+    query: torch.Tensor, scaling: float, lists: int, logits: torch.Tensor | None
+) -> kernels.Request:
+    """What parts have in common, of contiguous queries [B, Hq, 1, D]."""
+    batch, heads, _, head_dim = query.shape
+    request = kernels.Request(
+        torch.get_num_threads(),
+        WORTH_A_THREAD,
+        query.data_ptr(),
+        lists,
+        batch * heads // lists,
+        head_dim,
+        query.dtype == torch.bfloat16,
+        scaling,
+    )
+    if logits is not None:
+        request.logits, request.columns = logits.data_ptr(), logits.shape[2]
+    return request
 
 
 def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
@@ -422,21 +510,3 @@ def _met(query: torch.Tensor, rotations: Rotations) -> torch.Tensor:
     if key is None and value is None:
         return query
     return query.float() if key is None else turned(query, key)
-
-
-@cache
-def compile_kernels(dtype: torch.dtype, kv: KV = NATIVE) -> None:
-    """Compile, or read from disk, before anything is timed: what reads rows as they are, and as a
-    tier holds them.
-    """
-    for kinds in sorted({NATIVE, kv, kv._replace(device=kv.host)}, key=str):
-        store = LayerStore(1, 1, GROUP, 2, dtype, torch.device("cpu"), kv=kinds)
-        token = torch.zeros(1, 1, 1, GROUP, dtype=dtype)
-        store.write_prompt(token, token, 0, [0])
-        store.seal_prompt([1])
-        store.encode()
-        _attend_resident(token, 1.0, _stretches(store), 1)
-        selection = Selection(
-            torch.zeros(1, 1, 1, dtype=torch.int64), extra=Extra(token, token, torch.zeros(1, 1, 1))
-        )
-        _attend_lists(token, 1.0, store, selection, probabilities=True)

@@ -131,7 +131,6 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
         reason = cpu.unfit(shape, kv)
         if reason is None:
-            cpu.compile_kernels(shape.dtype, kv)
             return Plain("cpu", cpu.attend, in_place=True)
         if name == "cpu":
             raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")

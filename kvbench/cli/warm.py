@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from kvbench.backends.hf.loading import dtype_of
         from kvbench.kernels.listed import required_by
-        from kvbench.measure.kernels import compile_kernels
+        from kvbench.measure.kernels import compile_kernels, load_library
         from kvbench.runs.terminal import Console
 
         names = [*chosen["method"], *(f"kv={kind}" for kind in chosen["kv"])]
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         numbers = {number for dtype in dtypes for number in required_by(dtype, names)}
         began, console = time.monotonic(), Console()
+        load_library(console)
         count = compile_kernels(sorted(numbers), console)
         console.print(
             f"{count} of {len(numbers)} kernels compiled, in {time.monotonic() - began:.0f} s"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.attention.cpu import STORED
+from kvbench.attention.cpu import READABLE
 from kvbench.attention.executor import executor
 from kvbench.attention.sinks import with_sinks
 from kvbench.budget import Budget
@@ -31,6 +31,7 @@ from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.replay import Template
 from kvbench.engine.turn import Turn
+from kvbench.kernels.library import why_missing
 from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore, Sealed
@@ -657,13 +658,13 @@ def surely_finite(query: Tensor, key: Tensor) -> bool:
     """Whether both were quickly seen to be finite; False: they may be all the same."""
     if (
         not query.is_cpu
-        or query.dtype not in STORED
+        or query.dtype not in READABLE
+        or why_missing() is not None
         or not query.is_contiguous()
         or not key.is_contiguous()
     ):
         return False
-    rows = (query.data_ptr(), query.numel()), (key.data_ptr(), key.numel())
-    return bool(finite(*rows, STORED[query.dtype]))
+    return finite(query, key)
 
 
 def _wishes(method: Method, layer: int) -> dict[str, Any]:

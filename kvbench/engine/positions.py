@@ -12,6 +12,7 @@ from torch.nn.functional import embedding
 
 from kvbench.attention.sinks import joined
 from kvbench.kernels import rotary as kernels
+from kvbench.kernels.library import why_missing
 from kvbench.memory.device import NO_TOKEN
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import uploaded
@@ -60,7 +61,7 @@ class ModelRotation:
 
     def turn(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Keys without RoPE, with that of their positions."""
-        if keys.is_cpu and keys.dtype == torch.float32:
+        if keys.is_cpu and keys.dtype == torch.float32 and why_missing() is None:
             if self._by_halves is None:
                 self._by_halves = self._tried(keys.shape[3])
             if self._by_halves:
@@ -76,12 +77,7 @@ class ModelRotation:
         )
 
     def _turned(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        turned = torch.empty(keys.shape)
-        tables = (part.numpy() for part in self._table(positions))
-        kernels.turn(
-            keys.contiguous().numpy(), positions.contiguous().numpy(), *tables, turned.numpy()
-        )
-        return turned
+        return kernels.turn(keys, positions, *self._table(positions))
 
     def _angles(self, positions: torch.Tensor) -> Angles:
         if not positions.is_cpu:

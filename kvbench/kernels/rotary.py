@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from kvbench.kernels.vectors import kernel
+import ctypes
+from ctypes import c_int64, c_void_p
+
+import torch
+
+from kvbench.kernels.library import library
 
 
-@kernel
-def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped-def]
+class Turn(ctypes.Structure):
+    """Addresses and sizes of what `turn` takes."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("vectors", "positions", "cosines", "sines", "turned")),
+        *((name, c_int64) for name in ("batch", "heads", "position_heads")),
+        *((name, c_int64) for name in ("count", "head_dim", "width")),
+    ]
+
+
+def turn(
+    vectors: torch.Tensor, positions: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> torch.Tensor:
     """Turn vectors by their positions, one half of the channels against the other (RoPE as Llama
     has it).
 
@@ -18,18 +34,16 @@ def turn(vectors, positions, cosines, sines, turned):  # type: ignore[no-untyped
         [B, 1 or H, n] int64.
     cosines, sines
         [length, R] float32, of each position; the first R channels are turned.
-    turned
-        [B, H, n, D] float32; written.
+
+    Returns
+    -------
+    torch.Tensor
+        [B, H, n, D] float32.
     """
-    heads, half = vectors.shape[1], cosines.shape[1] // 2
-    for row in range(len(vectors)):
-        for head in range(heads):
-            for at in range(vectors.shape[2]):
-                place = positions[row, head * positions.shape[1] // heads, at]
-                cosine, sine = cosines[place], sines[place]
-                vector, out = vectors[row, head, at], turned[row, head, at]
-                for i in range(half):
-                    out[i] = vector[i] * cosine[i] - vector[half + i] * sine[i]
-                for i in range(half):
-                    out[half + i] = vector[half + i] * cosine[half + i] + vector[i] * sine[half + i]
-                out[2 * half :] = vector[2 * half :]
+    vectors, positions = vectors.contiguous(), positions.contiguous()
+    turned = torch.empty_like(vectors)
+    parts = (part.data_ptr() for part in (vectors, positions, cosines, sines, turned))
+    batch, heads, count, head_dim = vectors.shape
+    sizes = batch, heads, positions.shape[1], count, head_dim, cosines.shape[1]
+    library().turn(ctypes.byref(Turn(*parts, *sizes)))
+    return turned

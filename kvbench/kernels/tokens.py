@@ -5,94 +5,98 @@ In torch each of these takes some ten operations on a few numbers, in every laye
 
 from __future__ import annotations
 
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+import ctypes
+from ctypes import c_int64, c_void_p
 
-from kvbench.kernels.rows import load_scalar
-from kvbench.kernels.vectors import inner, kernel, pointer
+import torch
 
-
-@intrinsic
-def _copy(_context, to, source, size):  # type: ignore[no-untyped-def]
-    """Copy so many bytes from one address to another."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        byte = cgutils.int8_t
-        to, source = (pointer(builder, address, byte) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, to, source, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp), generate
+from kvbench.kernels.library import library, why_missing
 
 
-@inner
-def _finite(address, count, stored):  # type: ignore[no-untyped-def]
-    wrong = 0
-    for i in range(count):
-        x = load_scalar(address, i, stored)
-        wrong |= x - x != 0  # of NaN and inf it is NaN
-    return wrong == 0
+class Slots(ctypes.Structure):
+    """Where the next token of each of H KV heads goes.
 
-
-@kernel
-def finite(query, key, stored):  # type: ignore[no-untyped-def]
-    """Whether no query and no key has NaN or inf: their address and how many numbers these are; of
-    which type.
+    Attributes
+    ----------
+    keys, values
+        addresses of those in all slots.
+    key_size, value_size
+        bytes of a key and of a value.
+    first
+        [H] int64, where the slots of each KV head begin.
+    ids
+        [H, slots] int64, the tokens in them; slots = 0 where slot = id.
+    slots, heads, per_row
+        the width of `ids`, H, and KV heads of a row of the batch.
     """
-    return _finite(*query, stored) and _finite(*key, stored)
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_size", c_int64),
+        ("value_size", c_int64),
+        ("first", c_void_p),
+        ("ids", c_void_p),
+        ("slots", c_int64),
+        ("heads", c_int64),
+        ("per_row", c_int64),
+    ]
 
 
-@kernel
-def put(key, value, room, used, tokens):  # type: ignore[no-untyped-def]
+def finite(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether no query and no key, both contiguous and of one dtype, has NaN or inf."""
+    numbers = query.data_ptr(), query.numel(), key.data_ptr(), key.numel()
+    return bool(library().finite(*numbers, query.dtype == torch.bfloat16))
+
+
+def put(
+    slots: Slots, key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, tokens: torch.Tensor
+) -> None:
     """Put the next token of each KV head into the slot after the used ones, which is used from now
     on.
 
     Parameters
     ----------
     key, value
-        addresses of those of H KV heads, of all rows of the batch, as they are held.
-    room
-        addresses of the keys and values in all slots, bytes of a key and of a value; [B, Hkv] where
-        the slots of each KV head begin, and [B, Hkv, S] ids of the tokens in them, or [B, Hkv, 0]
-        where slot = id.
+        of H KV heads, of all rows of the batch, as they are held.
     used
         [B, Hkv] int64, slots that each uses.
     tokens
-        [B], ids of the new ones.
+        [B] int64, ids of the new ones.
     """
-    keys, values = room[0], room[1]
-    key_size, value_size = room[2], room[3]
-    first, ids = room[4], room[5]
-    batch, heads = used.shape
-    for row in range(batch):
-        for head in range(heads):
-            at, slot = row * heads + head, first[row, head] + used[row, head]
-            _copy(keys + slot * key_size, key + at * key_size, key_size)
-            _copy(values + slot * value_size, value + at * value_size, value_size)
-            if ids.shape[2]:
-                ids[row, head, used[row, head]] = tokens[row]
-            used[row, head] += 1
+    parts = (part.data_ptr() for part in (key, value, used, tokens))
+    library().put(ctypes.byref(slots), *parts)
 
 
-@kernel
-def put_in_place(rows, pool, size, slot_of, present, tokens):  # type: ignore[no-untyped-def]
-    """Put rows of so many bytes, one of each KV head, into the slots of their tokens, which are
-    there from now on.
+def put_in_place(
+    rows: torch.Tensor,
+    pool: torch.Tensor,
+    slot_of: torch.Tensor,
+    present: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Put rows, one of each KV head, into the slots of their tokens, which are there from now on.
 
     Parameters
     ----------
-    rows, pool
-        their address, and that of a block with S slots for each KV head.
+    rows
+        of each KV head, contiguous.
+    pool
+        [B, Hkv, S, width], all slots.
     slot_of, present
         [B, Hkv, S], the slot of each token id, and whether it is there.
     tokens
-        [B], the ids.
+        [B] int64, the ids.
     """
-    heads, slots = slot_of.shape[1:]
-    for row in range(len(slot_of)):
-        for head in range(heads):
-            at = row * heads + head
-            slot = at * slots + slot_of[row, head, tokens[row]]
-            _copy(pool + slot * size, rows + at * size, size)
-            present[row, head, tokens[row]] = True
+    batch, heads, slots = slot_of.shape
+    size = pool.shape[3] * pool.itemsize
+    if why_missing() is not None:
+        at = tokens.view(-1, 1, 1).expand(batch, heads, 1)
+        slot = slot_of.gather(2, at)[..., None].expand(-1, -1, -1, pool.shape[3])
+        pool.scatter_(2, slot, rows.view(batch, heads, 1, -1))
+        present.scatter_(2, at, True)
+        return
+    where = (part.data_ptr() for part in (slot_of, present, tokens))
+    library().put_in_place(
+        rows.data_ptr(), pool.data_ptr(), size, *where, batch * heads, heads, slots
+    )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from kvbench.kernels import library
 from kvbench.kernels.listed import compile_listed, missing, required_by
 from kvbench.kernels.often import LINE_SECONDS
 from kvbench.measure.arm import Setup
@@ -16,11 +17,22 @@ from kvbench.measure.arm import Setup
 
 def compile_for(arms: Sequence[Setup], console: Console) -> None:
     """Compile what runs of one model need, before their time is taken."""
+    load_library(console)
     kinds = {name for arm in arms for name in arm.config.kv.listed}
     dtype = str(arms[0].loaded.dtype).removeprefix("torch.")
     compile_kernels(
         required_by(dtype, {*kinds, *(arm.config.method.name for arm in arms)}), console
     )
+
+
+def load_library(console: Console) -> None:
+    """Load the kernels in C++, built first if nobody has built them, and say so, or why there are
+    none.
+    """
+    if library.is_unbuilt():
+        console.print("building kernels in C++, once: some seconds", soft_wrap=True)
+    if (reason := library.why_missing()) is not None:
+        console.print(f"attention=torch, which is slower: {reason}", soft_wrap=True)
 
 
 def compile_kernels(numbers: Iterable[int], console: Console) -> int:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvbench.kernels import tokens as kernels
+from kvbench.kernels.library import why_missing
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.slots import list_tokens, locate_tokens, put_token
 from kvbench.memory.transfer import uploaded, zeros
@@ -177,7 +178,6 @@ def with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:
     return copy
 
 
-NO_IDS = np.empty((0, 0, 0), np.int64)  # of slots that are ids
 _layouts = itertools.count()  # a number for each place that slots were ever in
 
 
@@ -474,13 +474,13 @@ class DeviceTier(Slotted):
         self.pool, self.room = pool, room
         self.first = uploaded(_first(room), pool.key.device)
         self.layout, self.counters = next(_layouts), None
-        self._put_arguments: tuple[Any, ...] | None = None
+        self._next_slots: kernels.Slots | None = None
         self.capacity = int(room.max())
         self.even = int(room.min()) == self.capacity
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what has the addresses of the slots, which are not those of a copy."""
-        return self.__dict__ | {"_put_arguments": None, "counters": None}
+        return self.__dict__ | {"_next_slots": None, "counters": None}
 
     @property
     def key(self) -> torch.Tensor:
@@ -553,24 +553,24 @@ class DeviceTier(Slotted):
 
     def _put(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:
         """Put tokens [B, Hkv, 1, D] into the slots after the used ones, and count them."""
-        if not key.is_cpu:
+        if not key.is_cpu or why_missing() is not None:
             self._put_by_torch(lengths, key, value)
             self.numbers += 1
             return
         key, value = self.codecs.encode(key.contiguous(), value.contiguous())
-        if self._put_arguments is None:  # where the slots are, until they move
-            ids = NO_IDS if self.ids is None else self.ids.numpy()
-            addresses = (part.data_ptr() for part in self.pool)
-            self._put_arguments = (
-                *addresses,
+        if self._next_slots is None:  # where the slots are, until they move
+            batch, heads = self.numbers.shape
+            self._next_slots = kernels.Slots(
+                *(part.data_ptr() for part in self.pool),
                 self.codecs.key.nbytes,
                 self.codecs.value.nbytes,
-                self.first.numpy(),
-                ids,
+                self.first.data_ptr(),
+                0 if self.ids is None else self.ids.data_ptr(),
+                0 if self.ids is None else self.ids.shape[2],
+                batch * heads,
+                heads,
             )
-        kernels.put(
-            key.data_ptr(), value.data_ptr(), self._put_arguments, self.numbers, np.array(lengths)
-        )
+        kernels.put(self._next_slots, key, value, self.used, torch.tensor(lengths))
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvbench.kernels import tokens as kernels
@@ -85,7 +84,6 @@ class HostTier:
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
         self._landing: deque[_Landing] = deque()
-        self._put_arguments: tuple[Any, ...] | None = None
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
@@ -106,7 +104,7 @@ class HostTier:
                 self._decoded
             )
         twin.slot_of, twin.present = self.slot_of.clone(), self.present.clone()
-        twin._landing, twin._put_arguments = deque(), None
+        twin._landing = deque()
         return twin
 
     @property
@@ -204,17 +202,9 @@ class HostTier:
         """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU,
         into their slots.
         """
-        if self._put_arguments is None:  # where tokens go, until the blocks are others
-            addresses = [
-                (block.data_ptr(), block.shape[3] * block.itemsize) for block in self.blocks()
-            ]
-            self._put_arguments = addresses, (self.slot_of.numpy(), self.present.numpy())
-        blocks, slots = self._put_arguments
-        ids = np.array(lengths)
-        for block, source in zip(
-            blocks, map(torch.Tensor.contiguous, self._with_decoded(*rows)), strict=True
-        ):
-            kernels.put_in_place(source.data_ptr(), *block, *slots, ids)
+        ids = torch.tensor(lengths)
+        for block, source in zip(self.blocks(), self._with_decoded(*rows), strict=True):
+            kernels.put_in_place(source.contiguous(), block, self.slot_of, self.present, ids)
 
     def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows as `blocks` hold them."""
@@ -311,7 +301,7 @@ class HostTier:
             setattr(self, name, grown)
         fresh = torch.arange(old_capacity, capacity).expand(*self.slot_of.shape[:2], more)
         self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
-        self.present, self._put_arguments = torch.nn.functional.pad(self.present, (0, more)), None
+        self.present = torch.nn.functional.pad(self.present, (0, more))
 
     def arrange(self, order: torch.Tensor) -> None:
         """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a

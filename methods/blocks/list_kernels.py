@@ -1,16 +1,11 @@
-"""What blocks do with lists on a CPU, in Numba, all lists in one call: rank, take products, join
-ranges, page.
-"""
+"""What blocks do with lists on a CPU, in Numba, all lists in one call: rank, join ranges, page."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvbench.kernels.rows import BLOCK, lay_out, score
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, write_best
-
-PIECE = 512  # keys that a thread takes at once
 
 
 @kernel
@@ -41,48 +36,6 @@ def _best_lists(_, claims, scores, counts, ids):  # type: ignore[no-untyped-def]
         chosen = ids[row, head, :most]
         write_best(scores[row, head], scores.shape[2], chosen, values[:most], picked)
         ids[row, head, most:] = -1
-        at = claim(claims)
-
-
-@kernel
-def products(threads, query, keys, stored, scores):  # type: ignore[no-untyped-def]
-    """Products of queries with the keys of their KV head where they lie, in so many threads.
-
-    Parameters
-    ----------
-    query
-        [B, Hkv, G, D] float32.
-    keys
-        address of the first, and bytes from one row to the next, from one head, and from one token.
-    stored
-        a number of the type of the keys; see `kvbench.kernels.rows.score`.
-    scores
-        [B, Hkv, G, n] float32; written.
-    """
-    in_threads(threads, _products, (np.zeros(1, np.int64), query, keys, stored, scores))
-
-
-@jit
-def _products(_, claims, query, keys, stored, scores):  # type: ignore[no-untyped-def]
-    kv_heads, group, count = scores.shape[1:]
-    queries, block = np.empty(query.shape[2:], np.float32), np.empty((group, BLOCK), np.float32)
-    rows, pieces = np.empty(BLOCK, np.intp), -(-count // PIECE)
-    size = keys[3]
-    at = claim(claims)
-    while at < len(scores) * kv_heads * pieces:
-        list_number, piece = at // pieces, at % pieces
-        row, head = list_number // kv_heads, list_number % kv_heads
-        lay_out(query[row, head], queries, stored)
-        for first in range(piece * PIECE, min((piece + 1) * PIECE, count), BLOCK):
-            many = min(BLOCK, count - first)
-            key = keys[0] + row * keys[1] + head * keys[2] + first * size
-            for i in range(many):
-                rows[i] = key + i * size
-            ahead = rows[:0], key + BLOCK * size
-            score(queries, rows, rows[:0], (0, size), many, ahead, block, stored)
-            for g in range(group):
-                for i in range(many):
-                    scores[row, head, g, first + i] = block[g, i]
         at = claim(claims)
 
 

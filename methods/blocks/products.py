@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
+from kvbench.kernels.library import why_missing
 from kvbench.kernels.operators import operator
-from methods.blocks import list_kernels
+from kvbench.kernels.products import products as score
 from methods.blocks.kernels import is_readable
 
 WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
@@ -30,13 +30,11 @@ def products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         [B, Hkv, G, n] float32.
     """
     grouped = query.float().view(*keys.shape[:2], -1, keys.shape[3])
-    if not is_readable(keys) or keys.stride(3) != 1:
+    if not is_readable(keys) or keys.stride(3) != 1 or why_missing() is not None:
         return grouped @ keys.float().transpose(2, 3)
     scores = torch.empty(*grouped.shape[:3], keys.shape[2])
-    where = keys.data_ptr(), *(keys.element_size() * step for step in keys.stride()[:3])
     threads = min(torch.get_num_threads(), max(1, scores.numel() * keys.shape[3] // WORTH_A_THREAD))
-    stored = np.float32(0) if keys.dtype == torch.float32 else np.uint16(0)
-    list_kernels.products(threads, grouped.numpy(), where, stored, scores.numpy())
+    score(threads, grouped.contiguous(), keys, scores)
     return scores
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,12 +24,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvbench.kernels import layers as kernels
+from kvbench.kernels.library import why_missing
 from kvbench.memory import large
 
 FEW = 8  # rows up to which the kernels are no slower
 # outputs whose weights are widened at once: they are multiplied while a cache holds them
 BLOCK = 1024
-_BFLOAT16 = np.uint16(0)  # as the kernels take it: NumPy has none
 
 
 def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -76,17 +75,8 @@ class StreamedLinear(nn.Linear):
             if x.dtype == weight.dtype == torch.bfloat16 and slow_in_bfloat16():
                 return _widened(x, weight, bias)
             return super().forward(x)
-        outputs, inputs = weight.shape
-        x, out = x.contiguous(), x.new_empty(*x.shape[:-1], outputs)
-        addresses = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-        )
-        kernels.products(
-            torch.get_num_threads(), *addresses, x.numel() // inputs, inputs, outputs, _BFLOAT16
-        )
+        x, out = x.contiguous(), x.new_empty(*x.shape[:-1], len(weight))
+        kernels.products(x, weight, bias, out)
         return out
 
 
@@ -98,10 +88,9 @@ class StreamedNorm(LlamaRMSNorm):
         weight = self.weight
         if not _few(x, weight):
             return super().forward(x)
-        x, width = x.contiguous(), len(weight)
+        x = x.contiguous()
         out = torch.empty_like(x)
-        addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-        kernels.normed(*addresses, x.numel() // width, width, self.variance_epsilon, _BFLOAT16)
+        kernels.normed(x, weight, self.variance_epsilon, out)
         return out
 
 
@@ -113,13 +102,9 @@ class StreamedMLP(LlamaMLP):
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         if not _few(x, weights[0]):
             return super().forward(x)
-        hidden, width = weights[0].shape
         x = x.contiguous()
         out = torch.empty_like(x)
-        addresses = x.data_ptr(), *(weight.data_ptr() for weight in weights), out.data_ptr()
-        kernels.gated(
-            torch.get_num_threads(), *addresses, x.numel() // width, width, hidden, _BFLOAT16
-        )
+        kernels.gated(x, weights, out)
         return out
 
 
@@ -162,15 +147,7 @@ class StreamedAttention(LlamaAttention):
         weights = [part.weight for part in (self.q_proj, self.k_proj, self.v_proj)]
         outs = [x.new_empty(batch, many, len(weight) // head_dim, head_dim) for weight in weights]
         turns = [part.expand(batch, -1, -1).contiguous() for part in angles]
-        kernels.rotated(
-            torch.get_num_threads(),
-            x.data_ptr(),
-            *(tuple(part.data_ptr() for part in parts) for parts in (weights, turns, outs)),
-            batch * many,
-            x.shape[2],
-            (outs[0].shape[2], outs[1].shape[2], head_dim),
-            _BFLOAT16,
-        )
+        kernels.rotated(x, weights, turns, outs)
         return [out.transpose(1, 2) for out in outs]
 
 
@@ -196,11 +173,9 @@ def stream(model: PreTrainedModel) -> None:
     All linear layers do, and what lies between them in the models of Llama's kind; the weights move
     into large pages.
     """
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or why_missing() is not None:
         return
     for module in model.modules():
         if type(module) in STREAMED and _is_plain(module):
             module.__class__ = STREAMED[type(module)]
     large.move(model.parameters())
-    with torch.inference_mode():
-        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)  # the kernels are compiled now

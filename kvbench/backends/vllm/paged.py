@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvbench.attention.cpu import STORED, WORTH_A_THREAD, Part, bias_of, extra_part, run
+from kvbench.attention.cpu import WORTH_A_THREAD, Beside, bias_of, rebuilt_keys, run
 from kvbench.backends.vllm import kernels
 from kvbench.config import ConfigError
-from kvbench.kernels.attend import LIST_PIECE, pieces_of
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import GROWTH, DeviceTier, Located, Pool, Resident, with_free_slots
 from kvbench.memory.store import LayerStore
@@ -25,7 +23,6 @@ from kvbench.method import Selection
 PLAIN = ("vec", "vec16")  # a block's keys dimension after dimension, its values token after token
 # in tiles: keys by pairs of dimensions of 16 tokens, values by 16 dimensions of pairs of tokens
 PACKED = ("amx",)
-WORDS = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}  # of so many bytes
 
 
 class Memory:
@@ -57,22 +54,19 @@ class Memory:
                 f"vLLM's attention here is {isa}: kvbench reads the memory of"
                 f" {', '.join(PLAIN + PACKED)}"
             )
-        self.whole, (blocks, self.kv_heads, self.size, width) = cache, cache.shape
-        self.head_dim, self._pair = width // 2, 2 if isa in PACKED else 1
-        words = cache.view(blocks, self.kv_heads, 2, self.size * self.head_dim).view(
-            WORDS[cache.itemsize * self._pair]
-        )
-        self._words, self._word = words.numpy(), words.dtype
-        self._number = torch.empty(0, dtype=WORDS[cache.itemsize]).numpy()
+        assert cache.is_contiguous(), "a kernel finds a block by its number alone"
+        self.whole, self._pair = cache, 2 if isa in PACKED else 1
+        self.kv_heads, self.size = cache.shape[1:3]
+        self.head_dim = cache.shape[3] // 2
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, of all KV heads."""
         return self.whole[0].nbytes
 
-    def blocks(self, tables: torch.Tensor) -> tuple[Any, ...]:
-        """As `kernels.gather` takes them, of requests with these block tables, [B, blocks]."""
-        return tables.numpy(), self._words, self._pair, self._number
+    def blocks(self, tables: torch.Tensor) -> kernels.Blocks:
+        """Those of requests with these block tables, [B, blocks]."""
+        return kernels.Blocks(tables.contiguous(), self.whole, self._pair)
 
     def rows(self, table: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, Hkv, M, D] of a request's token ids [1, Hkv, M], by its block table.
@@ -83,14 +77,7 @@ class Memory:
             torch.empty(*ids.shape, self.head_dim, dtype=self.whole.dtype) for _ in range(2)
         )
         threads = max(1, min(torch.get_num_threads(), key.nbytes // WORTH_A_THREAD))
-        out = key[0].view(self._word).numpy(), value[0].view(WORDS[key.itemsize]).numpy()
-        kernels.gather(
-            threads,
-            np.zeros(1, np.int64),
-            ids[0].contiguous().numpy(),
-            self.blocks(table[None]),
-            *out,
-        )
+        kernels.gather(threads, self.blocks(table[None]), ids[0].contiguous(), key, value)
         return key, value
 
     def first(self, table: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,8 +271,8 @@ class PagedStore(LayerStore):
         )
         self.device: PagedTier = tier
 
-    def blocks_with(self, selection: Selection | None) -> tuple[tuple[Any, ...], Selection]:
-        """The request's blocks, as `kernels.gather` takes them, and what is attended of them.
+    def blocks_with(self, selection: Selection | None) -> tuple[kernels.Blocks, Selection]:
+        """The request's blocks, and what is attended of them.
 
         Raises
         ------
@@ -309,30 +296,16 @@ class PagedStore(LayerStore):
 
 
 def attend_blocks(
-    query: torch.Tensor, blocks: tuple[Any, ...], selection: Selection, scaling: float
+    query: torch.Tensor, blocks: kernels.Blocks, selection: Selection, scaling: float
 ) -> torch.Tensor:
-    """As `attend`, of tokens that lie in a serving engine's blocks; all of them are there.
-
-    Parameters
-    ----------
-    blocks
-        see `kernels.gather`, of all rows of the batch.
+    """As `attend`, of tokens that lie in a serving engine's blocks, of all rows of the batch; all
+    of them are there.
     """
-    batch = len(query)
+    batch, heads = len(query), blocks.heads
     index = selection.index.contiguous()
-    heads = blocks[1].shape[1]
-    lists, count = max(index.shape[1], heads), index.shape[2]
-    rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
-    bias = bias_of(selection, batch, lists)
-    arguments = (
-        index.numpy(),
-        bias,
-        blocks,
-        0 if rebuilt is None else rebuilt.data_ptr(),
-        STORED[query.dtype],
-    )
-    parts = [Part(kernels.attend_blocks, pieces_of(count, LIST_PIECE), arguments)]
-    if (extra := selection.extra) is not None:
-        key, value = extra.key.contiguous(), extra.value.contiguous()
-        parts.append(extra_part(index, bias, heads, key, value))
-    return run(query, scaling, batch * lists, parts, 0)[0]
+    lists = max(index.shape[1], heads)
+    bias, rebuilt = bias_of(selection, batch, lists), rebuilt_keys(selection, query.dtype)
+    parts = [kernels.blocks_part(index, bias, blocks, rebuilt, query.dtype)]
+    if selection.extra is not None:
+        parts.append(Beside.of(selection.extra, query.dtype).alone(index, bias, heads))
+    return run(query, scaling, batch * lists, parts, 0).out

@@ -33,6 +33,7 @@ from kvbench.backends.vllm.resting import RestingRequests
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
 from kvbench.config import ConfigError, first_line
 from kvbench.engine.engine import Engine, surely_finite
+from kvbench.kernels.library import library
 from kvbench.memory.device import Resident
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Selection, Shape
@@ -154,7 +155,7 @@ class RequestEngine(Engine):
         self.seat = seat
         super().__init__(*arguments, attention="torch", **settings)
         self._request_executor = self.executor = _Executor()  # type: ignore[assignment]
-        cpu.compile_kernels(self.shape.dtype)
+        library()  # built now, if nobody has built them
 
     def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
         if self._copied(layer):

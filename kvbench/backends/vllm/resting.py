@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvbench.attention.cpu import NO_BIAS, STORED, Part, addresses, run, stored_as
+from kvbench.attention.cpu import Part, resident_part, run
 from kvbench.backends.vllm import kernels
 from kvbench.backends.vllm.paged import BlockTable, Memory
 from kvbench.backends.vllm.side import SideTier
-from kvbench.kernels import attend
 from kvbench.memory.store import LayerStore
 from kvbench.method import Shape
 
@@ -82,12 +79,10 @@ class RestingRequests:
 
     def start_pass(self) -> None:
         """A decode step of each begins: one token more than it held."""
-        prompts, lengths = np.array(
-            [(engine.shape.lengths[0], engine.lengths[0] + 1) for engine in self.engines]
-        ).T
-        self._since = int((lengths - prompts).max())
-        ids = prompts[:, None] + np.arange(self._since)
-        self._index: NDArray[np.int64] = np.where(ids < lengths[:, None], ids, -1)[:, None]
+        prompts = torch.tensor([engine.shape.lengths[0] for engine in self.engines])
+        lengths = torch.tensor([engine.lengths[0] + 1 for engine in self.engines])
+        ids = prompts[:, None] + torch.arange(int((lengths - prompts).max()))
+        self._index = torch.where(ids < lengths[:, None], ids, -1)[:, None]
         tables = torch.stack([engine.table.blocks for engine in self.engines], dim=1)
         self._tables = tables.contiguous()  # [groups, B, blocks]
 
@@ -99,12 +94,8 @@ class RestingRequests:
         if copies is None:
             return None
         blocks = copies.memory.blocks(self._tables[self.engines[0].table.group(layer)])
-        since = self._index, NO_BIAS, blocks, 0, STORED[query.dtype]
-        parts = [
-            copies.part,
-            Part(kernels.attend_blocks, attend.pieces_of(self._since, attend.LIST_PIECE), since),
-        ]
-        return run(query[:, :, None], scaling, copies.lists, parts, 0)[0][:, :, 0]
+        parts = [copies.part, kernels.blocks_part(self._index, None, blocks, None, query.dtype)]
+        return run(query[:, :, None], scaling, copies.lists, parts, 0).out[:, :, 0]
 
     def _of(self, layer: int) -> Copies | None:
         tiers = [
@@ -117,15 +108,7 @@ class RestingRequests:
         copied = [tier.copies for tier in tiers if tier.copies is not None]
         assert len(copied) == len(self.engines), "all have copies, once their prompts are over"
         used_and_first = [holder.used for holder in copied], [holder.first for holder in copied]
-        used, first = (torch.cat(parts).view(-1).numpy() for parts in used_and_first)
-        arguments = (
-            used,
-            first,
-            np.zeros_like(used),
-            addresses(*copied[0].pool, None),
-            stored_as(tiers[0].codecs),
-        )
-        part = Part(
-            attend.attend_resident, attend.pieces_of(int(used.max()), attend.DENSE_PIECE), arguments
-        )
+        used, first = (torch.cat(parts).view(-1) for parts in used_and_first)
+        pool = *copied[0].pool, None
+        part = resident_part(used, first, torch.zeros_like(used), pool, tiers[0].codecs)
         return Copies(tiers[0].memory, part, len(used))

@@ -10,24 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvbench.attention.cpu import (
-    NO_EXTRA,
-    NO_HOST,
-    STORED,
-    Part,
-    addresses,
-    bias_of,
-    extra_part,
-    run,
-    stored_as,
-)
+from kvbench.attention.cpu import Beside, Held, bias_of, held_near, lists_part, rebuilt_keys, run
 from kvbench.backends.vllm import kernels
 from kvbench.backends.vllm.paged import BlockTable, Memory, PagedTier
-from kvbench.kernels import attend
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import Located, Pool, Slotted
 from kvbench.method import Method, Selection, Shape
 
@@ -193,11 +181,11 @@ class _CopiedRows(Slotted):
         for part, rows in zip(self.pool, (key, value), strict=True):
             part[begin : begin + self.total] = rows[there]
 
-    @property
-    def lists(self) -> NDArray[np.int64]:
-        """Ids in the slots of each KV head, [Hkv, M]."""
-        assert self.ids is not None
-        return self.ids[0].numpy()
+    def held(self, codecs: Codecs) -> Held:
+        """As kernels find them by their ids."""
+        none = torch.zeros_like(self.used)
+        counts = self.first, self.used, none, self.used
+        return held_near(codecs, (*self.pool, None), self.ids, *counts)
 
     def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in slots [1, Hkv, M] of their head, [1, Hkv, M, D] each."""
@@ -300,26 +288,17 @@ def attend_some(
     """
     tier.refuse_absent(selection.index)
     assert tier.copies is not None
-    copies = tier.copies
-    heads = tier.memory.kv_heads
+    copies, heads = tier.copies, tier.memory.kv_heads
     index = selection.index.contiguous()
-    lists, pieces = max(index.shape[1], heads), attend.pieces_of(index.shape[2], attend.LIST_PIECE)
+    lists = max(index.shape[1], heads)
     bias, old = bias_of(selection, 1, lists), index < tier.prompt
-    rebuilt = None if selection.keys is None else selection.keys.to(query.dtype).contiguous()
-    address, count = (0, 0) if rebuilt is None else (rebuilt.data_ptr(), rebuilt.shape[2])
-    used, first = copies.used.view(-1).numpy(), copies.first.view(-1).numpy()
-    near = *addresses(*copies.pool, None), first, copies.lists, used, np.zeros_like(used), used
-    copied, since = (index.masked_fill(mask, -1).numpy() for mask in (~old, old))
-    stored, blocks = stored_as(tier.codecs), tier.memory.blocks(tier.table[None])
+    rebuilt = rebuilt_keys(selection, query.dtype)
+    copied, since = (index.masked_fill(mask, -1) for mask in (~old, old))
+    blocks = tier.memory.blocks(tier.table[None])
     parts = [
-        Part(
-            attend.attend_lists,
-            pieces,
-            (copied, bias, near, NO_HOST, (address, count, True), NO_EXTRA, stored),
-        ),
-        Part(kernels.attend_blocks, pieces, (since, bias, blocks, address, STORED[query.dtype])),
+        lists_part(copied, bias, copies.held(tier.codecs), rebuilt, True),
+        kernels.blocks_part(since, bias, blocks, rebuilt, query.dtype),
     ]
-    if (extra := selection.extra) is not None:
-        key, value = extra.key.contiguous(), extra.value.contiguous()
-        parts.append(extra_part(index, bias, heads, key, value))
-    return run(query, scaling, lists, parts, 0)[0]
+    if selection.extra is not None:
+        parts.append(Beside.of(selection.extra, query.dtype).alone(index, bias, heads))
+    return run(query, scaling, lists, parts, 0).out

@@ -1,0 +1,261 @@
+// Vectors of sixteen float32, in as many registers as the processor needs for them.
+//
+// Everything is written with the vector extensions of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON;
+// the few operations that these lack are intrinsics below. Sums run in the same order on all of them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
+
+constexpr int LANES = 16;
+constexpr int PAIR = 2 * LANES;  // numbers that are read at once
+constexpr int LINE = 64;         // bytes of a cache's line
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;  // lanes of a register
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int PARTS = LANES / WIDTH;
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+typedef int8_t SignedBytes __attribute__((vector_size(WIDTH)));
+typedef float Four __attribute__((vector_size(16)));
+
+// f(0), ..., f(N - 1), each index a constant: what it indexes stays in registers.
+template <int N, class F>
+INLINE void each(F f) {
+    if constexpr (N > 0) {
+        each<N - 1>(f);
+        f(std::integral_constant<int, N - 1>{});
+    }
+}
+
+template <class T>
+struct Lanes {
+    T part[PARTS];
+};
+using Vector = Lanes<Floats>;
+using Integers = Lanes<Words>;
+
+// f of the registers of vectors.
+template <class F, class... A>
+INLINE auto lanewise(F f, const A&... a) {
+    Lanes<decltype(f(a.part[0]...))> result;
+    each<PARTS>([&](auto i) INLINED { result.part[i] = f(a.part[i]...); });
+    return result;
+}
+
+template <class T>
+INLINE T read(const void* address) {
+    T value;
+    std::memcpy(&value, address, sizeof value);
+    return value;
+}
+
+template <class T>
+INLINE void write(void* address, T value) {
+    std::memcpy(address, &value, sizeof value);
+}
+
+template <class T>
+INLINE Lanes<T> load_lanes(const void* address) {
+    Lanes<T> result;
+    each<PARTS>([&](auto i) INLINED { result.part[i] = read<T>(static_cast<const char*>(address) + i * sizeof(T)); });
+    return result;
+}
+
+INLINE Vector load(const float* address) { return load_lanes<Floats>(address); }
+INLINE void store(float* address, Vector x) {
+    each<PARTS>([&](auto i) INLINED { write(address + i * WIDTH, x.part[i]); });
+}
+INLINE Vector splat(float x) {
+    Vector result;
+    each<PARTS>([&](auto i) INLINED { result.part[i] = x - Floats{}; });
+    return result;
+}
+
+INLINE Vector operator+(Vector a, Vector b) {
+    return lanewise([](Floats x, Floats y) INLINED { return x + y; }, a, b);
+}
+INLINE Vector operator-(Vector a, Vector b) {
+    return lanewise([](Floats x, Floats y) INLINED { return x - y; }, a, b);
+}
+INLINE Vector operator*(Vector a, Vector b) {
+    return lanewise([](Floats x, Floats y) INLINED { return x * y; }, a, b);
+}
+INLINE Vector operator/(Vector a, Vector b) {
+    return lanewise([](Floats x, Floats y) INLINED { return x / y; }, a, b);
+}
+// a * b + c, rounded once where the processor can (-ffp-contract=fast).
+INLINE Vector fma(Vector a, Vector b, Vector c) {
+    return lanewise([](Floats x, Floats y, Floats z) INLINED { return x * y + z; }, a, b, c);
+}
+// The larger of each two numbers; a where b is NaN.
+INLINE Vector larger(Vector a, Vector b) {
+    return lanewise([](Floats x, Floats y) INLINED { return y > x ? y : x; }, a, b);
+}
+INLINE Vector to_floats(Integers words) {
+    return lanewise([](Words x) INLINED { return __builtin_convertvector(x, Floats); }, words);
+}
+// Bits of float32.
+INLINE Vector as_floats(Integers bits) {
+    return lanewise([](Words x) INLINED { return (Floats)x; }, bits);
+}
+
+// -- sums and maxima -------------------------------------------------------------------------------------------------
+
+// Lanes joined by halves: the first eight with the last eight, and so on.
+template <class Join>
+INLINE float joined(Vector x, Join join) {
+    Four quarters[4];
+    std::memcpy(quarters, &x, sizeof x);
+    Four four = join(join(quarters[0], quarters[2]), join(quarters[1], quarters[3]));
+    Four two = join(four, Four{four[2], four[3], four[2], four[3]});
+    return join(two, Four{two[1], two[1], two[1], two[1]})[0];
+}
+INLINE float sum_of(Vector x) {
+    return joined(x, [](Four a, Four b) INLINED { return a + b; });
+}
+INLINE float largest_of(Vector x) {
+    return joined(x, [](Four a, Four b) INLINED { return b > a ? b : a; });
+}
+
+// Of each quarter of a register the lanes A, B of a and C, D of b.
+template <int A, int B, int C, int D, int... I>
+INLINE Floats picked(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(
+        a, b, (I / 4 * 4 + (I % 4 == 0 ? A : I % 4 == 1 ? B : I % 4 == 2 ? WIDTH + C : WIDTH + D))...);
+#else
+    return __builtin_shuffle(
+        a, b, Words{(I / 4 * 4 + (I % 4 == 0 ? A : I % 4 == 1 ? B : I % 4 == 2 ? WIDTH + C : WIDTH + D))...});
+#endif
+}
+template <int A, int B, int C, int D>
+INLINE Vector picked(Vector a, Vector b) {
+    return lanewise(
+        [](Floats x, Floats y) INLINED {
+            return picked<A, B, C, D>(x, y, std::make_integer_sequence<int, WIDTH>{});
+        },
+        a, b);
+}
+
+// The sums of four vectors.
+INLINE Four four_sums(Vector a, Vector b, Vector c, Vector d) {
+    Vector ab = picked<0, 1, 0, 1>(a, b) + picked<2, 3, 2, 3>(a, b);
+    Vector cd = picked<0, 1, 0, 1>(c, d) + picked<2, 3, 2, 3>(c, d);
+    Vector sums = picked<0, 2, 0, 2>(ab, cd) + picked<1, 3, 1, 3>(ab, cd);
+    Four quarters[4];
+    std::memcpy(quarters, &sums, sizeof sums);
+    return (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+}
+
+// exp of numbers that are at most 0 or NaN; 0 below -87. 2^n exp(r), n = x / ln 2 to the nearest, r = x - n ln 2:
+// Cephes' expf, whose relative error is below 2e-7.
+INLINE Floats exponential(Floats x) {
+    constexpr float LOW = -87.0f, ROUND = 12582912.0f;
+    Floats low = LOW - Floats{}, within = x < low ? low : x;
+    Floats rounded = within * 1.44269504088896341f + ROUND;  // its lowest bits are n
+    Floats n = rounded - ROUND;
+    Floats r = n * 2.12194440e-4f + (n * -0.693359375f + within);
+    Floats sum = 1.9875691500e-4f - Floats{};
+    sum = sum * r + 1.3981999507e-3f;
+    sum = sum * r + 8.3334519073e-3f;
+    sum = sum * r + 4.1665795894e-2f;
+    sum = sum * r + 1.6666665459e-1f;
+    sum = sum * r + 5.0000001201e-1f;
+    sum = sum * (r * r) + (r + 1.0f);
+    Words power = ((Words)rounded << 23) + (127 << 23);
+    return x < low ? Floats{} : sum * (Floats)power;
+}
+INLINE Vector exponential(Vector x) {
+    return lanewise([](Floats y) INLINED { return exponential(y); }, x);
+}
+INLINE float exponential(float x) { return exponential(x - Floats{})[0]; }
+
+INLINE void fetch(const char* address) { __builtin_prefetch(address, 0, 3); }
+
+// -- numbers in other types ------------------------------------------------------------------------------------------
+
+INLINE float float_of(uint32_t bits) { return read<float>(&bits); }
+INLINE float from_bfloat16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+INLINE Vector load_bfloat16(const void* address) {
+    auto widened = [](Halves x) INLINED { return __builtin_convertvector(x, Words) << 16; };
+    return as_floats(lanewise(widened, load_lanes<Halves>(address)));
+}
+
+// To the nearest, of two the even one.
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits = read<uint32_t>(&x);
+    return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+INLINE void store_bfloat16(void* address, Vector x) {
+    auto nearest = [](Floats y) INLINED {
+        Words bits = (Words)y, odd = (Words)(bits >> 16) & 1;
+        Words rounded = y != y ? Words{} + 0x7FC00000 : bits + 0x7FFF + odd;
+        return __builtin_convertvector(rounded >> 16, Halves);
+    };
+    Lanes<Halves> halves = lanewise(nearest, x);
+    std::memcpy(address, &halves, sizeof halves);
+}
+
+INLINE float from_float16(uint16_t bits) {
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#elif defined(__aarch64__)
+    return read<__fp16>(&bits);
+#else
+    uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7FFF;
+    if (rest >= 0x7C00) return float_of(sign | 0x7F800000 | (rest & 0x3FF) << 13);
+    return float_of(sign | rest << 13) * 0x1p112f;
+#endif
+}
+
+// Bits of float16 as float32.
+INLINE Floats from_float16(Halves bits) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16((float16x4_t)bits);
+#else
+    Floats result;
+    for (int i = 0; i < WIDTH; i++) result[i] = from_float16(bits[i]);
+    return result;
+#endif
+}
+
+// table[code] of 16 numbers; FEW: of the first 8. Bits of a code after its first four are 0.
+template <bool FEW>
+INLINE Floats looked_up(const float* table, Words codes) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)read<Floats>(table));
+#elif defined(__AVX2__)
+    Floats low = (Floats)_mm256_permutevar8x32_ps((__m256)read<Floats>(table), (__m256i)codes);
+    if (FEW) return low;
+    Floats high = (Floats)_mm256_permutevar8x32_ps((__m256)read<Floats>(table + 8), (__m256i)codes);
+    return codes > 7 ? high : low;
+#else
+    Floats result;
+    for (int i = 0; i < WIDTH; i++) result[i] = table[codes[i]];
+    return result;
+#endif
+}
