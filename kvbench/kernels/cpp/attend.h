@@ -136,13 +136,14 @@ struct Scratch {
     std::vector<int64_t> rank;
 
     Scratch(const Request& request, int64_t room)
-        : rows(request.rows), head_dim(request.head_dim), query(rows * head_dim), plain(head_dim), sums(rows * head_dim),
-          most(rows), total(rows), logits(rows * BLOCK), keys(room), values(room), groups(room), rank(room) {}
+        : rows(request.rows), head_dim(request.head_dim), query(rows * head_dim), plain(head_dim),
+          sums(rows * head_dim), most(rows), total(rows), logits(rows * BLOCK), keys(room), values(room), groups(room), rank(room) {}
 
     Work work() { return {most.data(), total.data(), sums.data()}; }
 
     void begin(const Request& request, int64_t list, const Kinds& kinds) {
-        std::fill(most.begin(), most.end(), -__FLT_MAX__);  // finite, so that its difference from a logit of -inf is one
+        // finite, so that its difference from a logit of -inf is one
+        std::fill(most.begin(), most.end(), -__FLT_MAX__);
         std::fill(total.begin(), total.end(), 0.0f);
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (int r = 0; r < rows; r++) {
@@ -171,7 +172,7 @@ struct Scratch {
         kinds.value.of().add_values(logits.data(), rows, head_dim, block, ahead, sums.data());
     }
 
-    // Add to the logits of the rows from `start` on the bias [L, R, columns] at their places in the list, and note them.
+    // Add the bias [L, R, columns] to the logits of the rows from `start` on, by their places in the list, and note these.
     void add_bias(const Request& request, const float* bias, int64_t columns, int64_t list, int start, int count) {
         for (int r = 0; r < rows; r++) {
             const float* of_bias = bias + (list * rows + r) * columns;
@@ -198,7 +199,8 @@ inline void join(const Request& request, const float* results, int64_t pieces) {
     for (int64_t row = 0; row < request.lists * rows; row++) {
         const float* first = results + (row / rows * pieces * rows + row % rows) * size;
         float largest = -__FLT_MAX__, whole = 0;
-        for (int64_t piece = 0; piece < pieces; piece++) largest = std::max(largest, first[piece * rows * size + head_dim]);
+        for (int64_t piece = 0; piece < pieces; piece++)
+            largest = std::max(largest, first[piece * rows * size + head_dim]);
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int64_t piece = 0; piece < pieces; piece++) {
             const float* part = first + piece * rows * size;

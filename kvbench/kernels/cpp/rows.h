@@ -1,10 +1,10 @@
 // Stored rows of keys and values, in any number of bits, and queries that meet them.
 //
-// A stored row is an address: of a device block, a host block, replaced keys or extra entries. It holds numbers in their
-// type, or codes, which become numbers in the registers into which they are read. The scale and the minimum of a whole
-// row go into its logit, or its weight. Of 32 neighbours in bfloat16, or in 4 bits, those of even indexes are one vector,
-// and those of odd indexes the next, an operation each; what meets them, and what they are added to, is laid out in that
-// order (`lay_out`).
+// A stored row is an address: of a device block, a host block, replaced keys or extra entries. It holds numbers in
+// their type, or codes, which become numbers in the registers into which they are read. The scale and the minimum of a
+// whole row go into its logit, or its weight. Of 32 neighbours in bfloat16, or in 4 bits, those of even indexes are one
+// vector, and those of odd indexes the next, an operation each; what meets them, and what they are added to, is laid
+// out in that order (`lay_out`).
 #pragma once
 
 #include "vectors.h"
@@ -16,25 +16,50 @@ constexpr float TINY = 1e-16f;  // is added to the sum of a row's squares, whose
 // -- formats: see `kvbench.kernels.coded.Coded` ----------------------------------------------------------------------
 
 struct Float32 {
-    static constexpr int SIZE = 4;
-    static float number(const char* address) { return read<float>(address); }
-    static Vector vector(const char* address) { return load_lanes<Floats>(address); }
+    using Bits = float;
+    static constexpr int SIZE = sizeof(Bits);
+    using Register = Floats;
+    static INLINE float number(const char* address) { return read<float>(address); }
+    static INLINE Floats widen(Floats x) { return x; }
 };
 struct Float16 {
-    static constexpr int SIZE = 2;
-    static float number(const char* address) { return from_float16(read<uint16_t>(address)); }
-    static Vector vector(const char* address) {
-        return lanewise([](Halves x) INLINED { return from_float16(x); }, load_lanes<Halves>(address));
-    }
+    using Bits = uint16_t;
+    static constexpr int SIZE = sizeof(Bits);
+    using Register = Halves;
+    static INLINE float number(const char* address) { return from_float16(read<uint16_t>(address)); }
+    static INLINE Floats widen(Halves x) { return from_float16(x); }
 };
 struct Bfloat16 {
-    static constexpr int SIZE = 2;
-    static float number(const char* address) { return from_bfloat16(read<uint16_t>(address)); }
-    static Vector vector(const char* address) { return load_bfloat16(address); }
+    using Bits = uint16_t;
+    static constexpr int SIZE = sizeof(Bits);
+    using Register = Halves;
+    static INLINE float number(const char* address) { return from_bfloat16(read<uint16_t>(address)); }
+    static INLINE Floats widen(Halves x) { return (Floats)(widened(x) << 16); }
 };
 
+// The vector of numbers at an address.
+template <class Number>
+INLINE Vector vector_at(const char* address) {
+    auto widen = [](typename Number::Register x) INLINED { return Number::widen(x); };
+    return lanewise(widen, load_lanes<typename Number::Register>(address));
+}
+
+// The vector of numbers at sixteen addresses.
+template <class Number, int... I>
+INLINE Floats some_at(const char* const* addresses, std::integer_sequence<int, I...>) {
+    return Number::widen(typename Number::Register{read<typename Number::Bits>(addresses[I])...});
+}
+template <class Number>
+INLINE Vector vector_at(const char* const* addresses) {
+    Vector result;
+    UNROLLED for (int i = 0; i < PARTS; i++)
+        result.part[i] = some_at<Number>(addresses + i * WIDTH, std::make_integer_sequence<int, WIDTH>{});
+    return result;
+}
+
 enum Parameters { NONE, SCALE, RANGE };  // x = number, number * scale, number * scale + minimum
-enum Granularity { ROW, CHANNELS, TOKENS };  // what has its parameters: a row, GROUP channels, a channel of GROUP tokens
+// What has its parameters: a row, GROUP channels of a row, or each channel of GROUP tokens.
+enum Granularity { ROW, CHANNELS, TOKENS };
 
 struct Pair {
     Vector first, second;
@@ -45,11 +70,10 @@ template <class Number>
 struct Plain {
     static constexpr bool SPREAD = Number::SIZE == 2, SCALED = false, RANGED = false, GROUPED = false, UNIT = false;
     static constexpr bool BYTES = true;  // a number of a row can be read by itself
-    static constexpr float FACTOR = 1;
 
     static float number(const char* row, int channel) { return Number::number(row + channel * Number::SIZE); }
     static INLINE Vector vector(const char* row, const char*, int block, int, const float*) {
-        return Number::vector(row + block * LANES * Number::SIZE);
+        return vector_at<Number>(row + block * LANES * Number::SIZE);
     }
     static INLINE Pair two(const char* row, const char* by, int pair, int whole, const float* table) {
         if constexpr (!SPREAD) {
@@ -76,11 +100,9 @@ struct ByteCodes {
     static INLINE Vector vector(const char* row, int block, const float*) {
         auto codes = load_lanes<SignedBytes>(row + block * LANES);
         if constexpr (SIGNED)
-            return to_floats(lanewise([](SignedBytes x) INLINED { return __builtin_convertvector(x, Words); }, codes));
-        auto widened = [](SignedBytes x) INLINED {
-            return from_float16((__builtin_convertvector(x, Halves) << 7) & uint16_t(0xBFFF));
-        };
-        return lanewise(widened, codes);
+            return to_floats(lanewise([](SignedBytes x) INLINED { return widened(x); }, codes));
+        auto decoded = [](SignedBytes x) INLINED { return from_float16(half_widened(x) << 7 & uint16_t(0xBFFF)); };
+        return lanewise(decoded, codes);
     }
 };
 
@@ -94,7 +116,7 @@ struct PackedCodes {
     static INLINE Vector numbers(Integers codes, const float* table) {
         if constexpr (!TABLE)
             return to_floats(lanewise([](Words x) INLINED { return x & ((1 << BITS) - 1); }, codes));
-        auto look_up = [&](Words x) INLINED { return looked_up<BITS < 4>(table, x & ((1 << BITS) - 1)); };
+        auto look_up = [&](Words x) INLINED { return looked_up<BITS < 4>(table, x); };
         return lanewise(look_up, codes);
     }
     static INLINE Vector vector(const char* row, int block, const float* table) {
@@ -107,20 +129,21 @@ struct PackedCodes {
         else
             low = read<int32_t>(at), high = read<int32_t>(at + STEP);
         Integers shifted;
-        each<PARTS>([&](auto i) INLINED {
+        UNROLLED for (int i = 0; i < PARTS; i++) {
             Words of_low, places;
-            each<WIDTH>([&](auto j) INLINED {
-                constexpr int lane = i * WIDTH + j;
-                of_low[j.value] = lane < LANES / 2 ? -1 : 0;
-                places[j.value] = lane * BITS - lane / (LANES / 2) * 8 * STEP;
-            });
+            UNROLLED for (int j = 0; j < WIDTH; j++) {
+                int lane = i * WIDTH + j;
+                of_low[j] = lane < LANES / 2 ? -1 : 0;
+                places[j] = lane * BITS - lane / (LANES / 2) * 8 * STEP;
+            }
             shifted.part[i] = (of_low ? low - Words{} : high - Words{}) >> places;
-        });
+        }
         return numbers(shifted, table);
     }
 };
 
-template <class Codes, Parameters PARAMETERS = NONE, Granularity OF = ROW, class Parameter = Float32, bool UNIT_ = false>
+template <class Codes, Parameters PARAMETERS = NONE, Granularity OF = ROW, class Parameter = Float32,
+          bool UNIT_ = false>
 struct Coded : Codes {
     static constexpr bool GROUPED = OF == TOKENS, UNIT = UNIT_, BYTES = Codes::BITS == 8;
     static constexpr bool SPREAD = Codes::BITS == 4 && !GROUPED;
@@ -128,8 +151,16 @@ struct Coded : Codes {
     static constexpr bool RANGED = SCALED && PARAMETERS == RANGE;
 
     static float parameter(const char* by, int n) { return Parameter::number(by + n * Parameter::SIZE); }
-    static float scale(const char* by) { return PARAMETERS == NONE ? 1 : parameter(by, 0); }
-    static float least(const char* by) { return PARAMETERS == RANGE ? parameter(by, 1) : 0; }
+    // The scales and minima of sixteen rows.
+    static INLINE Pair of_rows(const char* (&by)[LANES]) {
+        Vector scale = splat(Codes::FACTOR), least = splat(0);
+        if constexpr (PARAMETERS != NONE) scale = scale * vector_at<Parameter>(by);
+        if constexpr (PARAMETERS == RANGE) {
+            for (int i = 0; i < LANES; i++) by[i] += Parameter::SIZE;
+            least = vector_at<Parameter>(by);
+        }
+        return {scale, least};
+    }
 
     static INLINE Vector vector(const char* row, const char* by, int block, int whole, const float* table) {
         return with_parameters(Codes::vector(row, block, table), by, block, whole);
@@ -139,7 +170,7 @@ struct Coded : Codes {
             return {vector(row, by, 2 * pair, whole, table), vector(row, by, 2 * pair + 1, whole, table)};
         } else {
             auto bytes = load_lanes<Bytes>(row + pair * LANES);
-            Integers even = lanewise([](Bytes x) INLINED { return __builtin_convertvector(x, Words); }, bytes);
+            Integers even = lanewise([](Bytes x) INLINED { return widened(x); }, bytes);
             Integers odd = lanewise([](Words x) INLINED { return x >> 4; }, even);
             return {with_parameters(Codes::numbers(even, table), by, 2 * pair, whole),
                     with_parameters(Codes::numbers(odd, table), by, 2 * pair, whole)};
@@ -159,8 +190,8 @@ struct Coded : Codes {
                 if constexpr (PARAMETERS == RANGE) least = splat(parameter(by, group + whole / GROUP));
             } else {
                 const char* at = by + block * LANES * Parameter::SIZE;
-                scale = Parameter::vector(at);
-                if constexpr (PARAMETERS == RANGE) least = Parameter::vector(at + whole * Parameter::SIZE);
+                scale = vector_at<Parameter>(at);
+                if constexpr (PARAMETERS == RANGE) least = vector_at<Parameter>(at + whole * Parameter::SIZE);
             }
             return PARAMETERS == RANGE ? fma(numbers, scale, least) : numbers * scale;
         }
@@ -201,36 +232,39 @@ template <class Format, int Q>
 INLINE void score_four(const float* queries, int64_t stride, const char* const (&rows)[4], const char* const (&by)[4],
                        int whole, const float* table, float* logits) {
     Vector sums[Q][4] = {}, squares[4] = {};
-    auto meet = [&](auto read_row, int64_t first) INLINED {
-        Vector y[4];
-        each<4>([&](auto n) INLINED {
-            y[n] = read_row(n);
-            if constexpr (Format::UNIT) squares[n] = fma(y[n], y[n], squares[n]);
-        });
-        each<Q>([&](auto q) INLINED {
+    auto meet = [&](const Vector (&y)[4], int64_t first) INLINED {
+        if constexpr (Format::UNIT)
+            UNROLLED for (int n = 0; n < 4; n++) squares[n] = fma(y[n], y[n], squares[n]);
+        UNROLLED for (int q = 0; q < Q; q++) {
             Vector x = load(queries + q * stride + first);
-            each<4>([&](auto n) INLINED { sums[q][n] = fma(x, y[n], sums[q][n]); });
-        });
+            UNROLLED for (int n = 0; n < 4; n++) sums[q][n] = fma(x, y[n], sums[q][n]);
+        }
     };
     int pairs = whole / PAIR;
     for (int pair = 0; pair < pairs; pair++) {
-        Pair two[4];
-        each<4>([&](auto n) INLINED { two[n] = Format::two(rows[n], by[n], pair, whole, table); });
-        meet([&](auto n) INLINED { return two[n].first; }, pair * PAIR);
-        meet([&](auto n) INLINED { return two[n].second; }, pair * PAIR + LANES);
+        Vector first[4], second[4];
+        UNROLLED for (int n = 0; n < 4; n++) {
+            Pair two = Format::two(rows[n], by[n], pair, whole, table);
+            first[n] = two.first, second[n] = two.second;
+        }
+        meet(first, pair * PAIR);
+        meet(second, pair * PAIR + LANES);
     }
-    if (pairs * PAIR < whole)
-        meet([&](auto n) INLINED { return Format::vector(rows[n], by[n], 2 * pairs, whole, table); }, pairs * PAIR);
+    if (pairs * PAIR < whole) {
+        Vector last[4];
+        UNROLLED for (int n = 0; n < 4; n++) last[n] = Format::vector(rows[n], by[n], 2 * pairs, whole, table);
+        meet(last, pairs * PAIR);
+    }
     Four lengths;
     if constexpr (Format::UNIT) {
         lengths = four_sums(squares[0], squares[1], squares[2], squares[3]) + TINY;
         for (int n = 0; n < 4; n++) lengths[n] = std::sqrt(lengths[n]);
     }
-    each<Q>([&](auto q) INLINED {
+    UNROLLED for (int q = 0; q < Q; q++) {
         Four products = four_sums(sums[q][0], sums[q][1], sums[q][2], sums[q][3]);
         if constexpr (Format::UNIT) products = products / lengths;
         write(logits + q * BLOCK, products);
-    });
+    }
 }
 
 // As `score_four`, of any number of queries.
@@ -261,13 +295,9 @@ inline float total_of(const float* numbers, int count) {
 // The scales and minima of up to LANES rows; lanes after the last row's are as its own.
 template <class Format>
 INLINE Pair parameters_of(const Block& block, int first) {
-    float scale[LANES], least[LANES];
-    for (int i = 0; i < LANES; i++) {
-        const char* by = block.rows[std::min(first + i, block.count - 1)] + block.offset;
-        scale[i] = Format::scale(by) * Format::FACTOR;
-        least[i] = Format::least(by);
-    }
-    return {load(scale), load(least)};
+    const char* by[LANES];
+    for (int i = 0; i < LANES; i++) by[i] = block.rows[std::min(first + i, block.count - 1)] + block.offset;
+    return Format::of_rows(by);
 }
 
 // logits [R, BLOCK] of queries [R, D], as `lay_out` has them, with a block of rows; -inf up to a whole vector.
@@ -344,9 +374,9 @@ INLINE void add_rows(const float* weights, const char* const* rows, int64_t offs
                      const float* table, float* sums, int64_t stride) {
     Vector total[Q][VECTORS];
     float* first = sums + int64_t(block) * LANES * VECTORS;
-    each<Q>([&](auto q) INLINED {
-        each<VECTORS>([&](auto n) INLINED { total[q][n] = load(first + q * stride + n * LANES); });
-    });
+    UNROLLED for (int q = 0; q < Q; q++) {
+        UNROLLED for (int n = 0; n < VECTORS; n++) total[q][n] = load(first + q * stride + n * LANES);
+    }
     for (int i = 0; i < many; i++) {
         const char *row = rows[i], *by = row + offset;
         Vector y[VECTORS];
@@ -356,14 +386,14 @@ INLINE void add_rows(const float* weights, const char* const* rows, int64_t offs
         } else {
             y[0] = Format::vector(row, by, block, whole, table);
         }
-        each<Q>([&](auto q) INLINED {
+        UNROLLED for (int q = 0; q < Q; q++) {
             Vector weight = splat(weights[q * BLOCK + i]);
-            each<VECTORS>([&](auto n) INLINED { total[q][n] = fma(weight, y[n], total[q][n]); });
-        });
+            UNROLLED for (int n = 0; n < VECTORS; n++) total[q][n] = fma(weight, y[n], total[q][n]);
+        }
     }
-    each<Q>([&](auto q) INLINED {
-        each<VECTORS>([&](auto n) INLINED { store(first + q * stride + n * LANES, total[q][n]); });
-    });
+    UNROLLED for (int q = 0; q < Q; q++) {
+        UNROLLED for (int n = 0; n < VECTORS; n++) store(first + q * stride + n * LANES, total[q][n]);
+    }
 }
 
 template <class Format, int Q>

@@ -1,7 +1,7 @@
 // Vectors of sixteen float32, in as many registers as the processor needs for them.
 //
-// Everything is written with the vector extensions of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON;
-// the few operations that these lack are intrinsics below. Sums run in the same order on all of them.
+// Written with the vector extensions of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON; the few
+// operations that these lack are intrinsics. Sums run in the same order on all of them.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
 #define INLINED __attribute__((always_inline))  // of a lambda
 
 constexpr int LANES = 16;
@@ -38,15 +39,6 @@ typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int8_t SignedBytes __attribute__((vector_size(WIDTH)));
 typedef float Four __attribute__((vector_size(16)));
 
-// f(0), ..., f(N - 1), each index a constant: what it indexes stays in registers.
-template <int N, class F>
-INLINE void each(F f) {
-    if constexpr (N > 0) {
-        each<N - 1>(f);
-        f(std::integral_constant<int, N - 1>{});
-    }
-}
-
 template <class T>
 struct Lanes {
     T part[PARTS];
@@ -58,7 +50,7 @@ using Integers = Lanes<Words>;
 template <class F, class... A>
 INLINE auto lanewise(F f, const A&... a) {
     Lanes<decltype(f(a.part[0]...))> result;
-    each<PARTS>([&](auto i) INLINED { result.part[i] = f(a.part[i]...); });
+    UNROLLED for (int i = 0; i < PARTS; i++) result.part[i] = f(a.part[i]...);
     return result;
 }
 
@@ -77,17 +69,18 @@ INLINE void write(void* address, T value) {
 template <class T>
 INLINE Lanes<T> load_lanes(const void* address) {
     Lanes<T> result;
-    each<PARTS>([&](auto i) INLINED { result.part[i] = read<T>(static_cast<const char*>(address) + i * sizeof(T)); });
+    const char* at = static_cast<const char*>(address);
+    UNROLLED for (int i = 0; i < PARTS; i++) result.part[i] = read<T>(at + i * sizeof(T));
     return result;
 }
 
 INLINE Vector load(const float* address) { return load_lanes<Floats>(address); }
 INLINE void store(float* address, Vector x) {
-    each<PARTS>([&](auto i) INLINED { write(address + i * WIDTH, x.part[i]); });
+    UNROLLED for (int i = 0; i < PARTS; i++) write(address + i * WIDTH, x.part[i]);
 }
 INLINE Vector splat(float x) {
     Vector result;
-    each<PARTS>([&](auto i) INLINED { result.part[i] = x - Floats{}; });
+    UNROLLED for (int i = 0; i < PARTS; i++) result.part[i] = x - Floats{};
     return result;
 }
 
@@ -135,6 +128,54 @@ INLINE float sum_of(Vector x) {
 }
 INLINE float largest_of(Vector x) {
     return joined(x, [](Four a, Four b) INLINED { return b > a ? b : a; });
+}
+
+// -- widths ----------------------------------------------------------------------------------------------------------
+
+// GCC 12 converts between vectors of different sizes number by number, so x86's instructions are named.
+INLINE Words widened(Bytes x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, read<int64_t>(&x)));
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+INLINE Words widened(SignedBytes x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepi8_epi32(_mm_set_epi64x(0, read<int64_t>(&x)));
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+INLINE Words widened(Halves x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+INLINE Halves half_widened(SignedBytes x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm256_cvtepi8_epi16((__m128i)x);
+#elif defined(__AVX2__)
+    return (Halves)_mm_cvtepi8_epi16(_mm_set_epi64x(0, read<int64_t>(&x)));
+#else
+    return __builtin_convertvector(x, Halves);
+#endif
+}
+// The lower half of each word.
+INLINE Halves narrowed(Words x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+    return __builtin_convertvector(x, Halves);
+#endif
 }
 
 // Of each quarter of a register the lanes A, B of a and C, D of b.
@@ -196,10 +237,6 @@ INLINE void fetch(const char* address) { __builtin_prefetch(address, 0, 3); }
 
 INLINE float float_of(uint32_t bits) { return read<float>(&bits); }
 INLINE float from_bfloat16(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
-INLINE Vector load_bfloat16(const void* address) {
-    auto widened = [](Halves x) INLINED { return __builtin_convertvector(x, Words) << 16; };
-    return as_floats(lanewise(widened, load_lanes<Halves>(address)));
-}
 
 // To the nearest, of two the even one.
 INLINE uint16_t to_bfloat16(float x) {
@@ -210,7 +247,7 @@ INLINE void store_bfloat16(void* address, Vector x) {
     auto nearest = [](Floats y) INLINED {
         Words bits = (Words)y, odd = (Words)(bits >> 16) & 1;
         Words rounded = y != y ? Words{} + 0x7FC00000 : bits + 0x7FFF + odd;
-        return __builtin_convertvector(rounded >> 16, Halves);
+        return narrowed(rounded >> 16);
     };
     Lanes<Halves> halves = lanewise(nearest, x);
     std::memcpy(address, &halves, sizeof halves);
@@ -243,7 +280,8 @@ INLINE Floats from_float16(Halves bits) {
 #endif
 }
 
-// table[code] of 16 numbers; FEW: of the first 8. Bits of a code after its first four are 0.
+// table[code] of 16 numbers, which repeat where codes have fewer bits than four; FEW: of the first 8. Higher bits of a
+// code are ignored.
 template <bool FEW>
 INLINE Floats looked_up(const float* table, Words codes) {
 #if defined(__AVX512F__)
@@ -252,10 +290,10 @@ INLINE Floats looked_up(const float* table, Words codes) {
     Floats low = (Floats)_mm256_permutevar8x32_ps((__m256)read<Floats>(table), (__m256i)codes);
     if (FEW) return low;
     Floats high = (Floats)_mm256_permutevar8x32_ps((__m256)read<Floats>(table + 8), (__m256i)codes);
-    return codes > 7 ? high : low;
+    return (codes & 8) != 0 ? high : low;
 #else
     Floats result;
-    for (int i = 0; i < WIDTH; i++) result[i] = table[codes[i]];
+    for (int i = 0; i < WIDTH; i++) result[i] = table[codes[i] & 15];
     return result;
 #endif
 }

@@ -1,0 +1,104 @@
+"""Kernels in C++: built once, where this user alone can write, and what happens where no compiler is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbench.attention.executor import executor
+from kvbench.kernels import library
+from kvbench.method import Shape
+
+SHAPE = Shape(1, 4, 2, 32, (8,), torch.float32, torch.device("cpu"), 1.0, (0,))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where kernels are built by a compiler that only copies what was built before."""
+    library.library()
+    real, compiler = library.built(), tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{real}" "$last"\n')
+    compiler.chmod(0o755)
+    place = tmp_path / "kernels"
+    monkeypatch.setattr(library, "_compiler", lambda: str(compiler))
+    monkeypatch.setattr(library, "_folders", lambda: iter([place]))
+    yield place
+
+
+def test_what_is_built_is_found_again_by_sources_compiler_and_processor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library.is_unbuilt()
+    path = library._build()
+    assert library.built() == path and not library.is_unbuilt()
+    monkeypatch.setattr(library, "_level", lambda: "x86-64-v2")
+    assert library.built() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "_folders", lambda: iter([folder]))
+    assert library.built() is None, "by another compiler"
+    monkeypatch.setattr(library, "_compiler", lambda: None)
+    assert library.built() == path, "no compiler is here, and what another one built is as good"
+
+
+def test_two_that_build_at_once_leave_one_whole_file(folder: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        paths = {*pool.map(lambda _: library._build(), range(4))}
+    assert [*folder.iterdir()] == [*paths] and len(paths) == 1
+    assert library.Kernels(paths.pop()).find_format
+
+
+def test_what_another_user_can_write_is_not_loaded(folder: Path) -> None:
+    library._build().chmod(0o666)
+    assert library.built() is None
+
+
+def test_where_no_folder_can_be_written_kernels_are_built_for_this_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_folders", lambda: iter(()))
+    path = library._build()
+    assert library.Kernels(path).find_format and path.parent.stat().st_mode & 0o77 == 0
+    shutil.rmtree(path.parent)
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = folder.parent / "wrong"
+    wrong.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no such vectors' >&2\nexit 1\n")
+    wrong.chmod(0o755)
+    monkeypatch.setattr(library, "_compiler", lambda: str(wrong))
+    with pytest.raises(library.NoKernels, match="wrong does not build them: .*no such vectors"):
+        library._build()
+    assert not [*folder.iterdir()]
+
+
+def test_without_a_compiler_torch_attends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "no C++ compiler is here"
+    monkeypatch.setattr("kvbench.attention.cpu.why_missing", lambda: reason)
+    chosen = executor("auto", SHAPE)
+    assert chosen.name == "torch" and chosen.note == f"cpu: {reason}"
+
+
+def test_a_run_without_a_compiler_and_without_kernels_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kvbench.kernels import library; library._folders = lambda: iter(());"
+        "library._compiler = lambda: None; from kvbench.cli.main import main;"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["method=quest", "budget=64", "task.lengths=[200]", "task.limit=1", f"results_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("attention=torch") == 1 and "no C++ compiler" in done.stdout
