@@ -34,6 +34,22 @@ def _slow_group(numbers: list[float], bits: int) -> tuple[list[int], float, floa
     return codes, scale, least
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "kivi2"])
+def test_the_kernel_codes_a_new_token_as_torch_does_to_the_bit(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = Codecs.of(kv_of(kind), "device", 64, dtype).value
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 20, 50)[:, None]
+    rows[0], rows[1], rows[2, :5] = 0, 3, -0.0
+    rows[3:20] = rows[3:20] / rows[3:20].abs().amax() * 7.5 // 0.5 * 0.5  # halfway between codes
+    for source in (torch.float32, torch.bfloat16):
+        ours = codec.encode(rows.to(source))
+        with monkeypatch.context() as patch:
+            patch.setattr("kvbench.kernels.codes.FEW", -1)
+            assert torch.equal(ours, codec.encode(rows.to(source)))
+
+
 @pytest.mark.parametrize(
     ("bits", "tokens", "words"),
     [

@@ -147,7 +147,7 @@ def check(sides: tuple[Coded | None, Coded | None], head_dim: int, many: int, mo
     resident = kernels.Resident(counts[2], counts[0], counts[1], *held, kinds)
     every = np.where(np.arange(TOKENS) < USED[:, None], np.arange(TOKENS), -1)
     some = np.random.default_rng(3).permuted(every, axis=1)[:, :70]
-    near = kernels.NearRows(*held, counts[0], 0, counts[2], counts[1], counts[2], LISTS, 0)
+    near = kernels.NearRows(*held, 0, counts[0], counts[2], counts[1], counts[2], LISTS, 0)
     tier = cpu.Held(Codecs.native(head_dim, query.dtype), kernels.Lists(near=near, kinds=kinds), None)
     listed = cpu.lists_part(torch.tensor(some)[None], None, tier, None, True)
     for part, lists in ((cpu.Part(kernels.attend_resident, 0, resident, None), every), (listed, some)):

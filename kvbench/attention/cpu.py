@@ -356,8 +356,7 @@ def _held(
     if host is None:
         return held
     far = host.key, host.value, host.slot_of, host.present
-    key, value, *ids = map(address, far)
-    held.rows.far = kernels.FarRows(key, value, host.capacity, *ids, on_host)
+    held.rows.far = kernels.FarRows(*map(address, far), host.capacity, on_host)
     return held._replace(alive=(held.alive, far))
 
 
@@ -379,11 +378,8 @@ def held_near(
         first, used, begin and end, [B, Hkv] each.
     """
     counts = [_numbers(part) for part in where]
-    first, used, begin, end = map(address, counts)
-    slots = 0 if ids is None else ids.shape[-1]
-    near = kernels.NearRows(
-        *map(address, pool), first, address(ids), used, begin, end, len(counts[0]), slots
-    )
+    addresses = map(address, (*pool, ids, *counts))
+    near = kernels.NearRows(*addresses, len(counts[0]), 0 if ids is None else ids.shape[-1])
     rows = kernels.Lists(near=near, kinds=kinds_of(codecs))
     return Held(codecs, rows, (counts, pool, ids))
 
@@ -486,14 +482,13 @@ def _request(
     query: torch.Tensor, scaling: float, lists: int, logits: torch.Tensor | None
 ) -> kernels.Request:
     """What parts have in common, of contiguous queries [B, Hq, 1, D]."""
-    batch, heads, _, head_dim = query.shape
     request = kernels.Request(
         torch.get_num_threads(),
         WORTH_A_THREAD,
         query.data_ptr(),
         lists,
-        batch * heads // lists,
-        head_dim,
+        query.shape[0] * query.shape[1] // lists,
+        query.shape[3],
         query.dtype == torch.bfloat16,
         scaling,
     )

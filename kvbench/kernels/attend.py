@@ -123,10 +123,10 @@ class NearRows(ctypes.Structure):
     ----------
     keys, values, parameters
         as of `Resident`.
-    first
-        address of [H] int64, where the slots of each begin.
     ids
         [H, slots] int64, the token in each slot, ascending; slots = 0 where slot = id.
+    first
+        [H] int64, where the slots of each begin.
     used
         [H] int64, slots used.
     begin, end
@@ -135,7 +135,7 @@ class NearRows(ctypes.Structure):
         H, and the width of `ids`.
     """
 
-    _names = "keys", "values", "parameters", "first", "ids", "used", "begin", "end"
+    _names = "keys", "values", "parameters", "ids", "first", "used", "begin", "end"
     _fields_ = [*((name, c_void_p) for name in _names), ("heads", c_int64), ("slots", c_int64)]
 
 
@@ -157,9 +157,9 @@ class FarRows(ctypes.Structure):
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("slots", c_int64),
         ("slot_of", c_void_p),
         ("present", c_void_p),
+        ("slots", c_int64),
         ("attended", c_int64),
     ]
 

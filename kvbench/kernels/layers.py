@@ -74,12 +74,11 @@ def rotated(
     outs
         [B, q, heads, D], for each weight.
     """
-    batch, count, inputs = x.shape
     arrays = (
         (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
         for parts in (weights, angles, outs)
     )
-    sizes = batch * count, inputs, outs[0].shape[2], outs[1].shape[2], outs[0].shape[3]
+    sizes = x.shape[0] * x.shape[1], x.shape[2], outs[0].shape[2], *outs[1].shape[2:]
     call = Rotated(torch.get_num_threads(), x.data_ptr(), *arrays, *sizes)
     library().rotated(ctypes.byref(call))
 

@@ -57,6 +57,7 @@ FUNCTIONS = {
     "finite": "nnnnn",
     "put": "snnnn",
     "put_in_place": "nnnnnnnnn",
+    "encode": "s",
     "turn": "s",
     "products": "s",
     "linear": "nnnnnnnn",

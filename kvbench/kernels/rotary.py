@@ -43,7 +43,6 @@ def turn(
     vectors, positions = vectors.contiguous(), positions.contiguous()
     turned = torch.empty_like(vectors)
     parts = (part.data_ptr() for part in (vectors, positions, cosines, sines, turned))
-    batch, heads, count, head_dim = vectors.shape
-    sizes = batch, heads, positions.shape[1], count, head_dim, cosines.shape[1]
+    sizes = *vectors.shape[:2], positions.shape[1], *vectors.shape[2:], cosines.shape[1]
     library().turn(ctypes.byref(Turn(*parts, *sizes)))
     return turned

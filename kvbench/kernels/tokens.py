@@ -88,15 +88,14 @@ def put_in_place(
     tokens
         [B] int64, the ids.
     """
-    batch, heads, slots = slot_of.shape
-    size = pool.shape[3] * pool.itemsize
+    heads = slot_of.shape[1]
     if why_missing() is not None:
-        at = tokens.view(-1, 1, 1).expand(batch, heads, 1)
+        at = tokens.view(-1, 1, 1).expand(-1, heads, 1)
         slot = slot_of.gather(2, at)[..., None].expand(-1, -1, -1, pool.shape[3])
-        pool.scatter_(2, slot, rows.view(batch, heads, 1, -1))
+        pool.scatter_(2, slot, rows.view(-1, heads, 1, pool.shape[3]))
         present.scatter_(2, at, True)
         return
     where = (part.data_ptr() for part in (slot_of, present, tokens))
-    library().put_in_place(
-        rows.data_ptr(), pool.data_ptr(), size, *where, batch * heads, heads, slots
-    )
+    size = pool.shape[3] * pool.itemsize
+    sizes = slot_of.shape[0] * heads, heads, slot_of.shape[2]
+    library().put_in_place(rows.data_ptr(), pool.data_ptr(), size, *where, *sizes)

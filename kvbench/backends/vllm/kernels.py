@@ -37,14 +37,9 @@ class Blocks(ctypes.Structure):
     ]
 
     def __init__(self, tables: torch.Tensor, cache: torch.Tensor, pair: int) -> None:
-        _, heads, size, width = cache.shape
-        words = size * width // 2 // pair
-        super().__init__(
-            tables.data_ptr(),
-            tables.shape[1],
-            cache.data_ptr(),
-            *(heads, words, pair, cache.itemsize, width // 2),
-        )
+        head_dim = cache.shape[3] // 2
+        sizes = cache.shape[1], cache.shape[2] * head_dim // pair, pair, cache.itemsize, head_dim
+        super().__init__(tables.data_ptr(), tables.shape[1], cache.data_ptr(), *sizes)
         self.alive = tables, cache
 
 

@@ -95,16 +95,15 @@ struct Resident {
 
 struct NearRows {
     const char *keys, *values, *parameters;
-    const int64_t *first, *ids, *used, *begin, *end;
+    const int64_t *ids, *first, *used, *begin, *end;
     int64_t heads, slots;
 };
 
 struct FarRows {
     const char *keys, *values;
-    int64_t slots;
     const int64_t* slot_of;
     const bool* present;
-    int64_t attended;
+    int64_t slots, attended;
 };
 
 struct Lists {
@@ -137,7 +136,8 @@ struct Scratch {
 
     Scratch(const Request& request, int64_t room)
         : rows(request.rows), head_dim(request.head_dim), query(rows * head_dim), plain(head_dim),
-          sums(rows * head_dim), most(rows), total(rows), logits(rows * BLOCK), keys(room), values(room), groups(room), rank(room) {}
+          sums(rows * head_dim), most(rows), total(rows), logits(rows * BLOCK), keys(room), values(room), groups(room),
+          rank(room) {}
 
     Work work() { return {most.data(), total.data(), sums.data()}; }
 
@@ -172,7 +172,7 @@ struct Scratch {
         kinds.value.of().add_values(logits.data(), rows, head_dim, block, ahead, sums.data());
     }
 
-    // Add the bias [L, R, columns] to the logits of the rows from `start` on, by their places in the list, and note these.
+    // Add the bias [L, R, columns] to the logits of rows from `start` on, by their places in the list, and note these.
     void add_bias(const Request& request, const float* bias, int64_t columns, int64_t list, int start, int count) {
         for (int r = 0; r < rows; r++) {
             const float* of_bias = bias + (list * rows + r) * columns;

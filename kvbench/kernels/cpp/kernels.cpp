@@ -1,6 +1,7 @@
 // What Python calls, by `kvbench.kernels.library`: numbers are int64 or double, and structures are passed by address.
 #include "attend.h"
 #include "blocks.h"
+#include "codes.h"
 #include "layers.h"
 #include "tokens.h"
 
@@ -42,6 +43,7 @@ void kvbench_put_in_place(const char* rows, char* pool, int64_t size, const int6
                           const int64_t* tokens, int64_t heads, int64_t per_row, int64_t slots) {
     put_in_place(rows, pool, size, slot_of, present, tokens, heads, per_row, slots);
 }
+void kvbench_encode(const Encode* of) { encode(*of); }
 void kvbench_turn(const Turn* of) { turn(*of); }
 void kvbench_products(const Products* of) { products(*of); }
 

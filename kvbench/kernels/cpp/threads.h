@@ -1,6 +1,6 @@
 // Work in the threads that torch computes in, which spin between steps: a parallel region of some microseconds is worth
-// while. Regions are opened by torch's own OpenMP where that is GNU's, as in its Linux wheels; elsewhere one thread does
-// all the work.
+// while. Regions are opened by torch's own OpenMP where that is GNU's, as in its Linux wheels; elsewhere one thread
+// does all the work.
 #pragma once
 
 #include <atomic>

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvbench.kernels import codes as kernels
 from kvbench.kernels.coded import GROUP, Coded
 from kvbench.memory.codecs.codec import (
     Codec,
@@ -58,6 +59,8 @@ class Channels(Codec):
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, scales, minima."""
+        if self.dtype in (torch.float32, torch.bfloat16) and kernels.is_quick(rows):
+            return kernels.encoded(rows, "channels", self.width, self.bits, self.dtype)
         codes, scale, least = quantised(rows.unflatten(-1, (-1, GROUP)), -1, self.bits, self.dtype)
         parts = packed(codes.flatten(-2), self.bits), scale.squeeze(-1), least.squeeze(-1)
         return torch.cat([as_bytes(part) for part in parts], dim=-1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
+from kvbench.kernels import codes
 from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers
 
@@ -14,6 +15,7 @@ class _Scaled(Codec):
     """Codes, then the row's scale in float32: x = code * scale, scale = max |x| / largest code."""
 
     largest: ClassVar[float]
+    encoding: ClassVar[Literal["int8", "e4m3"]]
 
     @property
     def width(self) -> int:
@@ -22,10 +24,12 @@ class _Scaled(Codec):
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, then the scale; all zero of a row of zeros."""
+        if codes.is_quick(rows):
+            return codes.encoded(rows, self.encoding, self.width)
         rows = rows.float()
         scale = rows.abs().amax(dim=-1, keepdim=True) / self.largest
-        codes = (rows / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
-        return torch.cat([as_bytes(self._coded(codes)), as_bytes(scale)], dim=-1)
+        numbers = (rows / torch.where(scale > 0, scale, 1)).clamp(-self.largest, self.largest)
+        return torch.cat([as_bytes(self._coded(numbers)), as_bytes(scale)], dim=-1)
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """Codes times the scale."""
@@ -43,7 +47,7 @@ class _Scaled(Codec):
 class Int8(_Scaled):
     """Symmetric 8-bit integers, a scale a token."""
 
-    largest = 127.0
+    largest, encoding = 127.0, "int8"
     row = Coded(8, "signed", parameters="scale")
 
     def _coded(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -58,7 +62,7 @@ class Fp8(_Scaled):
     scale a token.
     """
 
-    largest = 448.0
+    largest, encoding = 448.0, "e4m3"
     row = Coded(8, "e4m3", parameters="scale")
 
     def _coded(self, numbers: torch.Tensor) -> torch.Tensor:
