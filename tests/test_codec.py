@@ -35,7 +35,7 @@ def _slow_group(numbers: list[float], bits: int) -> tuple[list[int], float, floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "kivi2"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "kivi2", "turboquant_3bit", "turboquant_mse4"])
 def test_the_kernel_codes_a_new_token_as_torch_does_to_the_bit(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from kvbench.kernels.library import library, why_missing
 
 FEW = 2**16  # numbers up to which one thread is no slower than torch's
-ENCODINGS = "int8", "e4m3", "channels"
+ENCODINGS = "int8", "e4m3", "channels", "steps", "nearest"
 
 
 class Encode(ctypes.Structure):
@@ -24,6 +24,7 @@ class Encode(ctypes.Structure):
         ("out", c_void_p),
         *((name, c_int64) for name in ("count", "head_dim", "width", "bits")),
         ("parameters_bfloat16", c_int64),
+        ("bounds", c_void_p),
     ]
 
 
@@ -35,17 +36,21 @@ def is_quick(rows: torch.Tensor) -> bool:
 
 def encoded(
     rows: torch.Tensor,
-    encoding: Literal["int8", "e4m3", "channels"],
+    encoding: Literal["int8", "e4m3", "channels", "steps", "nearest"],
     width: int,
     bits: int = 8,
     parameters: torch.dtype = torch.float32,
+    bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows [..., D] as bytes [..., width]: `kvbench.memory.codecs.scaled` and `kivi.Channels`.
+    """Rows [..., D] as bytes [..., width]: `kvbench.memory.codecs.scaled`, `kivi.Channels`,
+    `turboquant.Uniform`, and the codes of `turboquant.Lloyd`.
 
     Parameters
     ----------
     parameters
         type of scales and minima of groups of channels, float32 or bfloat16.
+    bounds
+        [2**bits - 1] float32, between the numbers whose nearest is taken.
     """
     rows = rows.contiguous()
     head_dim = rows.shape[-1]
@@ -60,6 +65,7 @@ def encoded(
         width,
         bits,
         parameters == torch.bfloat16,
+        0 if bounds is None else bounds.data_ptr(),
     )
     library().encode(ctypes.byref(call))
     return out

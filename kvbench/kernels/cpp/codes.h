@@ -70,7 +70,50 @@ inline void encode_channels(const float* x, int64_t count, int bits, bool is_bfl
     }
 }
 
-enum Encoding { INT8_BYTES, E4M3_BYTES, CHANNEL_GROUPS };
+// To the nearest float16, of two the even one.
+inline uint16_t to_float16(float x) {
+#if defined(__F16C__)
+    return _cvtss_sh(x, 0);
+#elif defined(__aarch64__)
+    __fp16 half = x;
+    return read<uint16_t>(&half);
+#else
+    uint32_t bits = read<uint32_t>(&x), sign = bits >> 16 & 0x8000;
+    bits &= 0x7FFFFFFF;
+    if (bits > 0x7F800000) return sign | 0x7E00;
+    if (bits >= 0x47800000) return sign | 0x7C00;
+    if (bits < 0x38800000) {  // numbers without a leading one
+        float shifted = float_of(bits) + 0.5f;
+        return sign | (read<uint32_t>(&shifted) - 0x3F000000);
+    }
+    return sign | (bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13;
+#endif
+}
+
+// Even steps from the least number to the largest: packed codes, of the step before it is rounded; step and least.
+inline void encode_steps(const float* x, int64_t count, int bits, char* out) {
+    Packer codes(out);
+    float largest = (1 << bits) - 1;
+    Extremes of(x, count);
+    float step = std::max((of.most - of.least) / largest, 1e-8f);
+    for (int64_t i = 0; i < count; i++) {
+        float place = (x[i] - of.least) / step;
+        codes.put(std::clamp(std::floor(place + 0.5f), 0.0f, largest), bits);
+    }
+    write(out + count * bits / 8, to_float16(step)), write(out + count * bits / 8 + 2, to_float16(of.least));
+}
+
+// Packed codes alone, of the nearest of numbers with these bounds between them; a number at a bound goes up.
+inline void encode_nearest(const float* x, int64_t count, int bits, const float* bounds, char* out) {
+    Packer codes(out);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t code = 0;
+        for (int j = 0; j < (1 << bits) - 1; j++) code += !(x[i] < bounds[j]);
+        codes.put(code, bits);
+    }
+}
+
+enum Encoding { INT8_BYTES, E4M3_BYTES, CHANNEL_GROUPS, STEPS, NEAREST };
 
 // Rows [count, D], in float32 or bfloat16, as rows of `width` bytes.
 struct Encode {
@@ -79,6 +122,7 @@ struct Encode {
     int64_t is_bfloat16;
     char* out;
     int64_t count, head_dim, width, bits, parameters_bfloat16;
+    const float* bounds;
 };
 
 inline void encode(const Encode& of) {
@@ -89,9 +133,11 @@ inline void encode(const Encode& of) {
             x[j] = of.is_bfloat16 ? Bfloat16::number(of.rows + 2 * at) : Float32::number(of.rows + 4 * at);
         }
         char* out = of.out + row * of.width;
-        if (of.encoding == CHANNEL_GROUPS)
-            encode_channels(x.data(), of.head_dim, of.bits, of.parameters_bfloat16, out);
-        else
-            encode_bytes(x.data(), of.head_dim, of.encoding == INT8_BYTES, out);
+        switch (of.encoding) {
+            case CHANNEL_GROUPS: encode_channels(x.data(), of.head_dim, of.bits, of.parameters_bfloat16, out); break;
+            case STEPS: encode_steps(x.data(), of.head_dim, of.bits, out); break;
+            case NEAREST: encode_nearest(x.data(), of.head_dim, of.bits, of.bounds, out); break;
+            default: encode_bytes(x.data(), of.head_dim, of.encoding == INT8_BYTES, out);
+        }
     }
 }

@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from kvbench.kernels import codes as kernels
 from kvbench.kernels.coded import Coded
 from kvbench.memory.codecs.codec import Codec, as_bytes, as_numbers, looked_up, packed, steps
 
@@ -33,6 +34,13 @@ def table(bits: int, head_dim: int) -> tuple[float, ...]:
     """
     half = [number / math.sqrt(head_dim) for number in CENTROIDS[bits]]
     return (*(-number for number in reversed(half)), *half)
+
+
+@cache
+def _bounds(bits: int, head_dim: int) -> torch.Tensor:
+    """Halfway between the numbers of `table`."""
+    numbers = torch.tensor(table(bits, head_dim))
+    return (numbers[1:] + numbers[:-1]) / 2
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,16 @@ class Lloyd(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, then the norm; a number between two of the table goes up."""
         norm, direction = _direction(rows)
-        return torch.cat([packed(self._codes(direction), self.bits), as_bytes(norm.half())], dim=-1)
+        if kernels.is_quick(direction):
+            width, bounds = self.width - 2, _bounds(self.bits, self.head_dim)
+            codes = kernels.encoded(direction, "nearest", width, self.bits, bounds=bounds)
+        else:
+            codes = packed(self._codes(direction), self.bits)
+        return torch.cat([codes, as_bytes(norm.half())], dim=-1)
 
     def _codes(self, direction: torch.Tensor) -> torch.Tensor:
-        numbers = torch.tensor(table(self.bits, self.head_dim), device=direction.device)
-        return torch.bucketize(direction, (numbers[1:] + numbers[:-1]) / 2, right=True)
+        bounds = _bounds(self.bits, self.head_dim).to(direction.device)
+        return torch.bucketize(direction, bounds, right=True)
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers times the norm."""
@@ -153,6 +166,8 @@ class Uniform(Codec):
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, of the step before it is rounded; then step and least number."""
+        if kernels.is_quick(rows):
+            return kernels.encoded(rows, "steps", self.width, self.bits)
         rows = rows.float()
         least = rows.amin(dim=-1, keepdim=True)
         step = ((rows.amax(dim=-1, keepdim=True) - least) / (2**self.bits - 1)).clamp(min=1e-8)
