@@ -124,11 +124,19 @@ struct Rotated {
 // Write vectors [rows, heads * D], each half of a head turned against the other.
 inline void write_turned(const float* vectors, int64_t width, const Rotated& of, char* out) {
     int64_t half = of.head_dim / 2;
-    for (int64_t at = 0; at < of.rows * width; at++) {
-        int64_t i = at % width % of.head_dim, angle = at / width * of.head_dim + i;
-        float other = i >= half ? vectors[at - half] : -vectors[at + half];
-        float cosine = Bfloat16::number(of.cosines + 2 * angle), sine = Bfloat16::number(of.sines + 2 * angle);
-        write(out + 2 * at, to_bfloat16(vectors[at] * cosine + other * sine));
+    std::vector<float> cosines(of.head_dim), sines(of.head_dim);
+    for (int64_t r = 0; r < of.rows; r++) {
+        for (int64_t i = 0; i < of.head_dim; i++) {
+            cosines[i] = Bfloat16::number(of.cosines + 2 * (r * of.head_dim + i));
+            sines[i] = Bfloat16::number(of.sines + 2 * (r * of.head_dim + i));
+        }
+        for (int64_t head = 0; head < width; head += of.head_dim, vectors += of.head_dim, out += 2 * of.head_dim) {
+            auto put = [&](int64_t i, float other) {
+                write(out + 2 * i, to_bfloat16(vectors[i] * cosines[i] + other * sines[i]));
+            };
+            for (int64_t i = 0; i < half; i++) put(i, -vectors[half + i]);
+            for (int64_t i = half; i < of.head_dim; i++) put(i, vectors[i - half]);
+        }
     }
 }
 
@@ -151,10 +159,8 @@ inline void normed(const char* x, const char* weight, char* out, int64_t rows, i
     std::vector<float> numbers(width);
     for (int64_t r = 0; r < rows; r++, x += 2 * width, out += 2 * width) {
         double squares = 0;
-        for (int64_t i = 0; i < width; i++) {
-            numbers[i] = Bfloat16::number(x + 2 * i);
-            squares += double(numbers[i] * numbers[i]);
-        }
+        for (int64_t i = 0; i < width; i++) numbers[i] = Bfloat16::number(x + 2 * i);
+        for (int64_t i = 0; i < width; i++) squares += double(numbers[i] * numbers[i]);
         float scale = 1 / std::sqrt(squares / width + epsilon);
         for (int64_t i = 0; i < width; i++)
             write(out + 2 * i, to_bfloat16(numbers[i] * scale * Bfloat16::number(weight + 2 * i)));
