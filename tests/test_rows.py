@@ -144,13 +144,13 @@ def check(sides: tuple[Coded | None, Coded | None], head_dim: int, many: int, mo
     used = torch.tensor(USED)
     held = keys.rows.address, values.rows.address, keys.groups.address
     counts = first.data_ptr(), none.data_ptr(), used.data_ptr()
-    resident = kernels.Resident(counts[2], counts[0], counts[1], *held, kinds)
+    resident = kernels.ResidentRows(counts[2], counts[0], counts[1], *held, kinds)
     every = np.where(np.arange(TOKENS) < USED[:, None], np.arange(TOKENS), -1)
     some = np.random.default_rng(3).permuted(every, axis=1)[:, :70]
     near = kernels.NearRows(*held, 0, counts[0], counts[2], counts[1], counts[2], LISTS, 0)
     tier = cpu.Held(Codecs.native(head_dim, query.dtype), kernels.Lists(near=near, kinds=kinds), None)
     listed = cpu.lists_part(torch.tensor(some)[None], None, tier, None, True)
-    for part, lists in ((cpu.Part(kernels.attend_resident, 0, resident, None), every), (listed, some)):
+    for part, lists in ((cpu.Part(0, resident, None), every), (listed, some)):
         out, weights, _ = cpu.run(query, scaling, LISTS, [part], lists.shape[1])
         for head, tokens in enumerate(lists):
             weight = np.exp(np.where(tokens < 0, -np.inf, scaling * logits[head][:, tokens]))

@@ -9,7 +9,7 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,19 +37,16 @@ class Part(NamedTuple):
 
     Attributes
     ----------
-    kernel
-        one of `kvbench.kernels.attend`.
     pieces
-        that it cuts each list into; not asked of a part that is all.
+        that each list is cut into; not asked of a part that is all.
     rows
-        the structure that it takes beside the request.
+        a structure of `kvbench.kernels.attend`, or another that attends.
     alive
         whose memory `rows` has addresses of.
     rotations
         of its keys and of its values, see `Codec.rotation`.
     """
 
-    kernel: Callable[..., int]
     pieces: int
     rows: Any
     alive: Any
@@ -149,11 +146,11 @@ def resident_part(
     pool: Sequence[torch.Tensor | None],
     codecs: Codecs,
 ) -> Part:
-    """Slots of a pool, see `kernels.Resident`."""
+    """Slots of a pool, see `kernels.ResidentRows`."""
     where = used, first, column, *pool
-    rows = kernels.Resident(*map(address, where), kinds_of(codecs))
+    rows = kernels.ResidentRows(*map(address, where), kinds_of(codecs))
     pieces = kernels.pieces_of(int(used.max()), kernels.DENSE_PIECE)
-    return Part(kernels.attend_resident, pieces, rows, where, _rotations(codecs))
+    return Part(pieces, rows, where, _rotations(codecs))
 
 
 def _attend_resident(
@@ -182,7 +179,7 @@ class Held(NamedTuple):
     codecs
         of keys and of values.
     rows
-        as `kernels.attend_lists` takes them, without lists; both tiers know all tokens, attended
+        as `kernels.Lists` has them, without lists; both tiers know all tokens, attended
         here or not.
     alive
         see `Part`.
@@ -283,7 +280,7 @@ def lists_part(
         key = Native(rebuilt.shape[3], rebuilt.dtype)
         rows.kinds, rotations = kinds_of(Codecs(key, codecs.value)), (None, rotations[1])
     pieces = kernels.pieces_of(index.shape[2], kernels.LIST_PIECE)
-    return Part(kernels.attend_lists, pieces, rows, (index, bias, tier.alive, rebuilt), rotations)
+    return Part(pieces, rows, (index, bias, tier.alive, rebuilt), rotations)
 
 
 class Beside(NamedTuple):
@@ -444,7 +441,7 @@ def _run_alone(
     part_query = _met(query, part.rotations)
     request, out = _request(part_query, scaling, lists, logits), torch.empty_like(part_query)
     request.out = out.data_ptr()
-    lost = part.kernel(request, part.rows)
+    lost = part.rows.attend(request)
     if part.rotations[1] is not None:
         out = turned(out, part.rotations[1].T)
     return out if part_query is query else out.to(query.dtype), lost
@@ -466,7 +463,7 @@ def _run_joined(
         request = _request(part_query, scaling, lists, logits)
         request.results, request.pieces = results.data_ptr(), results.shape[1]
         request.before = before
-        lost += part.kernel(request, part.rows)
+        lost += part.rows.attend(request)
         if part.rotations[1] is not None:
             sums = results[:, before : before + part.pieces, :, :head_dim]
             sums.copy_(turned(sums, part.rotations[1].T))
@@ -474,7 +471,7 @@ def _run_joined(
     request, out = _request(query, scaling, lists, logits), torch.empty_like(query)
     request.results, request.pieces = results.data_ptr(), results.shape[1]
     request.out = out.data_ptr()
-    kernels.merge(request)
+    request.join()
     return out, lost
 
 

@@ -92,8 +92,12 @@ class Request(ctypes.Structure):
         ("out", c_void_p),
     ]
 
+    def join(self) -> None:
+        """Join the pieces of each list, `results`, to the output; logits become probabilities."""
+        library().join(ctypes.byref(self))
 
-class Resident(ctypes.Structure):
+
+class ResidentRows(ctypes.Structure):
     """Slots that are attended.
 
     Attributes
@@ -115,6 +119,12 @@ class Resident(ctypes.Structure):
         ("kinds", Kinds),
     ]
 
+    def attend(self, request: Request) -> int:
+        """Attention over all used slots of each KV head, in several threads; 0: no token was
+        lost.
+        """
+        return library().attend_resident(ctypes.byref(request), ctypes.byref(self))
+
 
 class NearRows(ctypes.Structure):
     """Where the tokens on the device lie, of all H KV heads of all rows of a batch.
@@ -122,7 +132,7 @@ class NearRows(ctypes.Structure):
     Attributes
     ----------
     keys, values, parameters
-        as of `Resident`.
+        as of `ResidentRows`.
     ids
         [H, slots] int64, the token in each slot, ascending; slots = 0 where slot = id.
     first
@@ -212,37 +222,16 @@ class Lists(ctypes.Structure):
         ("kinds", Kinds),
     ]
 
+    def attend(self, request: Request) -> int:
+        """Attention over lists of tokens, in several threads; pieces that named a token that is in
+        neither tier.
+        """
+        return library().attend_lists(ctypes.byref(request), ctypes.byref(self))
+
 
 def pieces_of(count: int, size: int) -> int:
     """Pieces of `size` that a list of `count` is cut into."""
     return -(-count // size)
-
-
-def attend_resident(request: Request, slots: Resident) -> int:
-    """Attention over all used slots of each KV head, in several threads.
-
-    Returns
-    -------
-    int
-        0: no token was lost.
-    """
-    return library().attend_resident(ctypes.byref(request), ctypes.byref(slots))
-
-
-def attend_lists(request: Request, lists: Lists) -> int:
-    """Attention over lists of tokens, in several threads.
-
-    Returns
-    -------
-    int
-        Pieces that named a token that is in neither tier.
-    """
-    return library().attend_lists(ctypes.byref(request), ctypes.byref(lists))
-
-
-def merge(request: Request) -> None:
-    """Join the pieces of each list, `results`, to the output; logits become probabilities."""
-    library().join(ctypes.byref(request))
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from kvbench.kernels.library import library
 
 
-class Rotated(ctypes.Structure):
+class RotatedLayers(ctypes.Structure):
     """Addresses and sizes of what `rotated` takes."""
 
     _fields_ = [
@@ -79,7 +79,7 @@ def rotated(
         for parts in (weights, angles, outs)
     )
     sizes = x.shape[0] * x.shape[1], x.shape[2], outs[0].shape[2], *outs[1].shape[2:]
-    call = Rotated(torch.get_num_threads(), x.data_ptr(), *arrays, *sizes)
+    call = RotatedLayers(torch.get_num_threads(), x.data_ptr(), *arrays, *sizes)
     library().rotated(ctypes.byref(call))
 
 

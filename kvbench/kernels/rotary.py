@@ -10,7 +10,7 @@ import torch
 from kvbench.kernels.library import library
 
 
-class Turn(ctypes.Structure):
+class RotaryTurn(ctypes.Structure):
     """Addresses and sizes of what `turn` takes."""
 
     _fields_ = [
@@ -44,5 +44,5 @@ def turn(
     turned = torch.empty_like(vectors)
     parts = (part.data_ptr() for part in (vectors, positions, cosines, sines, turned))
     sizes = *vectors.shape[:2], positions.shape[1], *vectors.shape[2:], cosines.shape[1]
-    library().turn(ctypes.byref(Turn(*parts, *sizes)))
+    library().turn(ctypes.byref(RotaryTurn(*parts, *sizes)))
     return turned

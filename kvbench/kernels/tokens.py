@@ -42,30 +42,29 @@ class Slots(ctypes.Structure):
         ("per_row", c_int64),
     ]
 
+    def put(
+        self, key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Put the next token of each KV head into the slot after the used ones, which is used from
+        now on.
+
+        Parameters
+        ----------
+        key, value
+            of H KV heads, of all rows of the batch, as they are held.
+        used
+            [B, Hkv] int64, slots that each uses.
+        tokens
+            [B] int64, ids of the new ones.
+        """
+        parts = (part.data_ptr() for part in (key, value, used, tokens))
+        library().put(ctypes.byref(self), *parts)
+
 
 def finite(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether no query and no key, both contiguous and of one dtype, has NaN or inf."""
     numbers = query.data_ptr(), query.numel(), key.data_ptr(), key.numel()
     return bool(library().finite(*numbers, query.dtype == torch.bfloat16))
-
-
-def put(
-    slots: Slots, key: torch.Tensor, value: torch.Tensor, used: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """Put the next token of each KV head into the slot after the used ones, which is used from now
-    on.
-
-    Parameters
-    ----------
-    key, value
-        of H KV heads, of all rows of the batch, as they are held.
-    used
-        [B, Hkv] int64, slots that each uses.
-    tokens
-        [B] int64, ids of the new ones.
-    """
-    parts = (part.data_ptr() for part in (key, value, used, tokens))
-    library().put(ctypes.byref(slots), *parts)
 
 
 def put_in_place(

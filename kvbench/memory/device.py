@@ -570,7 +570,7 @@ class DeviceTier(Slotted):
                 batch * heads,
                 heads,
             )
-        kernels.put(self._next_slots, key, value, self.used, torch.tensor(lengths))
+        self._next_slots.put(key, value, self.used, torch.tensor(lengths))
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def _put_by_torch(self, lengths: Sequence[int], key: torch.Tensor, value: torch.Tensor) -> None:

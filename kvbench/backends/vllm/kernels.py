@@ -56,16 +56,11 @@ class BlockLists(ctypes.Structure):
         ("kinds", Kinds),
     ]
 
-
-def attend_blocks(request: Request, lists: BlockLists) -> int:
-    """Attention over lists of tokens that lie in blocks, in several threads.
-
-    Returns
-    -------
-    int
-        0: no token was lost.
-    """
-    return library().attend_blocks(ctypes.byref(request), ctypes.byref(lists))
+    def attend(self, request: Request) -> int:
+        """Attention over lists of tokens that lie in blocks, in several threads; 0: no token was
+        lost.
+        """
+        return library().attend_blocks(ctypes.byref(request), ctypes.byref(self))
 
 
 def blocks_part(
@@ -88,7 +83,7 @@ def blocks_part(
         kinds_of(Codecs.native(blocks.head_dim, dtype)),
     )
     pieces = pieces_of(index.shape[2], LIST_PIECE)
-    return Part(attend_blocks, pieces, rows, (index, bias, blocks, rebuilt))
+    return Part(pieces, rows, (index, bias, blocks, rebuilt))
 
 
 def gather(

@@ -59,7 +59,7 @@ constexpr Format FORMATS[] = {
     of_keys<Scaled<4, true>>("4 table unit scale row float16"),
 };
 
-// -- what callers pass: each is a ctypes structure of the same name --------------------------------------------------
+// -- what callers pass: ctypes structures have the same names --------------------------------------------------
 
 struct Kind {
     int64_t format, size, offset;
@@ -87,7 +87,7 @@ struct Request {
     }
 };
 
-struct Resident {
+struct ResidentRows {
     const int64_t *used, *first, *column;
     const char *keys, *values, *parameters;
     Kinds kinds;
@@ -244,7 +244,7 @@ class Results {
 
 // -- all slots -------------------------------------------------------------------------------------------------------
 
-inline void attend_resident(const Request& request, const Resident& slots) {
+inline void attend_resident(const Request& request, const ResidentRows& slots) {
     int64_t longest = 0, total = 0;
     for (int64_t list = 0; list < request.lists; list++)
         longest = std::max(longest, slots.used[list]), total += slots.used[list];

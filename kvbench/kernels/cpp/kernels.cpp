@@ -19,7 +19,7 @@ int64_t kvbench_find_format(const char* name, int64_t of_values) {
     return -1;
 }
 
-int64_t kvbench_attend_resident(const Request* request, const Resident* slots) {
+int64_t kvbench_attend_resident(const Request* request, const ResidentRows* slots) {
     attend_resident(*request, *slots);
     return 0;
 }
@@ -44,7 +44,7 @@ void kvbench_put_in_place(const char* rows, char* pool, int64_t size, const int6
     put_in_place(rows, pool, size, slot_of, present, tokens, heads, per_row, slots);
 }
 void kvbench_encode(const Encode* of) { encode(*of); }
-void kvbench_turn(const Turn* of) { turn(*of); }
+void kvbench_turn(const RotaryTurn* of) { turn(*of); }
 void kvbench_products(const Products* of) { products(*of); }
 
 void kvbench_linear(int64_t threads, const char* x, const char* weight, const char* bias, char* out, int64_t rows,
@@ -56,7 +56,7 @@ void kvbench_gated(int64_t threads, const char* x, const char* gate, const char*
                    int64_t rows, int64_t inputs, int64_t hidden) {
     gated(threads, x, gate, up, down, out, rows, inputs, hidden);
 }
-void kvbench_rotated(const Rotated* of) { rotated(*of); }
+void kvbench_rotated(const RotatedLayers* of) { rotated(*of); }
 void kvbench_normed(const char* x, const char* weight, char* out, int64_t rows, int64_t width, double epsilon) {
     normed(x, weight, out, rows, width, epsilon);
 }

@@ -112,7 +112,7 @@ inline void gated(int64_t threads, const char* x, const char* gate, const char* 
 }
 
 // Queries, keys and values of tokens, the first two turned by their positions' angles (RoPE).
-struct Rotated {
+struct RotatedLayers {
     int64_t threads;
     const char* x;
     const char* weights[3];  // [heads * D, inputs]
@@ -122,7 +122,7 @@ struct Rotated {
 };
 
 // Write vectors [rows, heads * D], each half of a head turned against the other.
-inline void write_turned(const float* vectors, int64_t width, const Rotated& of, char* out) {
+inline void write_turned(const float* vectors, int64_t width, const RotatedLayers& of, char* out) {
     int64_t half = of.head_dim / 2;
     std::vector<float> cosines(of.head_dim), sines(of.head_dim);
     for (int64_t r = 0; r < of.rows; r++) {
@@ -140,7 +140,7 @@ inline void write_turned(const float* vectors, int64_t width, const Rotated& of,
     }
 }
 
-inline void rotated(const Rotated& of) {
+inline void rotated(const RotatedLayers& of) {
     int64_t widths[] = {of.query_heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim};
     std::vector<float> laid = laid_out(of.x, of.rows, of.inputs), between[2];
     Linear layers[3];

@@ -46,7 +46,7 @@ inline void put_in_place(const char* rows, char* pool, int64_t size, const int64
 
 // Turn vectors [B, H, n, D] by their positions [B, P, n], P = 1 or H, one half of the first R channels against the
 // other (RoPE as Llama has it); cosines and sines [length, R], of each position.
-struct Turn {
+struct RotaryTurn {
     const float* vectors;
     const int64_t* positions;
     const float *cosines, *sines;
@@ -54,7 +54,7 @@ struct Turn {
     int64_t batch, heads, position_heads, count, head_dim, width;
 };
 
-inline void turn(const Turn& of) {
+inline void turn(const RotaryTurn& of) {
     int64_t half = of.width / 2;
     for (int64_t list = 0; list < of.batch * of.heads; list++)
         for (int64_t i = 0; i < of.count; i++) {
