@@ -67,7 +67,7 @@ def costs(kernels: list[str], folder: str) -> list[list[Any]]:
     folder
         empty; what is compiled goes there.
     """
-    from numba.core import config
+    from numba import config
 
     from kvbench.kernels.build import Job, described
     from kvbench.kernels.compiled import KERNELS

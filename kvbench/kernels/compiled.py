@@ -27,8 +27,7 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import njit, types
-from numba.core import config
+from numba import config, njit, types
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,

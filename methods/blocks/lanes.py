@@ -10,10 +10,9 @@ its length: it has room for that.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import types
+from llvmlite import binding, ir
+from numba import config, types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from methods.blocks.kernels import jit
@@ -29,7 +28,12 @@ QUARTER = 256 // 4  # entries of a table that one register holds
 
 def features() -> str:
     """What LLVM knows this processor to have, such as "+avx2,+avx512vbmi"."""
-    return str(cpu_target.target_context.codegen().magic_tuple()[2])
+    if config.CPU_FEATURES is not None or not config.ENABLE_AVX:
+        return config.CPU_FEATURES or ""
+    try:
+        return str(binding.get_host_cpu_features().flatten())
+    except RuntimeError:  # LLVM cannot tell
+        return ""
 
 
 def looks_up(features: str) -> bool:
