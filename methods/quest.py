@@ -72,10 +72,10 @@ class Quest(Method):
         super().begin(shape, budget, view, context)
         if shape.device.type == "cpu":
             compile_kernels(shape.dtype)
-        # what a row attends, where that is not all
-        rooms = [self.share(capacity) * self.page_size for capacity in self.capacities]
-        self.capacity_of = shape.for_layers(torch.tensor(self.capacities))
-        self.room_of = shape.for_layers(torch.tensor(rooms))
+        else:  # what a row attends, where that is not all
+            rooms = [self.share(capacity) * self.page_size for capacity in self.capacities]
+            self.capacity_of = shape.for_layers(torch.tensor(self.capacities))
+            self.room_of = shape.for_layers(torch.tensor(rooms))
         # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
         self.low: dict[int, torch.Tensor] = {}
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
@@ -161,7 +161,7 @@ class Quest(Method):
         """
         low, seen, mean = self.low[layer], self.view.seen(layer), self.selection == "kv_head"
         scores = page_bounds(query, low, self.high[layer], seen, self.page_size, mean)
-        if self.budget.unified:
+        if self.budget.unified or not query.is_cuda:
             rows = enumerate(zip(rooms, seen, scores, strict=True))
             return stacked([self._tokens(row, *parts) for row, parts in rows])
         limits = self.capacity_of[layer], self.room_of[layer]

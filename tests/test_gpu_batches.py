@@ -69,7 +69,7 @@ def test_a_layer_of_a_ragged_batch_is_one_attention(above: Loaded, case: Case, m
     plan = flashinfer.AttentionPlan
     monkeypatch.setattr(plan, "attend", counted("flashinfer", plan.attend))
     monkeypatch.setattr(flashinfer, "attend", counted("torch", flashinfer.attend))
-    logits(above, case, rows, captures=False)
+    logits(above, case, rows, cuda_graphs=False)
     torchs = case.name in PROBABILITIES | WEIGHTS_OR_KEYS or case.id in OPTIONS
     assert calls == {("torch" if torchs else "flashinfer", len(rows)): STEPS * 4}
 

@@ -116,7 +116,8 @@ def test_breakdown_of_a_step_adds_up_to_its_time(tiny: Loaded, name: str) -> Non
     # the clock is read for the whole step just before its parts and just after them
     whole = sum(generation.step_ms) / len(generation.step_ms)
     assert sum(generation.breakdown_ms.values()) == pytest.approx(whole - 2)
-    assert sum(generation.prefill_ms.values()) == pytest.approx(generation.ttft_s * 1e3 - 2)
+    # and so for the prompts, and for what is asked of them
+    assert sum(generation.prefill_ms.values()) == pytest.approx(generation.ttft_s * 1e3 - 4)
     assert generation.breakdown_ms["model"] > 0
     assert generation.breakdown_ms["attention"] > 0
     assert generation.breakdown_ms["index_build"] == 0, "no prompt is read while decoding"

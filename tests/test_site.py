@@ -467,7 +467,9 @@ def test_a_claim_s_page_has_its_numbers_and_the_runs_behind_them(tmp_path: Path)
         (site / path).write_text(str(content))
     assert check_claims(site, tmp_path) == 3
     listed = (site / "claims/index.html").read_text()
-    assert listed.index("ice-9.html") < listed.index("ice-1.html") < listed.index("racc-6.html")
+    assert listed.index("ice-9.html") < listed.index("racc-6.html") < listed.index("ice-1.html"), (
+        "what no run can decide, then what none has"
+    )
     assert "does not hold" in (site / "claims/ice-9.html").read_text()
 
 

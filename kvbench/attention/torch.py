@@ -97,7 +97,7 @@ def _selected(store: LayerStore, selection: Selection, query_heads: int) -> Atte
     key, value = (block.view(*size, block.shape[-1]) for block in located.rows())
     if selection.keys is not None:
         key = selection.keys
-    bias = None if located.present is None else located.present.view(*size[:2], 1, size[2])
+    bias = None if located.present is None else located.present.reshape(*size[:2], 1, size[2])
     if selection.log_weight is not None:
         log_weight = selection.log_weight.view(*size[:2], -1, size[2]).float()
         bias = log_weight if bias is None else log_weight.masked_fill(~bias, -torch.inf)

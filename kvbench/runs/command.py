@@ -40,7 +40,8 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
     for group in ("model", "method", "task"):
         choice = config[group]
         yield f"{group}={choice['name']}"
-        original = shipped(group, str(choice["name"])) or {}
+        common = root_keys().get(group) or {}
+        original = {**common, **(shipped(group, str(choice["name"])) or {})}
         yield from _differing(
             f"{group}.", {key: choice[key] for key in choice if key not in OMITTED_KEYS}, original
         )

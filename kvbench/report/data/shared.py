@@ -33,7 +33,8 @@ def on_shared_samples(runs: Runs, ignoring: Collection[str] = ()) -> Runs:
     absent = set[int]()
     for rivals in _comparable(runs, ignoring):
         keys = {run.index: frozenset(run.scores.keys) for run in rivals}
-        shared = most_shared(keys.values())
+        fulls = [keys[run.index] for run in rivals if run.is_full]
+        shared = most_shared(keys.values(), max(fulls, key=len, default=frozenset[SampleKey]()))
         longer = [run for run in rivals if shared < keys[run.index]]
         without = [run.index for run in rivals if not shared <= keys[run.index]]
         note = _note(rivals, shared, longer, len(without))
@@ -67,20 +68,21 @@ def _comparable(runs: Runs, ignoring: Collection[str]) -> Iterable[Sequence[Run]
     return rivals.values()
 
 
-def most_shared(parts: Iterable[Part]) -> Part:
+def most_shared(parts: Iterable[Part], of_full: Part = frozenset()) -> Part:
     """The samples to compare runs on that have these parts of a task.
 
-    Those that most runs have; of fewer than `FEWEST` one sample more counts as much as one run, and
-    of as many samples times runs the most samples are taken.
+    Those that most runs have; of fewer than `FEWEST` one sample more counts as much as one run. Of
+    as many samples times runs those are taken that full attention has, then the most.
     """
     parts = list(parts)
     common = frozenset.intersection(*parts)
+    candidates = dict.fromkeys([common, *parts, *(part & of_full for part in parts)])
 
-    def rank(part: Part) -> tuple[int, int]:
+    def rank(part: Part) -> tuple[int, bool, int]:
         runs = sum(part <= other for other in parts)
-        return runs * min(len(part), FEWEST), len(part)
+        return runs * min(len(part), FEWEST), part <= of_full, len(part)
 
-    return max([common, *dict.fromkeys(parts)], key=rank)
+    return max(candidates, key=rank)
 
 
 def _note(rivals: Sequence[Run], shared: Part, longer: Sequence[Run], without: int) -> str:
