@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -467,7 +468,7 @@ def test_a_copy_has_what_the_jobs_at_work_make_of_the_indexes() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         jobs = Batch(pool.submit, 1)
-        retriever = Retriever(0, [[SlowIndex()]], jobs.submit, RACCOptions(), print, Log())  # type: ignore[list-item]
+        retriever = Retriever(0, [[SlowIndex()]], jobs.submit, RACCOptions(), print, Log(), nullcontext)  # type: ignore[list-item]
         for _ in range(2):
             retriever.cover(0, [[np.arange(3)]])
         jobs.flush()

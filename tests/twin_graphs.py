@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from twin_streams import Allocation, capturing
+from twin_streams import Allocation, captures_here, capturing
 
 # Operations that do nothing on the device.
 SILENT = {
@@ -26,7 +27,7 @@ SILENT = {
 
 def refuse_capture(what: str) -> None:
     """Refuse what CUDA refuses while a stream is captured."""
-    if capturing:
+    if captures_here():
         capturing[-1].refused = True
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
@@ -36,7 +37,7 @@ def one_operation(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(kernel)
     def launch(*args: Any) -> Any:
-        if not capturing:
+        if not captures_here():
             return kernel(*args)
         graph = capturing[-1]
         graph.inside_kernel += 1
@@ -55,6 +56,7 @@ class Graph:
 
     Attributes:
         nodes: of each operation the function, its arguments, and the new tensors that it gave.
+        thread: that captures it.
         inside_kernel: how many functions that stand for a kernel run now.
         refused: an operation was not permitted.
         overwritten: tensors, each with what it held before an operation wrote to it.
@@ -63,7 +65,7 @@ class Graph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.nodes: list[tuple[Callable[..., Any], Any, dict[str, Any], list[torch.Tensor]]] = []
         self.inside_kernel = 0
-        self.refused = False
+        self.refused, self.thread = False, 0
         self.overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fresh: bool | None = None  # captured, and not yet replayed: the twin has run it already
 
@@ -130,6 +132,7 @@ def graph(
 ) -> Iterator[None]:
     """Stands for `torch.cuda.graph`."""
     assert not capturing, "one capture at a time"
+    cuda_graph.thread = get_ident()
     capturing.append(cuda_graph)
     try:
         with _Capture(cuda_graph):

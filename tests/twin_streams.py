@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -20,6 +21,11 @@ here: list[Twin] = []
 streams: WeakSet[Stream] = WeakSet()
 capturing: list[Graph] = []  # the graph that is being captured, if any
 registered: dict[int, int] = {}  # bytes of host memory that was pinned after it was allocated, by address
+
+
+def captures_here() -> bool:
+    """Whether this thread captures; what others do meanwhile is theirs (`capture_error_mode="thread_local"`)."""
+    return bool(capturing) and capturing[-1].thread == get_ident()
 
 
 class Stream:
@@ -72,10 +78,10 @@ class Event:
         if self.device not in (None, stream.device):
             raise RuntimeError(f"the event is of {self.device}, and the stream of {stream.device}")
         self.device = stream.device
-        if capturing and not self._external:
+        if captures_here() and not self._external:
             self.clock = {}  # between operations of the graph alone
             return
-        if capturing:
+        if captures_here():
             capturing[-1].nodes.append((self._record, (stream,), {}, []))
         self._record(stream)
 

@@ -63,6 +63,11 @@ def ranges(
     return torch.where(index < ends[..., -1:], numbers, -1), source
 
 
+def without_gaps(ids: torch.Tensor) -> torch.Tensor:
+    """Lists [H, n] of ids in their order, with what is -1 behind the others."""
+    return ids.gather(1, (ids < 0).long().argsort(dim=1, stable=True))
+
+
 def stacked(lists: Sequence[torch.Tensor]) -> torch.Tensor:
     """Ids [H, n] of each row, packed, as one [B, H, longest n] with trailing -1."""
     if len(lists) == 1:

@@ -21,7 +21,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.chunking import Chunking, Packing, Text, cutter, keys_of_row
 from methods.blocks.kernels import is_readable
-from methods.blocks.ragged import stacked
+from methods.blocks.ragged import stacked, without_gaps
 from methods.blocks.topk import interleave
 from methods.lychee.clustering import ClusterLayout, pooled
 from methods.lychee.index import ClusterIndex, compile_kernels
@@ -244,7 +244,8 @@ class LycheeCluster(Method):
             parts = [tokens.expand(heads, -1) for tokens in self._fixed(layer, row, query)]
             if index is not None:
                 parts.append(self._best(self.rows[row], index, grouped[row]))
-            lists.append(torch.cat(parts, dim=1))
+            joined = torch.cat(parts, dim=1)
+            lists.append(without_gaps(joined) if query.is_cuda else joined)
         return Selection(stacked(lists))
 
     def _fixed(self, layer: int, row: int, query: torch.Tensor) -> list[torch.Tensor]:

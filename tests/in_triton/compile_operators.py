@@ -1,4 +1,6 @@
-"""Compile every operator's kernels for GPUs that are not here, down to their machine code; prints a line for each.
+"""Compile operators' kernels for GPUs that are not here, down to their machine code; prints a line for each.
+
+The first case of each operator for sm_80 and the largest for sm_90; `all` of them, or those of operators by name.
 
 `tests/test_operators.py` runs it. A driver that only names the GPU stands for CUDA's.
 """
@@ -59,9 +61,13 @@ def main() -> None:
     with mock.patch.object(JITFunction, "run", compiled):
         for capability in (80, 90):
             driver.set_active(Absent(capability))
+            seen = set[str]()
             for call in calls():
-                if not sys.argv[1:] or call.operator.name in sys.argv[1:]:
-                    print(f"sm_{capability} {call.operator.name} {call.id}")
+                name = call.operator.name
+                first, named = name not in seen, name in sys.argv[1:]
+                seen.add(name)
+                if named or "all" in sys.argv[1:] or (not sys.argv[1:] and (first if capability == 80 else call.large)):
+                    print(f"sm_{capability} {name} {call.id}")
                     call.operator.launch(*call.arguments())
 
 
