@@ -78,7 +78,7 @@ def _best(site: Site, board: str) -> str:
     """
     panels = [
         (indexed, shares)
-        for rows in by_panel(site.by_length).values()
+        for rows in by_panel(site.alike).values()
         for indexed in (False, True)
         if (shares := _shares(rows, indexed))
     ]

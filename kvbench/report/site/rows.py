@@ -245,14 +245,23 @@ class Site:
 
     @cached_property
     def by_length(self) -> list[Row]:
-        """The rows at each length of prompts, of the samples that all arms of a panel share.
+        """The rows at each length of prompts.
 
         An arm with prompts of several lengths has a row for each, in a panel of that length.
         """
+        return self._rows_at(by_length(self.runs))
+
+    @cached_property
+    def alike(self) -> list[Row]:
+        """As `by_length`, of the samples alone that all arms of a panel share."""
+        parts = by_length(self.runs).items()
+        joined = {length: over_seeds(part, part)[0] for length, part in parts}
+        return self._rows_at({length: on_shared_samples(part) for length, part in joined.items()})
+
+    def _rows_at(self, parts: Mapping[int | None, Runs]) -> list[Row]:
         named, length_rows = {row.run.folders: row for row in self.rows}, []
-        for length, part in by_length(self.runs).items():
-            shared = on_shared_samples(over_seeds(part, part)[0])
-            for row in Site(shared, self.folders).rows:
+        for length, part in parts.items():
+            for row in Site(part, self.folders).rows:
                 if (whole := named.get(row.run.folders)) is None:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
