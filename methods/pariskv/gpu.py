@@ -121,7 +121,8 @@ def _count(  # type: ignore[no-untyped-def]
                 tl.int32
             )
     tl.store(votes + of_head * room + token, total.to(tl.uint8), mask=inside)
-    counted = tl.cumsum(tl.histogram(total, CENTROIDS, mask=inside), reverse=True)
+    of_vote = tl.histogram(total, CENTROIDS, mask=inside)
+    counted = tl.sum(of_vote) - tl.cumsum(of_vote) + of_vote
     vote = tl.arange(0, CENTROIDS)
     of_block = of_head * tl.num_programs(1) + block
     tl.store(at_least + of_block * CENTROIDS + vote, counted)
