@@ -139,7 +139,7 @@ struct Scratch {
           sums(rows * head_dim), most(rows), total(rows), logits(rows * BLOCK), keys(room), values(room), groups(room),
           rank(room) {}
 
-    Work work() { return {most.data(), total.data(), sums.data()}; }
+    Work running() { return {most.data(), total.data(), sums.data()}; }
 
     void begin(const Request& request, int64_t list, const Kinds& kinds) {
         // finite, so that its difference from a logit of -inf is one
@@ -167,7 +167,7 @@ struct Scratch {
 
     // Weights of these, and their values.
     void add(const Kinds& kinds, int start, int count, const Ahead& ahead) {
-        weigh(logits.data(), count, rows, head_dim, work());
+        weigh(logits.data(), count, rows, head_dim, running());
         Block block{&values[start], nullptr, count, kinds.value.offset, kinds.value.table};
         kinds.value.of().add_values(logits.data(), rows, head_dim, block, ahead, sums.data());
     }

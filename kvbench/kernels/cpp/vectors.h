@@ -115,13 +115,13 @@ INLINE Vector as_floats(Integers bits) {
 // -- sums and maxima -------------------------------------------------------------------------------------------------
 
 // Lanes joined by halves: the first eight with the last eight, and so on.
-template <class Join>
-INLINE float joined(Vector x, Join join) {
+template <class Combine>
+INLINE float joined(Vector x, Combine combine) {
     Four quarters[4];
     std::memcpy(quarters, &x, sizeof x);
-    Four four = join(join(quarters[0], quarters[2]), join(quarters[1], quarters[3]));
-    Four two = join(four, Four{four[2], four[3], four[2], four[3]});
-    return join(two, Four{two[1], two[1], two[1], two[1]})[0];
+    Four four = combine(combine(quarters[0], quarters[2]), combine(quarters[1], quarters[3]));
+    Four two = combine(four, Four{four[2], four[3], four[2], four[3]});
+    return combine(two, Four{two[1], two[1], two[1], two[1]})[0];
 }
 INLINE float sum_of(Vector x) {
     return joined(x, [](Four a, Four b) INLINED { return a + b; });
