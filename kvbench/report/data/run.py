@@ -73,6 +73,9 @@ class TimedCell(NamedTuple):
     batch: int
     machine: str
 
+    def __str__(self) -> str:
+        return f"{self.tokens} x {self.batch}, {self.machine}"
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -169,6 +172,7 @@ class Run:
     scores: Scores
     all_runs: Runs = field(repr=False)
     _against_full: dict[tuple[str, ...], Estimate | None] = field(default_factory=dict, repr=False)
+    _scores: dict[tuple[str, ...], Estimate] = field(default_factory=dict, repr=False)
     _lines: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, repr=False)
 
     # -- what it is
@@ -287,12 +291,24 @@ class Run:
             if (seed, record.get("sample") or record["id"]) in keys
         ]
 
+    def is_cell(self, stratum: str) -> bool:
+        """Whether a stratum of its samples is a cell of a timed run."""
+        return bool(stratum) and self.is_timed
+
+    def cell(self, name: str) -> dict[str, Any]:
+        """The line of a timed cell, by its name."""
+        return next(line for cell, line in self.cells().items() if str(cell) == name)
+
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
-        """What a timed run found, as lines of `Runs.arms`.
+        """What a timed run measured, as lines of `Runs.arms`, read once.
 
         Of repeats each time is the median, and `spread` has the least and the largest of each time
         by its name.
         """
+        return self._cells
+
+    @functools.cached_property
+    def _cells(self) -> dict[TimedCell, dict[str, Any]]:
         repeats: dict[tuple[int, int], list[Record]] = {}
         for record in self.samples():
             repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(
@@ -320,6 +336,11 @@ class Run:
         With Wilson's interval where no run of the task has other scores than 0 and 100, else a
         bootstrap's. Agreement with full attention that is whole in more than a few texts has none.
         """
+        if groups not in self._scores:
+            self._scores[groups] = self._score(groups)
+        return self._scores[groups]
+
+    def _score(self, groups: tuple[str, ...]) -> Estimate:
         strata = [
             self.scores.valid_values(self.scores.values, rows)
             for rows in self.scores.strata(groups)
