@@ -13,6 +13,8 @@ import pytest
 
 from kvbench.budget import Budget
 from kvbench.cli.report import main as report
+from kvbench.report.data.table import Number, quantity_of
+from kvbench.report.tables.cells import Cell
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.summary import summarise
 
@@ -22,6 +24,20 @@ def csv_lines(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> 
     capsys.readouterr()
     assert report([str(folder), "--format", "csv", *words]) == 0
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
+def cell_of(numbers: Mapping[str, float], marks: Mapping[str, str] | None = None, mapped: bool = True) -> Cell:
+    """A cell with these numbers, as `Cell.numbers` has them, and marks by name."""
+    lines = {}
+    for name in numbers:
+        if name == "pairs" or name.endswith(("_low", "_high")):
+            continue
+        value, low, high = (numbers.get(f"{name}{end}") for end in ("", "_low", "_high"))
+        count = int(numbers.get("pairs" if name == "against_full" else "samples", 0))
+        scale = quantity_of(name).unit.scale
+        ends = [None if end is None else end / scale for end in (low, high)]
+        lines[name] = Number(value / scale, *ends, count, (marks or {}).get(name, ""))
+    return Cell(lines, mapped=mapped)
 
 
 Scores = Mapping[str, Sequence[float]]  # by group

@@ -12,13 +12,14 @@ from driver import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from report_runs import cell_of
 from rich.console import Console
 
 from kvbench.report import html
 from kvbench.report.data import papers as published
 from kvbench.report.data.frame import SkippedRun
 from kvbench.report.tables import formats, latex
-from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, Cell, ReportTable
+from kvbench.report.tables.cells import BRIEF_SCORE, WITH_SCORE, ReportTable
 from kvbench.report.tables.published import COMPARED_LINES, merge_published
 from kvbench.report.tables.runs import OVERVIEW
 from kvbench.runs.quantities import QUANTITIES, named
@@ -31,7 +32,7 @@ def scores(rows: int = 2, columns: int = 3, label: str = "quest") -> ReportTable
     numbers = {"score": 71.25, "score_low": 60.0, "score_high": 80.5, "against_full": 3.0, "against_full_low": -1.0}
     numbers |= {"against_full_high": 7.0, "attended_share": 1.484, "samples": 20.0, "failed": 2.0}
     numbers |= {"pairs": 20.0}
-    one = Cell(numbers, {"score": "bf"}, "a/run")
+    one = cell_of(numbers, {"score": "bf"})
     lines = {"score": QUANTITIES["score"], **WITH_SCORE}
     labels = [(f"{label}{row}", "64") for row in range(rows)]
     names = [f"task {column}" for column in range(columns)]
@@ -47,7 +48,7 @@ def across(label: str = "quest") -> ReportTable:
 
 def paper() -> ReportTable:
     """A published table of which ours has one cell of three."""
-    ours = Cell(
+    ours = cell_of(
         {
             "score": 48.0,
             "score_low": 40.0,
@@ -57,7 +58,7 @@ def paper() -> ReportTable:
             "difference": -1.25,
         }
     )
-    cells = {(0, 0): ours, (0, 1): Cell({"published": 30.5}), (0, 2): Cell({"published": 7.0}, mapped=False)}
+    cells = {(0, 0): ours, (0, 1): cell_of({"published": 30.5}), (0, 2): cell_of({"published": 7.0}, mapped=False)}
     return ReportTable("p", "P", ("",), [("IceCache 256",)], ["A", "B", "C"], cells, COMPARED_LINES, [])
 
 
@@ -78,7 +79,7 @@ def test_a_cell_has_a_line_for_each_value():
 
 def test_fewer_pairs_than_samples_are_told():
     table = scores(1, 1)
-    few = Cell({**table.cells[0, 0].numbers, "pairs": 12.0})
+    few = cell_of({**table.cells[0, 0].numbers, "pairs": 12.0})
     assert formats.text(table, few, "against_full", 0) == "+3.0 [-1.0, 7.0] (12 pairs)"
 
 
@@ -141,7 +142,7 @@ def test_an_overview_fits_and_says_what_it_had_no_room_for(width):
     numbers |= {"against_full_low": -5.0, "against_full_high": -1.0}
     rows = [("a-model", task, method, "64") for task in ("niah", "passkey") for method in ("full", "streaming_llm")]
     lines = {**BRIEF_SCORE, **{name: named(name) for name in OVERVIEW[1:]}}
-    cells = {(row, 0): Cell(numbers, {"tpot_ms_mean": "c"}) for row in range(len(rows))}
+    cells = {(row, 0): cell_of(numbers, {"tpot_ms_mean": "c"}) for row in range(len(rows))}
     axes = ("model", "task", "method", "budget")
     table = ReportTable("o", "4 runs", axes, rows, [""], cells, lines, ["A note. " * 40], shared=2)
     console = Console(width=width, file=io.StringIO())

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_runs import stored
+from report_runs import cell_of, stored
 
 from kvbench.cli.report import main
 from kvbench.report.data import papers as published
 from kvbench.report.data.frame import collect
 from kvbench.report.tables import runs as tables
-from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, Cell, ReportTable
+from kvbench.report.tables.cells import BRIEF_SCORE, BRIEFEST_SCORE, ReportTable
 from kvbench.report.tables.latex import SIZES, TIGHT, escaped, latex
 from kvbench.report.tables.published import merge_published, ran
 from kvbench.report.tables.widths import tabular_width
@@ -110,7 +110,7 @@ def table(scores: Mapping[tuple[str, str], float], **more: float) -> ReportTable
     methods = list(dict.fromkeys(method for method, _ in scores))
     budgets = list(dict.fromkeys(budget for _, budget in scores))
     cells = {
-        (methods.index(method), budgets.index(budget)): Cell(
+        (methods.index(method), budgets.index(budget)): cell_of(
             {"score": score, "score_low": 9.0, "score_high": 99.0, "samples": 8.0, **more}
         )
         for (method, budget), score in scores.items()
@@ -157,7 +157,7 @@ def test_what_most_methods_print_is_neither_best_nor_second(alike: int, bold: in
 def test_less_time_is_better_and_rivals_share_their_budget():
     values = {("quest", "64"): 5.0, ("snapkv", "64"): 4.0, ("quest", "128"): 3.0, ("snapkv", "128"): 6.0}
     cells = {
-        (row, 0): Cell({"tpot_ms_mean": value, "tpot_ms_mean_low": 1.0, "tpot_ms_mean_high": 9.0, "samples": 8.0})
+        (row, 0): cell_of({"tpot_ms_mean": value, "tpot_ms_mean_low": 1.0, "tpot_ms_mean_high": 9.0, "samples": 8.0})
         for row, value in enumerate(values.values())
     }
     one = ReportTable(
@@ -169,7 +169,7 @@ def test_less_time_is_better_and_rivals_share_their_budget():
 
 
 def test_a_table_without_a_number_is_one_of_dashes():
-    cells = {(0, 0): Cell({}, {}, "a/run")}
+    cells = {(0, 0): cell_of({})}
     one = ReportTable("t", "T", ("method",), [("quest",)], [""], cells, {"recall": named("recall")}, [])
     assert parsed(latex([one])) == [["method", "recall"], ["Quest", "-"]]
 
@@ -193,7 +193,7 @@ def test_a_score_has_its_interval_and_a_star_where_it_is_not_full_attention_s_by
 
 
 def test_letters_stand_above_a_number_and_names_are_as_published():
-    cell = Cell({"score": 50.0, "tpot_ms_mean": 4.0}, {"score": "bf", "tpot_ms_mean": "c"})
+    cell = cell_of({"score": 50.0, "tpot_ms_mean": 4.0}, {"score": "bf", "tpot_ms_mean": "c"})
     lines = {**BRIEF_SCORE, "tpot_ms_mean": named("tpot_ms_mean")}
     one = ReportTable(
         "t", "T", ("method", "x.y"), [("snapkv_racc", "7"), ("mine", "7")], [""], {(0, 0): cell}, lines, []
@@ -308,7 +308,7 @@ WIDE = {
 def test_no_tabular_is_wider_than_the_text_of_an_article(shape: str) -> None:
     axes, labels, columns = WIDE[shape]
     cells = {
-        (row, column): Cell(
+        (row, column): cell_of(
             {"score": 50.0, "score_low": 40.0, "score_high": 60.0, "tpot_ms_mean": 123.4, "samples": 8.0}
         )
         for row in range(len(labels))
@@ -345,11 +345,15 @@ def test_rows_stand_in_the_order_that_was_asked_for_under_a_caption_in_words(tmp
 
 
 def test_a_published_table_shows_the_rows_that_ran_and_counts_the_others():
-    cells = {(0, 0): Cell({"published": 1.0}), (1, 0): Cell({"published": 2.0, "score": 3.0}), (2, 0): Cell()}
+    cells = {
+        (0, 0): cell_of({"published": 1.0}),
+        (1, 0): cell_of({"published": 2.0, "score": 3.0}),
+        (2, 0): cell_of({}),
+    }
     one = ReportTable("p", "P", ("",), [("a",), ("b",), ("c",)], ["x"], cells, {}, ["Published: a paper."])
     assert ran(one).rows == [("b",)] and ran(one).cells == {(0, 0): cells[1, 0]}
     assert ran(one).notes[0].startswith("2 rows ") and len(ran(one).notes) == 2
-    nothing = replace(one, cells={**cells, (1, 0): Cell({"published": 2.0})})
+    nothing = replace(one, cells={**cells, (1, 0): cell_of({"published": 2.0})})
     assert ran(nothing) is nothing
 
 

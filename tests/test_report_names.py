@@ -24,6 +24,7 @@ from kvbench.report import html
 from kvbench.report.claims.claim import claims
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
+from kvbench.report.data.table import plain_csv
 from kvbench.report.figures import all as figures
 from kvbench.report.figures.labels import as_written
 from kvbench.report.site.claimed import concerns_method
@@ -104,7 +105,7 @@ def test_no_spreadsheet_takes_a_name_for_a_formula(name: str) -> None:
 
 @pytest.mark.parametrize("value", [-1.5, "-1.5", "-", "", "quest", 3])
 def test_numbers_and_plain_words_are_as_they_were(value: Any) -> None:
-    assert formats.plain_csv(value) == value
+    assert plain_csv(value) == value
 
 
 def unescaped(source: str) -> str:

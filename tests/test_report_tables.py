@@ -399,7 +399,7 @@ def test_another_model_stands_in_marked_and_without_difference_until_the_own_one
     assert (small.numbers["score"], small.marks["score"]) == (50, "s") and "difference" not in small.numbers
     stored(tmp_path / "large", "quest", samples={"": [1.0, 1.0]}, model="qwen3-8b")
     large = merge_published(collect([tmp_path]), printed).cells[0, 0]
-    assert (large.numbers["score"], large.numbers["difference"], large.marks["score"]) == (100, 40, "")
+    assert (large.numbers["score"], large.numbers["difference"], large.lines["score"].mark) == (100, 40, "")
 
 
 def test_an_average_needs_all_of_its_columns(tmp_path):
@@ -546,7 +546,7 @@ RULER_OF_LYCHEE = [
 def test_generated_text_in_place_of_rulers_files_is_marked_and_has_no_difference(tmp_path):
     cells, notes = ruler_row(tmp_path, RULER_OF_LYCHEE)
     essays = {"multikey", "multivalue", "multiquery"}
-    assert {name for name, cell in cells.items() if "g" in cell.marks["score"]} == essays | {"qa1", "qa2", "avg"}
+    assert {name for name, cell in cells.items() if "g" in cell.lines["score"].mark} == essays | {"qa1", "qa2", "avg"}
     assert {name for name, cell in cells.items() if "difference" in cell.numbers} == {"single", "vt", "fwe"}
     assert all({"score", "published"} <= cell.numbers.keys() for cell in cells.values())
     (note,) = notes
@@ -568,7 +568,7 @@ def test_a_run_from_before_an_option_had_no_file_for_it(tmp_path):
     both = [{"method": method, "budget": budget, "row": method} for method, budget in (("full", None), ("quest", 64))]
     lines = [{**line, **options, "group": "cwe/4096"} for line in both]
     table = merge_published(collect([tmp_path]), paper(*lines))
-    assert ["g" in table.cells[row, 0].marks["score"] for row in range(2)] == [False, True]
+    assert ["g" in table.cells[row, 0].lines["score"].mark for row in range(2)] == [False, True]
 
 
 def test_only_the_file_that_is_missing_marks_its_cells(tmp_path):

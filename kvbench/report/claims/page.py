@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 import kvbench
 from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
@@ -17,8 +19,9 @@ from kvbench.report.claims.sampled import sampled
 from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
+from kvbench.report.data.table import csv_of
 from kvbench.report.html import STYLE
-from kvbench.report.tables.formats import csv_lines, plain_markdown
+from kvbench.report.tables.formats import plain_markdown
 
 SHIPPED = Path(kvbench.__file__).parents[1] / "results"
 WIDTH = 120
@@ -247,7 +250,7 @@ NUMBERS = ("value", "low", "high", "n", "wanted_n", "note")
 
 def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
-    rows: list[list[Any]] = [[*OF_CRITERIA, *NUMBERS]]
+    rows: list[list[Any]] = []
     for judgement in judgements:
         claim = [judgement.claim.id, judgement.claim.claim, judgement.shown]
         parts = [(*part, part[2].value) for part in judgement.criteria]
@@ -258,7 +261,7 @@ def csv_text(judgements: Sequence[Judged]) -> str:
             else:
                 numbers = ["", "", "", "", criterion.n, number.why]
             rows.append([*claim, criterion.description, decides, *numbers])
-    return csv_lines(rows)
+    return csv_of(pd.DataFrame(rows, columns=[*OF_CRITERIA, *NUMBERS], dtype=object))
 
 
 def html(judgements: Sequence[Judged]) -> str:

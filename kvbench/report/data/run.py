@@ -184,6 +184,19 @@ class Run:
             return "-"
         return f"{100 * value:g} %" if key == "budget" and isinstance(value, float) else show(value)
 
+    @functools.cached_property
+    def own_labels(self) -> dict[str, str]:
+        """The settings that change what it is, as labels.
+
+        Full attention has none that it does not depend on.
+        """
+        idle = NOT_OF_FULL if self.arm["method"] == YARDSTICK else ()
+        return {
+            key: self.label(key)
+            for key, value in self.settings.items()
+            if not missing(value) and key not in idle
+        }
+
     @property
     def is_full(self) -> bool:
         """Whether it is full attention over keys and values as the model computes them."""

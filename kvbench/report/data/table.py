@@ -9,6 +9,7 @@ and which arm it is paired with. Lines are made when they are read, once: `Table
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import OF_ARMS, YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import select
-from kvbench.report.data.stats import RANGE_UP_TO, Estimate
+from kvbench.report.data.stats import Estimate
 from kvbench.runs.quantities import NUMBERS, Quantity, named
 
+NONE = "-"  # of what is not there
 WHOLE = ""  # the stratum of all samples of an arm
 # Times with the transfers of a step in them.
 TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
@@ -73,6 +75,15 @@ class Number(NamedTuple):
     def estimate(self) -> Estimate:
         """The value with its interval, which a range of few samples is not."""
         return Estimate(self.value, self.low, self.high, self.n, "r" in self.mark)
+
+    @property
+    def bare(self) -> Number:
+        """The value and its marks alone."""
+        return Number(self.value, n=self.n, mark=self.mark)
+
+    def marked(self, letters: str) -> Number:
+        """The same with further marks."""
+        return self._replace(mark=self.mark + letters)
 
     @property
     def differs(self) -> bool:
@@ -150,13 +161,18 @@ class Table:
             return None
         if quantity == "kl_mean" and (kl := run.kl(groups)) and kl.low is not None:
             return Number.of(kl, "r" * kl.is_range)
-        mark = ""
+        mark = "a" * (quantity == "memory_bytes" and line["memory"] == "counted")
         if named(quantity).is_time:
             timed = run.is_cell(stratum)
             mark = transfer_marks(line["transfer"]) * (not timed or quantity in TRANSFERRED)
             mark += time_marks(line, quantity) * (not timed or named(quantity).part != "hardware")
         low, high = line["spread"].get(quantity, (None, None))
         return Number(float(value), low, high, line["n"], mark)
+
+    def there(self, arm: int, quantities: Iterable[str], stratum: str = WHOLE) -> dict[str, Number]:
+        """Those of these quantities of an arm that were measured."""
+        numbers = {name: self.number(arm, name, stratum) for name in quantities}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     def line(self, arm: int, stratum: str = WHOLE) -> Mapping[str, Any]:
         """All that is recorded of a stratum of an arm's samples, as a line of `Runs.arms`."""
@@ -286,13 +302,36 @@ class Table:
         there = [key for key in labels if (labels[key] != "-").any()]
         return self.frame.join(labels[there], on="arm")
 
-    def to_csv(self, path: Path | Any) -> None:
+    def to_csv(self, path: Path) -> None:
         """Write `export` as CSV."""
-        self.export().to_csv(path, index=False)
+        path.write_text(csv_of(self.export()), encoding="utf-8")
 
     def to_parquet(self, path: Path) -> None:
         """Write `export` as Parquet."""
         self.export().to_parquet(path, index=False)
+
+
+def csv_of(frame: pd.DataFrame) -> str:
+    """A frame as CSV that is safe to open in a spreadsheet."""
+    text = frame.select_dtypes(exclude="number")
+    safe = {
+        key: text[key].map({word: plain_csv(word) for word in text[key].unique()}) for key in text
+    }
+    return frame.assign(**safe).rename(columns=plain_csv).to_csv(index=False, lineterminator="\n")
+
+
+def plain_csv(value: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula.
+
+    Text that begins like one gets an apostrophe, a number never.
+    """
+    if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def quantity_of(name: str) -> Quantity:
@@ -316,7 +355,7 @@ def _against_full(run: Run, groups: tuple[str, ...]) -> Number | None:
     against, full = run.against_full(groups), run.full()
     if against is None or full is None:
         return None
-    return Number.of(against, "r" * (against.n <= RANGE_UP_TO), full.index)
+    return Number.of(against, "r" * against.is_range, full.index)
 
 
 def _gain(run: Run, groups: tuple[str, ...]) -> Number | None:

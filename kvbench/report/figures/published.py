@@ -73,7 +73,11 @@ def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
     merged = merge_published(runs, paper)
     method = dict(zip(paper.frame["row"], paper.frame["method"], strict=True))
     return [
-        _Point(style_of(method[merged.rows[row][0]]), cell, cell.marks["score"].replace(BETTER, ""))
+        _Point(
+            style_of(method[merged.rows[row][0]]),
+            cell,
+            cell.lines["score"].mark.replace(BETTER, ""),
+        )
         for (row, _), cell in merged.cells.items()
         if {"published", "score"} <= cell.numbers.keys()
     ]

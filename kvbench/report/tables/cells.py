@@ -1,35 +1,33 @@
-"""What tables are made of: cells with numbers, and the notes below a table.
+"""What tables are made of: places, in each of which some lines of the long table stand.
 
-`kvbench.report.data.select` says which runs share a cell, `kvbench.report.tables.formats` how a
-table is printed.
+`kvbench.report.data.select` says which runs share a place, `kvbench.report.tables.formats` how it
+is printed.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvbench.models.hub import weights_origin
-from kvbench.report.data.control import CONTROL, gain_of
 from kvbench.report.data.marks import MARKS
-from kvbench.report.data.run import NOT_OF_FULL, YARDSTICK, Run, missing
-from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES, Estimate
+from kvbench.report.data.run import YARDSTICK, Run
+from kvbench.report.data.select import probed, scored
+from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES
+from kvbench.report.data.table import DERIVED, WHOLE, Number, Table, quantity_of
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, Quantity
 
 # What every table shows beside a score: its interval, the difference to full attention, attended /
 # C, its samples.
 WITH_SCORE = {
     "interval": Quantity("interval", "", f"{COVERAGE} % interval", digits=1),
-    "against_full": Quantity("against_full", "", "against full", digits=1),
+    "against_full": DERIVED["against_full"],
     "attended_share": QUANTITIES["attended_share"],
-    "samples": Quantity("samples", "", "samples", digits=0),
+    "samples": DERIVED["samples"],
 }
-# where any has several
-SEEDS = {"seeds": Quantity("seeds", "", "seeds, and their scores", digits=1)}
-
 # Of the settings that a caption says these come first.
 FIRST = (
     "model",
@@ -53,8 +51,8 @@ BRIEFEST_SCORE = {
 }
 # Where it is the share of tokens at which full attention has the same most likely one.
 SAME_TOP = {
-    "brief_score": (
-        BRIEFEST_SCORE["brief_score"]._replace(label=f"same top, % [{COVERAGE} % interval]")
+    "brief_score": BRIEFEST_SCORE["brief_score"]._replace(
+        label=f"same top, % [{COVERAGE} % interval]"
     )
 }
 BRIEF_SCORE = {
@@ -62,46 +60,113 @@ BRIEF_SCORE = {
     "brief_against_full": Quantity("brief_against_full", "", "against full", digits=1),
     "samples": WITH_SCORE["samples"],
 }
-
 # What a score is shown by that can be asked for alone.
 PARTS = {
     name: line for name, line in {**WITH_SCORE, **BRIEF_SCORE}.items() if name not in QUANTITIES
-} | {"gain": Quantity("gain", "", f"gain over {CONTROL}", digits=1, better="more")}
+} | {"gain": DERIVED["gain"]}
+# The lines of the long table that stand in a place where any part of a score is shown.
+OF_SCORE = ("score", "against_full", "attended_share", "samples", "failed", "seeds")
+OF_BUDGET = ("budget_tokens", "unbounded_samples")  # in every place
+BARE = {"attended_share"}  # of which no more than the value stands beside a score
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The numbers at one row and column of a table.
+    """What stands at one row and column of a table.
 
     Attributes
     ----------
-    numbers
-        by the name of a quantity, in the unit of its heading; its interval, or the least and
-        largest of several runs or repeats, has the same name with "_low" and "_high", an error over
-        tokens "_error"; a difference to full attention has its "pairs" of samples, a published
-        number "published" and "difference".
-    marks
-        letters of `MARKS`, by the name of the quantity that they stand at.
-    run
-        the folder that the score, or else the first of the numbers, is from, of several seeds all
-        of them; "" where nothing of ours stands.
+    lines
+        lines of the long table by their quantity; beside a paper's number also "published" and
+        "difference".
+    arm
+        that the score, or else the first of the lines, is of; None where nothing of ours stands.
     mapped
         a run of ours could stand here.
     machine
         that its times are of; "" where it has none.
-    seed
-        of its run, of several all of them.
-    settings
-        of its run, as labels (`settings_of`).
     """
 
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    marks: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""
+    lines: Mapping[str, Number] = field(default_factory=dict)
+    arm: Run | None = None
     mapped: bool = True
     machine: str = ""
-    seed: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        table: Table,
+        some: Sequence[Run],
+        names: Sequence[str],
+        stratum: str = WHOLE,
+        marks: Mapping[Run, str] | None = None,
+    ) -> Cell:
+        """These quantities of a stratum: probes of the run with them, all others of that without.
+
+        Parameters
+        ----------
+        some
+            at most one run with probes and one without.
+        marks
+            letters of each run, which stand at its first number.
+        """
+        lines: dict[str, Number] = {}
+        machine, letters = "", dict[Run, str]()
+        for name in names:
+            quantity = quantity_of(name)
+            for run in probed(some) if quantity.part == "probe" else scored(some):
+                letters.setdefault(run, (marks or {}).get(run, "") + table.mark(run.index, stratum))
+                there = table.there(run.index, _beside(name, names), stratum)
+                if there:
+                    first = next(iter(there))
+                    there[first] = there[first].marked(letters[run])
+                    letters[run] = ""
+                if there and (quantity.is_time or run.is_cell(stratum)):
+                    machine = str(table.line(run.index, stratum)["device_name"])
+                company = BARE & there.keys() - {name}
+                lines |= there | {key: there[key].bare for key in company}
+        arm = next(iter(letters), None)
+        bounds = table.there(arm.index, OF_BUDGET, stratum) if arm else {}
+        lines |= {key: line.bare for key, line in bounds.items() if key not in lines}
+        return cls(lines, arm, machine=machine)
+
+    @property
+    def run(self) -> str:
+        """The folders of the arm; "" where nothing of ours stands."""
+        return self.arm.folders if self.arm else ""
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """The settings of the arm, as labels."""
+        return self.arm.own_labels if self.arm else {}
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, float]:
+        """Every number of the lines, in the unit of its heading.
+
+        The ends of an interval have the name with "_low" and "_high".
+        """
+        return self.flat(scaled=True)
+
+    def flat(self, scaled: bool = False) -> dict[str, float]:
+        """Every number of the lines by name, as stored or in the unit of its heading."""
+        numbers: dict[str, float] = {}
+        for name, line in self.lines.items():
+            scale = quantity_of(name).unit.scale if scaled else 1.0
+            ends = {name: line.value, f"{name}_low": line.low, f"{name}_high": line.high}
+            numbers |= {key: scale * float(end) for key, end in ends.items() if end is not None}
+            if name in COUNTED and line.low is not None:
+                numbers[COUNTED[name]] = float(line.n)
+        return numbers
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The letters of each quantity that has some."""
+        return {name: line.mark for name, line in self.lines.items() if line.mark}
+
+    def shown(self, name: str) -> Number | None:
+        """The line that a value of a table is printed from."""
+        return self.lines.get(SHOWN_BY.get(name, name))
 
     @property
     def differs_from_full(self) -> bool:
@@ -109,12 +174,11 @@ class Cell:
 
         Its samples may rank methods.
         """
-        numbers = self.numbers
-        if not {"against_full", "against_full_low", "against_full_high", "pairs"} <= numbers.keys():
-            return False
-        low, high = numbers["against_full_low"], numbers["against_full_high"]
-        difference = Estimate(numbers["against_full"], low, high, int(numbers["pairs"]))
-        return self.ranks_methods and difference.differs
+        return (
+            self.ranks_methods
+            and "against_full" in self.lines
+            and self.lines["against_full"].differs
+        )
 
     @property
     def ranks_methods(self) -> bool:
@@ -131,6 +195,19 @@ class Cell:
         Else no number of it ranks a method.
         """
         return not any("x" in letters for letters in self.marks.values())
+
+
+# The lines that parts of a score are printed from, by part.
+SHOWN_BY = {"brief_score": "score", "interval": "score", "brief_against_full": "against_full"}
+# Names of the count of a line in `Cell.flat`.
+COUNTED = {"against_full": "pairs", "kl_mean": "kl_mean_samples"}
+
+
+def _beside(name: str, names: Sequence[str]) -> list[str]:
+    """The quantities that stand in a place for one value; of others that were asked for none."""
+    if name == "score" or name in PARTS.keys() - {"gain"}:
+        return [key for key in OF_SCORE if key == name or key not in names]
+    return [key for key in (name, f"{name}_error") if key == name or key in QUANTITIES]
 
 
 @dataclass(frozen=True)
@@ -150,7 +227,7 @@ class ReportTable:
     columns
         the labels; [""] where the quantities stand side by side instead.
     cells
-        by row and column; where there is none, nothing was found.
+        by row and column; where there is none, nothing is there.
     lines
         the quantities that each cell shows, by name.
     notes
@@ -180,37 +257,53 @@ class ReportTable:
             for axis, label in shared
         )
 
+    def only(self, rows: Sequence[int], *notes: str) -> ReportTable:
+        """These of its rows, in this order; with further notes before its own."""
+        cells = {
+            (place, column): cell
+            for place, row in enumerate(rows)
+            for column in range(len(self.columns))
+            if (cell := self.cells.get((row, column)))
+        }
+        rest = [self.rows[row] for row in rows]
+        return replace(self, rows=rest, cells=cells, notes=[*notes, *self.notes])
 
-def settings_of(run: Run) -> dict[str, str]:
-    """The settings of a run that change what it is, as labels.
+    def noted(
+        self, labelled: Collection[str], times: Collection[str] = (), more: Sequence[str] = ()
+    ) -> ReportTable:
+        """The same with what a reader must know of its cells.
 
-    Full attention has none that it does not depend on.
-    """
-    idle = NOT_OF_FULL if run.arm["method"] == YARDSTICK else ()
-    return {
-        key: run.label(key)
-        for key, value in run.settings.items()
-        if not missing(value) and key not in idle
-    }
+        Parameters
+        ----------
+        labelled
+            the settings that its labels say.
+        times
+            names of the times that are marked by their machine.
+        more
+            further notes.
+        """
+        cells, machines = _mark_machines(self.cells, times)
+        notes = [*self.notes, *notes_of(cells.values(), self.lines), *machines, *more]
+        return replace(self, cells=cells, notes=[*notes, *captions(cells.values(), labelled)])
 
 
-def captions(cells: Iterable[Cell], parts: Iterable[str], labelled: Collection[str]) -> list[str]:
+def captions(cells: Iterable[Cell], labelled: Collection[str]) -> list[str]:
     """What the labels of a table do not say of its runs.
 
-    The settings that all share; those that all of a part share; and those in which runs differ for
-    another reason. Options in which methods differ are left to CSV.
+    The settings that all share; those that all of a model and task share, where labels say these;
+    and those in which runs differ for another reason. Options in which methods differ are left to
+    CSV.
 
     Parameters
     ----------
-    parts
-        of each cell, what its row is of, such as "tiny, passkey".
     labelled
-        the settings that its labels say.
+        the settings that its labels say, in their order.
     """
     of_parts: dict[str, list[Mapping[str, str]]] = {}
-    for cell, part in zip(cells, parts, strict=True):
-        if cell.settings:
-            of_parts.setdefault(part, []).append(cell.settings)
+    named = [key for key in labelled if key in ("model", "task")]
+    for settings in (cell.settings for cell in cells if cell.settings):
+        part = ", ".join(settings.get(key, "-") for key in named)
+        of_parts.setdefault(part, []).append(settings)
     every = list(itertools.chain(*of_parts.values()))
     keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in labelled]
     others = [key for key in keys if len(_values(key, every)) > 1 and not key.startswith("method.")]
@@ -250,51 +343,7 @@ def _shared(keys: Iterable[str], some: Sequence[Mapping[str, str]]) -> list[str]
     return [f"{key}={one[0]}" for key, one in values.items() if len(one) == 1 and one != ["-"]]
 
 
-def seeds_of(cells: Iterable[Cell]) -> dict[str, Quantity]:
-    """The quantities beside a score where runs of several seeds are one."""
-    return SEEDS if any("seeds" in cell.numbers for cell in cells) else {}
-
-
-def kl_numbers(kl: Estimate) -> dict[str, float]:
-    """A KL divergence and its interval over samples, as `Cell.numbers`."""
-    if kl.low is None:
-        return {}
-    ends = {"kl_mean": kl.mean, "kl_mean_low": kl.low, "kl_mean_high": kl.high}
-    numbers = {name: float(value) for name, value in ends.items() if value is not None}
-    return {**numbers, "kl_mean_samples": float(kl.n)}
-
-
-def gain_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
-    """What a run's score of these groups gains over random tokens, as `Cell.numbers`."""
-    gain = gain_of(run, groups)
-    if gain is None:
-        return {}
-    ends = {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
-    return {name: float(value) for name, value in ends.items() if value is not None}
-
-
-def score_numbers(run: Run, groups: tuple[str, ...]) -> dict[str, float]:
-    """A run's score of these groups (all: ()) and what is shown beside it, as `Cell.numbers`."""
-    score, against = run.score(groups), run.against_full(groups)
-    seeds = run.seeds(groups).values()
-    numbers = {
-        "score": score.mean,
-        "score_low": score.low,
-        "score_high": score.high,
-        "against_full": against and against.mean,
-        "against_full_low": against and against.low,
-        "against_full_high": against and against.high,
-        "pairs": against and against.n,
-        "attended_share": run.arm_of(groups)["attended_share"],
-        "samples": score.n,
-        "failed": run.failed(groups),
-    }
-    if len(seeds) > 1:
-        numbers |= {"seeds": len(seeds), "seeds_low": min(seeds), "seeds_high": max(seeds)}
-    return {name: float(value) for name, value in numbers.items() if not missing(value)}
-
-
-def mark_machines(
+def _mark_machines(
     cells: Mapping[Place, Cell], times: Collection[str]
 ) -> tuple[dict[Place, Cell], list[str]]:
     """The cells, and a note on the machines that these times of theirs were taken on.
@@ -304,50 +353,33 @@ def mark_machines(
     timed = {
         place: cell
         for place, cell in cells.items()
-        if cell.machine and not cell.numbers.keys().isdisjoint(times)
+        if cell.machine and not cell.lines.keys().isdisjoint(times)
     }
     counts = Counter(cell.machine for cell in timed.values()).most_common()
     if len(counts) < 2:
         return dict(cells), [f"Times are of {name}." for name, _ in counts]
     number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
-    marked = {}
-    for place, cell in timed.items():
-        letters = {
-            name: cell.marks.get(name, "") + number[cell.machine]
-            for name in times
-            if name in cell.numbers
-        }
-        marked[place] = replace(cell, marks={**cell.marks, **letters})
+    marked = {
+        place: replace(
+            cell,
+            lines={
+                name: line.marked(number[cell.machine] * (name in times))
+                for name, line in cell.lines.items()
+            },
+        )
+        for place, cell in timed.items()
+    }
     names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
     return {**cells, **marked}, [
         f"Times are of several machines, and those of two are not comparable: {names}."
     ]
 
 
-def ends(
-    spread: Mapping[str, tuple[float, float]], lines: Mapping[str, Quantity]
-) -> dict[str, float]:
-    """The ends of a spread as `Cell.numbers` has them, of these quantities."""
-    return {
-        f"{name}_{end}": lines[name].scaled(value)
-        for name, both in spread.items()
-        if name in lines
-        for end, value in zip(("low", "high"), both, strict=True)
-    }
-
-
-def bounds_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The tokens of a budget, and in how many samples it never applied, as `Cell.numbers`.
-
-    `line` is one of `Runs.arms`.
-    """
-    names = ("budget_tokens", "unbounded_samples")
-    return {name: float(line[name]) for name in names if not missing(line.get(name))}
-
-
 def compared(cells: Iterable[Cell]) -> str:
     """How many scores a star can stand at, and at how many it would by chance alone, in words."""
-    count = sum(cell.numbers.get("pairs", 0) >= FEWEST for cell in cells)
+    count = sum(
+        (line := cell.lines.get("against_full")) is not None and line.n >= FEWEST for cell in cells
+    )
     chance = count * (1 - COVERAGE / 100)
     return f"{count} comparison{'s' * (count != 1)}, of which chance alone marks about {chance:.1g}"
 

@@ -6,25 +6,24 @@ unrounded.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import pandas as pd
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from kvbench.report.data.stats import RANGE_UP_TO
+from kvbench.report.data.table import NONE, Number, csv_of
 from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.runs.quantities import Quantity
 from kvbench.runs.terminal import Console, fitting
 
 GAP = 3  # characters between two columns of a box
 PAGE_WIDTH = 120  # characters of an overview, at most
-NOT_RUN, NONE = "not run", "-"
+NOT_RUN = "not run"
 
 
 class Line(NamedTuple):
@@ -122,70 +121,69 @@ def text(table: ReportTable, cell: Cell | None, name: str, column: int) -> str:
     """What a cell shows of a value: `NONE`, or `NOT_RUN` where ours could be beside a paper's."""
     if cell is None:
         return NONE
-    if name in OF_SCORE:
-        return OF_SCORE[name](cell.numbers, table.lines[name]) or NONE
-    numbers, value = cell.numbers, table.lines[name]
-    marks = cell.marks.get(name)
-    if name == "brief_score" and "score" in numbers:
-        letters = cell.marks.get("score")
-        shown = f"{numbers['score']:.{value.digits}f}{'*' * cell.differs_from_full}"
-        spread = _interval(numbers, "score", value)
-        return " ".join(filter(None, [shown, f"({letters})" if letters else "", spread]))
-    if name not in numbers:
+    value, line = table.lines[name], cell.shown(name)
+    if line is None:
         return NOT_RUN if name == "score" and "published" in table.lines and cell.mapped else NONE
-    shown = f"{numbers[name]:.{_digits(table, name, column)}f}"
-    if name == "difference":
-        return _signed(shown)
-    if name == "samples" and numbers.get("failed"):
-        return f"{shown}, {numbers['failed']:.0f} failed"
-    spread = "" if name == "score" else _interval(numbers, name, value)  # which has a line for it
-    spread = "" if spread == f"[{shown}, {shown}]" else spread
-    if not spread and (error := numbers.get(f"{name}_error")):
-        spread = f"± {error:.{value.digits}f}"
-    return " ".join(filter(None, [shown, spread, f"({marks})" if marks else ""]))
+    if name in PRINTED:
+        return PRINTED[name](cell, value) or NONE
+    digits = _digits(table, name, column)
+    shown, spread = _number(line.value, value, digits), _interval(line, value)
+    if name == "score" or spread == f"[{shown}, {shown}]":
+        spread = ""  # which a score has a line for
+    if not spread and (error := cell.lines.get(f"{name}_error")) and error.value:
+        spread = f"± {_number(error.value, value)}"
+    return " ".join(filter(None, [shown, spread, f"({line.mark})" if line.mark else ""]))
 
 
-def _against_full(numbers: Mapping[str, float], value: Quantity) -> str:
-    if "against_full" not in numbers:
-        return ""
-    words = [
-        _signed(f"{numbers['against_full']:.{value.digits}f}"),
-        _interval(numbers, "against_full", value),
-    ]
-    if numbers["pairs"] < numbers["samples"]:
-        words.append(f"({numbers['pairs']:.0f} pairs)")
-    if numbers["pairs"] <= RANGE_UP_TO:
-        words.append("(r)")
-    return " ".join(words)
+def _number(stored: float, value: Quantity, digits: int | None = None) -> str:
+    return f"{value.scaled(stored):.{value.digits if digits is None else digits}f}"
 
 
-def _brief_against_full(numbers: Mapping[str, float], value: Quantity) -> str:
-    there = "against_full" in numbers
-    return _signed(f"{numbers['against_full']:.{value.digits}f}") if there else ""
-
-
-def _seeds(numbers: Mapping[str, float], value: Quantity) -> str:
-    if "seeds" not in numbers:
-        return ""
-    ends = (f"{numbers[end]:.{value.digits}f}" for end in ("seeds_low", "seeds_high"))
-    return f"{numbers['seeds']:.0f}: {' to '.join(ends)}"
-
-
-def _interval(numbers: Mapping[str, float], name: str, value: Quantity) -> str:
-    ends = (numbers.get(f"{name}_{end}") for end in ("low", "high"))
-    words = [f"{end:.{value.digits}f}" for end in ends if end is not None]
+def _interval(line: Number, value: Quantity) -> str:
+    words = [_number(end, value) for end in (line.low, line.high) if end is not None]
     return f"[{', '.join(words)}]" if words else ""
 
 
-def _signed(shown: str) -> str:
+def _signed(line: Number, value: Quantity) -> str:
+    shown = _number(line.value, value)
     return shown if shown.startswith("-") or not float(shown) else f"+{shown}"
 
 
-# What is shown beside a score: from the numbers of a cell; "" where it has none.
-OF_SCORE = {
-    "interval": lambda numbers, value: _interval(numbers, "score", value),
+def _against_full(cell: Cell, value: Quantity) -> str:
+    line = cell.lines["against_full"]
+    pairs = f"({line.n} pairs)" if line.n < cell.lines["samples"].value else ""
+    marks = f"({line.mark})" if line.mark else ""
+    words = [_signed(line, value), _interval(line, value), pairs, marks]
+    return " ".join(filter(None, words))
+
+
+def _brief_score(cell: Cell, value: Quantity) -> str:
+    line = cell.lines["score"]
+    star, letters = "*" * cell.differs_from_full, f"({line.mark})" if line.mark else ""
+    words = [f"{_number(line.value, value)}{star}", letters, _interval(line, value)]
+    return " ".join(filter(None, words))
+
+
+def _samples(cell: Cell, value: Quantity) -> str:
+    failed = cell.lines["failed"].value if "failed" in cell.lines else 0
+    shown = _number(cell.lines["samples"].value, value)
+    return f"{shown}, {failed:.0f} failed" if failed else shown
+
+
+def _seeds(cell: Cell, value: Quantity) -> str:
+    line = cell.lines["seeds"]
+    ends = (_number(end, value) for end in (line.low, line.high) if end is not None)
+    return f"{line.value:.0f}: {' to '.join(ends)}"
+
+
+# What is printed otherwise than as a number with its interval and its marks.
+PRINTED: dict[str, Callable[[Cell, Quantity], str]] = {
+    "interval": lambda cell, value: _interval(cell.lines["score"], value),
+    "brief_score": _brief_score,
     "against_full": _against_full,
-    "brief_against_full": _brief_against_full,
+    "brief_against_full": lambda cell, value: _signed(cell.lines["against_full"], value),
+    "difference": lambda cell, value: _signed(cell.lines["difference"], value),
+    "samples": _samples,
     "seeds": _seeds,
 }
 
@@ -194,9 +192,8 @@ def _digits(table: ReportTable, name: str, column: int) -> int:
     """Digits after the point; of published numbers as many as the column's most exact one has."""
     if name != "published":
         return table.lines[name].digits
-    numbers = [
-        cell.numbers.get(name, 0.0) for (_, index), cell in table.cells.items() if index == column
-    ]
+    lines = (cell.lines.get(name) for (_, at), cell in table.cells.items() if at == column)
+    numbers = [line.value if line else 0.0 for line in lines]
     return max(len(f"{number:.4f}".rstrip("0").partition(".")[2]) for number in numbers)
 
 
@@ -322,27 +319,6 @@ def plain_markdown(words: str) -> str:
     )
 
 
-def plain_csv(value: str | float) -> str | float:
-    """A cell that no spreadsheet takes for a formula.
-
-    Text that begins like one gets an apostrophe, a number never.
-    """
-    if not isinstance(value, str) or not re.match(r"[=+\-@\t\r\n＝＋－＠]", value) or value == NONE:
-        return value
-    try:
-        float(value)
-    except ValueError:
-        return f"'{value}"
-    return value
-
-
-def csv_lines(rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV, safe to open in a spreadsheet."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([*map(plain_csv, row)] for row in rows)
-    return out.getvalue()
-
-
 def csv_text(tables: Sequence[ReportTable]) -> str:
     """Tables as CSV, a line for each cell.
 
@@ -352,32 +328,25 @@ def csv_text(tables: Sequence[ReportTable]) -> str:
 
     `status` is "run", "not run" or, of a paper's cell that kvbench cannot run, "published only".
     """
-    names = {
-        name: None for table in tables for cell in table.cells.values() for name in cell.numbers
-    }
-    axes = {axis or "row": None for table in tables for axis in table.axes}
-    settings = {
-        key: None for table in tables for cell in table.cells.values() for key in cell.settings
-    }
-    keys = [key for key in settings if key not in axes and key != "seed"]
-    start = ["table", *axes, "column", "status", "seed"]
-    rows: list[Sequence[Any]] = [[*start, *names, "marks", "timed_on", *keys, "run"]]
+    starts, numbers, ends = [], [], []
     for table in tables:
+        axes = [axis or "row" for axis in table.axes]
         for (row, column), cell in sorted(table.cells.items(), key=lambda item: item[0]):
-            labels = dict(zip((axis or "row" for axis in table.axes), table.rows[row], strict=True))
+            status = "run" if cell.arm else NOT_RUN if cell.mapped else "published only"
+            place = {"table": table.id, "column": table.columns[column], "status": status}
+            labels = dict(zip(axes, table.rows[row], strict=True))
+            starts.append({**place, "seed": cell.settings.get("seed", ""), **labels})
+            numbers.append(cell.flat())
             marks = "".join(dict.fromkeys("".join(cell.marks.values())))
-            numbers = [_stored(table, cell, name) for name in names]
-            start = [table.id, *(labels.get(axis, "") for axis in axes), table.columns[column]]
-            status = "run" if cell.run else NOT_RUN if cell.mapped else "published only"
-            values = [cell.settings.get(key, "") for key in keys]
-            rows.append(
-                [*start, status, cell.seed, *numbers, marks, cell.machine, *values, cell.run]
+            ends.append(
+                {"marks": marks, "timed_on": cell.machine, **cell.settings, "run": cell.run}
             )
-    return csv_lines(rows)
+    named, settings = pd.DataFrame(starts), pd.DataFrame(ends)
+    settings = settings[[key for key in settings if key not in named]]
+    named = _last(named, ["column", "status", "seed"])
+    return csv_of(pd.concat([named, pd.DataFrame(numbers), _last(settings, ["run"])], axis=1))
 
 
-def _stored(table: ReportTable, cell: Cell, name: str) -> float | str:
-    """A number of a cell as it was stored; printed tables have it in another unit."""
-    names = [name, *(name.removesuffix(end) for end in ("_low", "_high", "_error"))]
-    line = next((table.lines[candidate] for candidate in names if candidate in table.lines), None)
-    return cell.numbers[name] / (line.unit.scale if line else 1) if name in cell.numbers else ""
+def _last(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """The frame with these columns behind the others."""
+    return frame[[*frame.columns.drop(names), *names]]

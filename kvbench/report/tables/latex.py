@@ -244,18 +244,16 @@ def _cell(
 ) -> str:
     """What stands in a cell: a number with its letters; a score with its interval and a star."""
     cell, rank = table.cells.get((row, column)), ranks.get((row, column, name), "")
-    letters = cell.marks.get("score" if name in SCORES else name, "") if cell else ""
-    if cell is None or name not in SCORES or "score" not in cell.numbers:
+    line, value = cell.shown(name) if cell else None, table.lines[name]
+    letters = line.mark if line else ""
+    if cell is None or line is None or name not in SCORES:
         shown = text(table, cell, name, column).removesuffix(f" ({letters})")
         return _ranked(_stacked(shown, size.line, "r"), rank) + (
             rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else ""
         )
-    mean, digits = cell.numbers["score"], table.lines[name].digits
-    shown = _ranked(f"{mean:.{digits}f}", rank)
-    if "score_low" in cell.numbers:
-        up, down = (
-            f"{abs(cell.numbers[end] - mean):.{digits}f}" for end in ("score_high", "score_low")
-        )
+    shown = _ranked(f"{line.value:.{value.digits}f}", rank)
+    if line.low is not None and line.high is not None:
+        up, down = (f"{abs(end - line.value):.{value.digits}f}" for end in (line.high, line.low))
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
     marks = STAR * cell.differs_from_full + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
@@ -289,7 +287,7 @@ def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str
             for row in rows
             if (cell := table.cells.get((row, column))) and cell.was_bounded
         }
-        numbers = {row: _number(cell, name, quantity.digits) for row, cell in cells.items()}
+        numbers = {row: _number(cell, name, quantity) for row, cell in cells.items()}
         shown = {row: value for row, value in numbers.items() if not math.isnan(value)}
         best = sorted(set(shown.values()), reverse=quantity.better != "less")[:2]
         machines_differ = quantity.is_time and len({cell.machine for cell in cells.values()}) > 1
@@ -304,25 +302,23 @@ def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str
 
 def _is_sure(cell: Cell, name: str, quantity: Quantity) -> bool:
     """Whether a number may be called best: it was counted, or is of samples that rank methods."""
-    name = "score" if name in SCORES else name
-    count_key = "samples" if name == "score" else f"{name}_samples"
-    n = cell.numbers.get(count_key, cell.numbers.get("samples", 0))
-    ends = (cell.numbers.get(f"{name}_{end}") for end in ("low", "high"))
-    return quantity.part == "audit" or (ranks(n, *ends) and (name != "score" or cell.ranks_methods))
+    line = cell.shown(name)
+    sure = line is not None and ranks(line.n, line.low, line.high)
+    return quantity.part == "audit" or (sure and (name not in SCORES or cell.ranks_methods))
 
 
-def _number(cell: Cell | None, name: str, digits: int) -> float:
+def _number(cell: Cell, name: str, quantity: Quantity) -> float:
     """A number as exact as it is printed; NaN for none."""
-    name = "score" if name in SCORES else name
-    return round(cell.numbers[name], digits) if cell and name in cell.numbers else math.nan
+    line = cell.shown(name)
+    return round(quantity.scaled(line.value), quantity.digits) if line else math.nan
 
 
 def _notes(table: ReportTable, ranked: bool) -> Iterator[str]:
     cells = table.cells.values()
     yield from (escaped(_spaced(note)) for note in table.notes if not note.startswith(NOT_HERE))
-    if any("score_low" in cell.numbers for cell in cells):
+    if any((line := cell.lines.get("score")) and line.low is not None for cell in cells):
         yield rf"Beside a score: how far its {COVERAGE} \% interval reaches up and down."
-    counts = sorted({int(cell.numbers["samples"]) for cell in cells if "samples" in cell.numbers})
+    counts = sorted({cell.lines["samples"].n for cell in cells if "samples" in cell.lines})
     if counts:
         yield (
             f"Samples of a score: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}."

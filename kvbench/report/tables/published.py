@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.config import shipped
 from kvbench.memory.kinds import NATIVE
-from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
+from kvbench.report.data.marks import time_marks, transfer_marks
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
@@ -20,17 +20,8 @@ from kvbench.report.data.select import (
     scored,
     select,
 )
-from kvbench.report.tables.cells import (
-    WITH_SCORE,
-    Cell,
-    ReportTable,
-    captions,
-    mark_machines,
-    notes_of,
-    score_numbers,
-    seeds_of,
-    settings_of,
-)
+from kvbench.report.data.table import DERIVED, Number, Table, groups_of
+from kvbench.report.tables.cells import OF_SCORE, WITH_SCORE, Cell, ReportTable
 from kvbench.runs.quantities import PASSED, QUANTITIES, Quantity
 from kvbench.tasks.ruler.task import READERS
 from kvbench.tasks.ruler.texts import GENERATED
@@ -72,12 +63,9 @@ def merge_published(
     """
     frame = paper.frame
     rows, columns = list(dict.fromkeys(frame["row"])), list(dict.fromkeys(frame["column"]))
-    _, chosen = over_seeds(runs, _near(paper, select(runs, where))) if runs else (None, [])
-    whole = {
-        row: tuple(dict.fromkeys(group for groups in group_names for group in _groups_of(groups)))
-        for row, group_names in frame.groupby("row", sort=False)["group"]
-    }
-    fitting = _fitting(paper, chosen, whole)
+    near = _near(paper, select(runs, where)) if runs else []
+    table = Table(*over_seeds(runs, near)) if runs else None
+    fitting = _fitting(paper, [*table.arms.values()] if table else [])
     used = sorted({run for some in fitting.values() for run in some}, key=lambda run: run.index)
     requested_keys = {word.partition("=")[0] for words in frame["settings"] for word in words}
     mixed = marks_of_mixed(used, sorted(requested_keys), allow_mixed)
@@ -85,27 +73,27 @@ def merge_published(
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in used}
     cells = {}
     for line in frame.itertuples():
-        candidates, groups = fitting[line.Index], _required_groups(line, whole)
-        ours = _ours(paper, line, groups, candidates, marks) if candidates else Cell()
+        some = fitting[line.Index]
+        ours = _ours(paper, line, table, some, marks) if table and some else Cell()
         cells[rows.index(line.row), columns.index(line.column)] = _beside(line, ours)
-    lines = COMPARED_SECONDS if paper.timed else COMPARED_LINES | seeds_of(cells.values())
-    cells, machines = mark_machines(cells, ["score"] if paper.timed else [])
-    notes = [*_notes(paper, cells.values()), *notes_of(cells.values(), {}), *machines]
-    notes += captions(cells.values(), [""] * len(cells), ["method", "budget"])
-    return ReportTable(
-        paper.id, paper.title, ("",), [(row,) for row in rows], columns, cells, lines, notes
-    )
+    lines = dict(COMPARED_SECONDS if paper.timed else COMPARED_LINES)
+    if any("seeds" in cell.lines for cell in cells.values()):
+        lines["seeds"] = DERIVED["seeds"]
+    labels = [(str(row),) for row in rows]
+    notes = _notes(paper, cells.values())
+    made = ReportTable(paper.id, paper.title, ("",), labels, columns, cells, lines, notes)
+    return made.noted(["method", "budget"], ["score"] if paper.timed else [])
 
 
 def _beside(line: Any, ours: Cell) -> Cell:
     """Our cell with the published number."""
-    numbers = dict(ours.numbers)
+    lines = dict(ours.lines)
     if not missing(line.value):
-        numbers["published"] = line.value
-        if "score" in numbers and not {"g", "s"} & set(ours.marks["score"]):
-            numbers["difference"] = numbers["score"] - line.value
+        lines["published"] = Number(line.value)
+        if "score" in lines and not {"g", "s"} & set(lines["score"].mark):
+            lines["difference"] = Number(lines["score"].value - line.value)
     mapped = bool(line.metric and line.method and line.model)
-    return replace(ours, numbers=numbers, mapped=mapped)
+    return replace(ours, lines=lines, mapped=mapped)
 
 
 def ran(table: ReportTable) -> ReportTable:
@@ -113,23 +101,12 @@ def ran(table: ReportTable) -> ReportTable:
 
     All rows where none ran.
     """
-    there = [
-        row
-        for row in range(len(table.rows))
-        if any("score" in table.cells[row, column].numbers for column in range(len(table.columns)))
-    ]
-    if len(there) in (0, len(table.rows)):
-        return table
-    cells = {
-        (there.index(row), column): cell
-        for (row, column), cell in table.cells.items()
-        if row in there
-    }
+    there = sorted({row for (row, _), cell in table.cells.items() if "score" in cell.lines})
     others = len(table.rows) - len(there)
+    if not there or not others:
+        return table
     note = f"{others} rows that did not run here are not shown; --format html and csv have them."
-    return replace(
-        table, rows=[table.rows[row] for row in there], cells=cells, notes=[note, *table.notes]
-    )
+    return table.only(there, note)
 
 
 def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
@@ -147,18 +124,19 @@ def _near(paper: PaperTable, chosen: Iterable[Run]) -> list[Run]:
     ]
 
 
-def _required_groups(line: Any, whole: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _stratum(paper: PaperTable, line: Any) -> str:
     """The groups of samples of a published cell: of an average those of its row."""
-    return whole[line.row] if line.metric == "macro" else _groups_of(line.group)
+    if line.metric != "macro":
+        return str(line.group)
+    groups = paper.frame["group"][paper.frame["row"] == line.row]
+    return " + ".join(dict.fromkeys(name for words in groups for name in groups_of(words)))
 
 
-def _fitting(
-    paper: PaperTable, chosen: Sequence[Run], whole: Mapping[str, tuple[str, ...]]
-) -> dict[int, list[Run]]:
+def _fitting(paper: PaperTable, chosen: Sequence[Run]) -> dict[int, list[Run]]:
     """The runs that could stand beside each published cell, by its line of the paper's frame."""
     runs_by_line = {}
     for line in paper.frame.itertuples():
-        required = _required_groups(line, whole)
+        required = groups_of(_stratum(paper, line)) if chosen and line.metric else ()
         fitting = [run for run in chosen if _fits(run, line, required, line.model)]
         runs_by_line[line.Index] = fitting or [
             run for run in chosen if _fits(run, line, required, paper.stand_in)
@@ -189,25 +167,25 @@ def _fits(run: Run, line: Any, required: tuple[str, ...], model: str | None) -> 
 def _ours(
     paper: PaperTable,
     line: Any,
-    groups: tuple[str, ...],
+    table: Table,
     candidates: Sequence[Run],
-    mixed: dict[Run, str],
+    marks: Mapping[Run, str],
 ) -> Cell:
-    """What the one run that fits a published cell found there, in these groups of samples."""
+    """What the one run that fits a published cell has there, in these groups of samples."""
     candidates = same_decode_mode(candidates)
     refuse_several(candidates, f"{line.row}, {line.column}")
-    run = scored(candidates)[0]
+    run, stratum = scored(candidates)[0], _stratum(paper, line)
     if paper.timed:
-        return _timed_cell(run, line, mixed.get(run, ""))
-    marks = run.marks(groups) + "g" * _on_generated_text(run, groups) + mixed.get(run, "")
-    marks += budget_marks(run.arm_of(groups)) + "s" * bool(run.arm["model"] != line.model)
-    numbers = score_numbers(run, groups)
+        return _timed_cell(table, run, line, marks.get(run, ""))
+    letters = "g" * _on_generated_text(run, groups_of(stratum)) + marks.get(run, "")
+    letters += table.mark(run.index, stratum) + "s" * bool(run.arm["model"] != line.model)
+    lines = table.there(run.index, OF_SCORE, stratum)
     if line.metric in PASSED:
-        passed = run.arm[line.metric]
-        if missing(passed):  # some problem lacks an answer yet
+        passed = table.number(run.index, line.metric)
+        if passed is None:  # some problem lacks an answer yet
             return Cell()
-        numbers = {"score": passed}
-    return Cell(numbers, {"score": marks}, run.folders, settings=settings_of(run))
+        lines = {"score": passed.bare.marked(lines["score"].mark)}
+    return Cell({**lines, "score": lines["score"].marked(letters)}, run)
 
 
 def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
@@ -222,27 +200,23 @@ def _on_generated_text(run: Run, groups: Iterable[str]) -> bool:
     )
 
 
-def _timed_cell(run: Run, line: Any, mixed: str) -> Cell:
-    """What a timed run found of a published time, in seconds; nothing if a term is missing.
+def _timed_cell(table: Table, run: Run, line: Any, letters: str) -> Cell:
+    """What a timed run has of a published time, in seconds; nothing if a term is missing.
 
     Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
-    there = [
-        measured for cell, measured in run.cells().items() if (cell.tokens, cell.batch) == place
-    ]
-    best = max(there, key=lambda measured: (measured["disturbed"] not in (True,), measured["n"]))
+    there = {cell: measured for cell, measured in run.cells().items() if cell[:2] == place}
+    best = max(there, key=lambda cell: (there[cell]["disturbed"] not in (True,), there[cell]["n"]))
     names = line.metric.split(" + ")
-    times = [best[name] for name in names if not missing(best.get(name))]
-    numbers = {"score": sum(times) / 1e3} if len(times) == len(names) else {}
-    letters = dict.fromkeys("".join(time_marks(best, name) for name in names))
-    marks = transfer_marks(best["transfer"]) + "".join(letters) + budget_marks(best) + mixed
-    machine = str(best["device_name"])
-    return Cell(numbers, {"score": marks}, run.folders, machine=machine, settings=settings_of(run))
-
-
-def _groups_of(word: str) -> tuple[str, ...]:
-    return tuple(word.split(" + ")) if word else ()
+    terms = table.there(run.index, names, str(best))
+    lines = {}
+    if len(terms) == len(names):
+        marks = dict.fromkeys("".join(time_marks(there[best], name) for name in names))
+        letters = transfer_marks(there[best]["transfer"]) + "".join(marks) + letters
+        value = sum(term.value for term in terms.values()) / 1e3
+        lines["score"] = Number(value, mark=letters + table.mark(run.index, str(best)))
+    return Cell(lines, run, machine=best.machine)
 
 
 def _notes(paper: PaperTable, cells: Iterable[Cell]) -> list[str]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from kvbench.report.data.marks import NO_TIMES, budget_marks, time_marks, transfer_marks
+from kvbench.report.data.marks import NO_TIMES
 from kvbench.report.data.run import Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import (
@@ -25,12 +24,11 @@ from kvbench.report.data.select import (
     marks_of_decoding,
     marks_of_mixed,
     order_of,
-    probed,
     refuse_several,
-    scored,
     select,
     values_of,
 )
+from kvbench.report.data.table import DERIVED, Table, quantity_of
 from kvbench.report.tables.cells import (
     BRIEF_SCORE,
     BRIEFEST_SCORE,
@@ -39,19 +37,9 @@ from kvbench.report.tables.cells import (
     WHOLE_SCORE,
     Cell,
     ReportTable,
-    bounds_of,
-    captions,
-    ends,
-    gain_numbers,
-    kl_numbers,
-    mark_machines,
-    notes_of,
-    score_numbers,
-    seeds_of,
-    settings_of,
 )
 from kvbench.report.tables.timed import timed_tables
-from kvbench.runs.quantities import LESS, PASSED, Quantity, named
+from kvbench.runs.quantities import LESS, PASSED, Quantity
 
 SEVERAL = tuple(PASSED)[1:]  # of one answer it is the score
 COSTS = ("device_kv_bytes", "moved_bytes_per_step", "ttft_s", "tpot_ms_mean", "recall")
@@ -96,7 +84,8 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     if not chosen:
         return summary(runs, where)
     count, timed = len(chosen), len(selected) - len(chosen)
-    _, chosen = over_seeds(runs, chosen)
+    table = Table(*over_seeds(runs, chosen))
+    chosen = [*table.arms.values()]
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
     axes = _axes_for(chosen, [*shared, "method", "budget"])
     title, score = f"{count} runs", BRIEF_SCORE
@@ -110,12 +99,14 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
         columns, values = [], _with_method_time(OF_NEAR, chosen)
     else:
         columns, values = [], _with_method_time(OVERVIEW, chosen)
-    table = _table(chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared))
+    made = _table(
+        table, chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared)
+    )
     if timed:
-        table.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
+        made.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
     if 0 < len(near) < len(chosen):
-        table.notes.append("Perplexity, delta p and percentiles of KL: --where task=fidelity.")
-    return [table]
+        made.notes.append("Perplexity, delta p and percentiles of KL: --where task=fidelity.")
+    return [made]
 
 
 def summary(
@@ -135,16 +126,17 @@ def summary(
     ConfigError
         as `select`.
     """
-    _, selected = over_seeds(runs, select(runs, where))
-    untimed = by_protocol([run for run in selected if not run.is_timed])
-    timed = by_protocol([run for run in selected if run.is_timed])
+    table = Table.of(runs, where)
+    untimed = by_protocol(run for run in table.arms.values() if not run.is_timed)
+    timed = by_protocol(run for run in table.arms.values() if run.is_timed)
     tables = []
     for number, (chosen, what) in enumerate(untimed, 1):
         axes = _axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        tables.append(_table(chosen, axes, [], _with_method_time(values, chosen), id, title, {}))
+        names = _with_method_time(values, chosen)
+        tables.append(_table(table, chosen, axes, [], names, id, title, {}))
     for number, (chosen, what) in enumerate(timed, 1):
-        tables += timed_tables(chosen, str(number) if what else "", what)
+        tables += timed_tables(table, chosen, str(number) if what else "", what)
     return tables
 
 
@@ -158,16 +150,17 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     ConfigError
         as `select`.
     """
-    _, selected = over_seeds(runs, select(runs, where))
+    table = Table.of(runs, where)
     tables = []
     for task in dict.fromkeys(run.arm["task"] for run in runs):
-        task_runs = [run for run in selected if run.arm["task"] == task and not run.is_timed]
+        untimed = (run for run in table.arms.values() if not run.is_timed)
+        task_runs = [run for run in untimed if run.arm["task"] == task]
         for number, (chosen, what) in enumerate(by_protocol(task_runs), 1):
             if len({group for run in chosen for group in run.scores.groups}) > 1:
                 axes = _axes_for(chosen, ["model", "method", "budget"])
                 title = f"{task} by group" + (f", with {what}" if what else "")
                 id = f"{task}{number if what else ''}"
-                tables.append(_table(chosen, axes, ["group"], ["score"], id, title, {}))
+                tables.append(_table(table, chosen, axes, ["group"], ["score"], id, title, {}))
     return tables
 
 
@@ -192,7 +185,7 @@ def pivot(
     values: Sequence[str],
     where: Sequence[str] = (),
     allow_mixed: bool = False,
-    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    score_lines: dict[str, Quantity] = WHOLE_SCORE,
     best_first: bool = False,
 ) -> ReportTable:
     """Any selection: runs, or their groups, by some of their settings.
@@ -227,8 +220,9 @@ def pivot(
     """
     chosen = select(runs, where)
     down, across = ([key_of(runs, name) for name in names] for names in (rows, columns))
-    if "seed" not in (*down, *across):
-        _, chosen = over_seeds(runs, chosen)
+    by_seed = "seed" in (*down, *across)
+    table = Table(runs, chosen) if by_seed else Table(*over_seeds(runs, chosen))
+    chosen = [*table.arms.values()]
     meant = {word: [word] if word in PARTS else values_of(runs, word) for word in values}
     names = [name for value_names in meant.values() for name in value_names]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
@@ -243,13 +237,13 @@ def pivot(
     ]
     title = _title(chosen, titles, [*down, *across])
     order = [label for word in where for label in word.partition("=")[2].split(",")]
-    table = _table(chosen, down, across, names, "table", title, mixed, score_lines, order)
-    return _best_first(table) if best_first else table
+    made = _table(table, chosen, down, across, names, "table", title, mixed, score_lines, order)
+    return _best_first(made) if best_first else made
 
 
 def _line(name: str) -> Quantity:
     """The quantity of a value."""
-    return PARTS.get(name) or named(name)
+    return PARTS.get(name) or quantity_of(name)
 
 
 def _best_first(table: ReportTable) -> ReportTable:
@@ -258,17 +252,14 @@ def _best_first(table: ReportTable) -> ReportTable:
     Last come those without one, and those whose budget never applied.
     """
     first = next(iter(table.lines))
-    number = "score" if first == "brief_score" else first
     sign = 1 if table.lines[first].better == LESS else -1
 
     def place(row: int) -> float:
         cell = table.cells.get((row, 0))
-        there = cell and number in cell.numbers and cell.was_bounded
-        return sign * cell.numbers[number] if cell and there else math.inf
+        line = cell.shown(first) if cell and cell.was_bounded else None
+        return sign * line.value if line else math.inf
 
-    order = sorted(range(len(table.rows)), key=place)
-    cells = {(order.index(row), column): cell for (row, column), cell in table.cells.items()}
-    return replace(table, rows=[table.rows[row] for row in order], cells=cells)
+    return table.only(sorted(range(len(table.rows)), key=place))
 
 
 def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
@@ -285,6 +276,7 @@ def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) ->
 
 
 def _table(
+    table: Table,
     chosen: Sequence[Run],
     rows: Sequence[str],
     columns: Sequence[str],
@@ -292,7 +284,7 @@ def _table(
     id: str,
     title: str,
     mixed: Mapping[Run, str],
-    score_lines: Mapping[str, Quantity] = WHOLE_SCORE,
+    score_lines: dict[str, Quantity] = WHOLE_SCORE,
     label_order: Sequence[str] = (),
     shared: int = 0,
 ) -> ReportTable:
@@ -308,23 +300,24 @@ def _table(
     axes = [*rows, *columns]
     decoding_marks = marks_of_decoding(chosen, axes)
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
-    cells_of = _runs_of_cells(chosen, rows, columns)
-    order = _order(cells_of, label_order)
-    row_labels = sorted({row for row, *_ in cells_of}, key=order)
-    column_labels = sorted({column for _, column, _ in cells_of}, key=order)
+    runs_by_cell = _runs_of_cells(chosen, rows, columns)
+    order = _order(runs_by_cell, label_order)
+    row_labels = sorted({row for row, *_ in runs_by_cell}, key=order)
+    column_labels = sorted({column for _, column, _ in runs_by_cell}, key=order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): _cell(some, groups, values, marks)
-        for (row, column, groups), some in cells_of.items()
+        (row_labels.index(row), column_labels.index(column)): Cell.of(
+            table, some, values, " + ".join(groups), marks
+        )
+        for (row, column, groups), some in runs_by_cell.items()
     }
-    lines = _lines(values, {**score_lines, **seeds_of(cells.values())})
+    seeds = {"seeds": DERIVED["seeds"]}
+    lines = _lines(
+        values,
+        score_lines | (seeds if any("seeds" in cell.lines for cell in cells.values()) else {}),
+    )
     times = [name for name, line in lines.items() if line.is_time]
-    cells, machines = mark_machines(cells, times)
-    notes = [*notes_of(cells.values(), lines), *machines]
-    if times and not decoding_marks and any(run.shares_decode for run in chosen):
-        notes.append(NO_TIMES)
-    parts = [_part(axes, [*row_labels[row], *column_labels[column]]) for row, column in cells]
-    notes += captions(cells.values(), parts, axes)
-    return ReportTable(
+    untimed = times and not decoding_marks and any(run.shares_decode for run in chosen)
+    made = ReportTable(
         id=id,
         title=title,
         axes=tuple(rows),
@@ -332,10 +325,11 @@ def _table(
         columns=list(map(", ".join, column_labels)),
         cells=cells,
         lines=lines,
-        notes=notes,
+        notes=[],
         heads=tuple(column_labels) if len(columns) > 1 else (),
         shared=shared,
     )
+    return made.noted(axes, times, [NO_TIMES] if untimed else [])
 
 
 def _lines(values: Sequence[str], of_score: Mapping[str, Quantity]) -> dict[str, Quantity]:
@@ -366,13 +360,6 @@ def _order(
     return order
 
 
-def _part(axes: Sequence[str], labels: Sequence[str]) -> str:
-    """The model and task that a cell is of, as far as its labels say."""
-    return ", ".join(
-        label for axis, label in zip(axes, labels, strict=True) if axis in ("model", "task")
-    )
-
-
 def _runs_of_cells(
     chosen: Sequence[Run], rows: Sequence[str], columns: Sequence[str]
 ) -> dict[Where, list[Run]]:
@@ -400,55 +387,3 @@ def _runs_of_cells(
         every = targets.get(others, [column]) if column[budget] == "-" else [column]
         spread |= {(row, target, groups): cell_runs for target in every}
     return spread
-
-
-def _cell(
-    cell_runs: Sequence[Run],
-    groups: tuple[str, ...],
-    values: Sequence[str],
-    of_runs: Mapping[Run, str],
-) -> Cell:
-    """The numbers of one cell: probes of its run with them, all others of its run without.
-
-    Parameters
-    ----------
-    of_runs
-        marks that stand at the first number of a run.
-    """
-    first: Run | None = None
-    machine, unsaid = "", dict[Run, str]()
-    numbers: dict[str, float] = {}
-    marks: dict[str, str] = {}
-    for name in values:
-        quantity = _line(name)
-        candidates = probed(cell_runs) if quantity.part == "probe" else scored(cell_runs)
-        if not candidates:
-            continue
-        (run,) = candidates
-        arm = run.arm_of(groups)
-        unsaid.setdefault(run, of_runs[run] + budget_marks(arm))
-        first = first or run
-        if name == "gain":
-            numbers |= gain_numbers(run, groups)
-        elif name == "score" or name in PARTS:
-            numbers |= score_numbers(run, groups)
-            marks["score"] = run.marks(groups)
-        elif not missing(arm[name]):
-            numbers |= {name: quantity.scaled(arm[name]), **ends(arm["spread"], {name: quantity})}
-            if name == "kl_mean" and (kl := run.kl(groups)):
-                numbers |= kl_numbers(kl)
-                marks[name] = "r" * kl.is_range
-            error = f"{name}_error"
-            if not missing(arm.get(error)):
-                numbers[error] = quantity.scaled(arm[error])
-            if quantity.is_time:
-                marks[name] = transfer_marks(arm["transfer"]) + time_marks(arm, name)
-                machine = run.label("device_name")
-        marks[name] = marks.get(name, "") + unsaid[run]
-        unsaid[run] = ""
-    if first is None:
-        return Cell()
-    numbers |= bounds_of(first.arm_of(groups))
-    marks = {name: letters for name, letters in marks.items() if letters}
-    seed, settings = first.label("seed"), settings_of(first)
-    return Cell(numbers, marks, first.folders, machine=machine, seed=seed, settings=settings)

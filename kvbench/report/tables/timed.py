@@ -11,18 +11,10 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from kvbench.report.data.crossing import TIME, crossing
-from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
 from kvbench.report.data.run import CELL, Run, TimedCell, is_shared, missing
 from kvbench.report.data.select import differing_keys, labels_of, last_word, order_of
-from kvbench.report.tables.cells import (
-    Cell,
-    ReportTable,
-    bounds_of,
-    captions,
-    ends,
-    notes_of,
-    settings_of,
-)
+from kvbench.report.data.table import Number, Table
+from kvbench.report.tables.cells import Cell, ReportTable, notes_of
 from kvbench.runs.quantities import LESS, Quantity, Unit, named
 
 # What they show in place of a score, by table; the parts of a step stand in the last.
@@ -48,8 +40,6 @@ AGAINST_FULL = {
     "time_over_full": Quantity("time_over_full", "", "time / full's at the longest", better=LESS),
     "ttft_over_full": Quantity("ttft_over_full", "", "TTFT / full's at the longest", better=LESS),
 }
-# Times with the transfers of a step in them; a mark says if those went to no device.
-TRANSFERRED = {"tpot_ms_p50", "tpot_ms_mean", "breakdown_ms.transfer"}
 AXES = ("model", "task.keys", "task.prefill", "method", "budget")
 MACHINE = "device_name"  # an axis where there are several: no line has times of two
 
@@ -76,9 +66,6 @@ NOTES = {
         "prefill=false: stores were filled and nothing read by the model: no first token to time."
     ),
 }
-# what an arm has at one length and batch, by name, as a line of `Runs.arms`
-Line = Mapping[str, Any]
-Cells = Mapping[TimedCell, Line]
 
 
 class _Row(NamedTuple):
@@ -88,64 +75,21 @@ class _Row(NamedTuple):
     ----------
     run
         of the arm.
-    tokens, batch
-        of its prompts.
+    place
+        its prompts and machine.
     labels
         of the arm.
     line
-        its numbers.
+        its numbers, as a line of `Runs.arms`.
     """
 
     run: Run
-    tokens: int
-    batch: int
+    place: TimedCell
     labels: tuple[str, ...]
-    line: Line
-
-    def marks(self, name: str) -> str:
-        """The letters for one of its times."""
-        letters = transfer_marks(self.line["transfer"]) if name in TRANSFERRED else ""
-        return letters + (time_marks(self.line, name) if named(name).part != "hardware" else "")
-
-    def cell(self, shown: Mapping[str, Quantity]) -> Cell:
-        """Its numbers among these quantities."""
-        line = self.line
-        there = {name: quantity for name, quantity in shown.items() if not missing(line.get(name))}
-        numbers = {name: quantity.scaled(line[name]) for name, quantity in there.items()}
-        numbers |= ends(line["spread"], there)
-        marks = {name: self.marks(name) for name, quantity in there.items() if quantity.is_time}
-        if line["memory"] == "counted" and "memory_bytes" in numbers:
-            marks["memory_bytes"] = "a"
-        if letters := budget_marks(line):
-            first = next(iter(there))
-            marks[first] = marks.get(first, "") + letters
-        return Cell(
-            numbers | bounds_of(line),
-            {name: letters for name, letters in marks.items() if letters},
-            self.run.folders,
-            machine=str(line["device_name"]),
-            seed=self.run.label("seed"),
-            settings=settings_of(self.run),
-        )
-
-    def over(self, full: _Row, start: float | None) -> Cell:
-        """Its times over full attention's at this length, and from which length it is faster."""
-        mine, theirs = self.line, full.line
-        numbers = {"time_over_full": mine[TIME.name] / theirs[TIME.name]}
-        if start:
-            numbers["faster_from"] = start
-        marks = dict.fromkeys(numbers, self._marks_over(full, TIME.name))
-        if not (missing(mine["ttft_s"]) or missing(theirs["ttft_s"])):
-            numbers["ttft_over_full"] = mine["ttft_s"] / theirs["ttft_s"]
-            marks["ttft_over_full"] = self._marks_over(full, "ttft_s")
-        marks = {name: letters for name, letters in marks.items() if letters}
-        return Cell(numbers, marks, self.run.folders)
-
-    def _marks_over(self, full: _Row, name: str) -> str:
-        return "".join(sorted({*self.marks(name), *time_marks(full.line, name)}))
+    line: Mapping[str, Any]
 
 
-def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[ReportTable]:
+def timed_tables(table: Table, chosen: Sequence[Run], number: str, what: str) -> list[ReportTable]:
     """The tables of `TIMED` of these timed runs.
 
     Parameters
@@ -155,22 +99,25 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[ReportTa
     what
         the protocol that these are of; "" where there is one.
     """
-    cells_of = {run: run.cells() for run in chosen}
-    axes, same = _axes(cells_of)
-    timed = _rows(cells_of, axes)
-    rows = [(str(row.tokens), str(row.batch), *row.labels) for row in timed]
+    axes, same = _axes(chosen)
+    timed = _rows(chosen, axes)
+    rows = [(str(row.place.tokens), str(row.place.batch), *row.labels) for row in timed]
     head = ("tokens", "batch", *("machine" if key == MACHINE else last_word(key) for key in axes))
     shared = (f"{last_word(key)}={label}" for key, label in same.items())
     title = ", ".join(filter(None, ["latency", *shared, what]))
     tables = []
     for id, (subject, value_names) in TIMED.items():
         shown = _quantities(timed, value_names)
-        cells = {(index, 0): row.cell(shown) for index, row in enumerate(timed)}
-        notes = [*_notes(timed, cells.values()), *notes_of(cells.values(), {})]
-        notes += captions(cells.values(), [""] * len(cells), {*axes, *same, *CELL})
-        words = f"{title}: {subject}"
-        tables.append(ReportTable(f"{id}{number}", words, head, rows, [""], cells, shown, notes))
-    if against := _against_full(timed, axes):
+        cells = {
+            (index, 0): Cell.of(table, [row.run], list(shown), str(row.place))
+            for index, row in enumerate(timed)
+        }
+        notes = _notes(timed, cells.values())
+        made = ReportTable(
+            f"{id}{number}", f"{title}: {subject}", head, rows, [""], cells, shown, notes
+        )
+        tables.append(made.noted([*axes, *same, *CELL]))
+    if against := _against_full(table, timed, axes):
         cells = {(index, 0): cell for index, cell in enumerate(against.values())}
         notes = [*notes_of(cells.values(), {}), FASTER_NOTE]
         id, words = f"latency_breakeven{number}", f"{title}: {FASTER}"
@@ -179,20 +126,19 @@ def timed_tables(chosen: Sequence[Run], number: str, what: str) -> list[ReportTa
     return tables
 
 
-def _rows(cells_of: Mapping[Run, Cells], axes: Sequence[str]) -> list[_Row]:
+def _rows(chosen: Sequence[Run], axes: Sequence[str]) -> list[_Row]:
     """The arms at each length and batch, by these and by their labels."""
     rows = [
         _Row(
             run,
-            cell.tokens,
-            cell.batch,
+            cell,
             tuple(cell.machine if key == MACHINE else run.label(key) for key in axes),
             line,
         )
-        for run, cells in cells_of.items()
-        for cell, line in cells.items()
+        for run in chosen
+        for cell, line in run.cells().items()
     ]
-    return sorted(rows, key=lambda row: (row.tokens, row.batch, list(map(order_of, row.labels))))
+    return sorted(rows, key=lambda row: (*row.place[:2], list(map(order_of, row.labels))))
 
 
 def _quantities(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Quantity]:
@@ -210,7 +156,9 @@ def _quantities(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Quantit
     return {name: named(name)._replace(label=named(name).narrow_heading) for name in every}
 
 
-def _against_full(rows: Sequence[_Row], axes: Sequence[str]) -> dict[tuple[str, ...], Cell]:
+def _against_full(
+    table: Table, rows: Sequence[_Row], axes: Sequence[str]
+) -> dict[tuple[str, ...], Cell]:
     """What `AGAINST_FULL` says of each arm, as full attention was timed beside it.
 
     Both were timed at several lengths. Of several runs of full attention the one with the most
@@ -218,39 +166,55 @@ def _against_full(rows: Sequence[_Row], axes: Sequence[str]) -> dict[tuple[str, 
     """
     shared = [key == MACHINE or (is_shared(key) and key not in CELL) for key in axes]
     arms: dict[tuple[str, ...], dict[int, _Row]] = {}
-    fulls: dict[tuple[str, ...], dict[tuple[str, ...], dict[int, _Row]]] = {}
-    places = {}
     for row in rows:
-        if missing(row.line[TIME.name]):
-            continue
-        labels = (str(row.batch), *row.labels)
-        places[labels] = (str(row.batch), *compress(row.labels, shared))
-        by_labels = fulls.setdefault(places[labels], {}) if row.run.is_full else arms
-        by_labels.setdefault(labels, {})[row.tokens] = row
+        if not missing(row.line[TIME.name]):
+            labels = (str(row.place.batch), *row.labels)
+            arms.setdefault(labels, {})[row.place.tokens] = row
     cells = {}
     for labels, arm in arms.items():
-        there = fulls.get(places[labels], {})
-        nearest = max(there, key=lambda other: sum(map(eq, other, labels)), default=())
-        full = there.get(nearest, {})
-        common = sorted(arm.keys() & full.keys())
-        if len(common) > 1:
-            start = crossing(_times(arm), _times(full))
-            cells[labels] = arm[common[-1]].over(full[common[-1]], start)
+        fulls = {
+            other: by_tokens
+            for other, by_tokens in arms.items()
+            if next(iter(by_tokens.values())).run.is_full and _alike(labels, other, shared)
+        }
+        nearest = max(fulls, key=lambda other: sum(map(eq, other, labels)), default=())
+        common = sorted(arm.keys() & fulls.get(nearest, {}).keys())
+        if labels not in fulls and len(common) > 1:
+            start = crossing(_times(arm), _times(fulls[nearest]))
+            cells[labels] = _over(table, arm[common[-1]], fulls[nearest][common[-1]], start)
     return cells
+
+
+def _alike(labels: Sequence[str], others: Sequence[str], shared: Sequence[bool]) -> bool:
+    """Whether two arms have the batch and these of their labels in common."""
+    return all(map(eq, compress(labels, (True, *shared)), compress(others, (True, *shared))))
+
+
+def _over(table: Table, row: _Row, full: _Row, start: float | None) -> Cell:
+    """An arm's times over full attention's at one length, and from which length it is faster."""
+    lines = {}
+    for name, over in ((TIME.name, "time_over_full"), ("ttft_s", "ttft_over_full")):
+        mine, theirs = (table.number(at.run.index, name, str(at.place)) for at in (row, full))
+        if mine is not None and theirs is not None:
+            marks = "".join(sorted({*mine.mark, *theirs.mark}))
+            lines[over] = Number(mine.value / theirs.value, n=mine.n, mark=marks)
+    if start:
+        lines["faster_from"] = Number(start, mark=lines["time_over_full"].mark)
+    return Cell(lines, row.run)
 
 
 def _times(arm: Mapping[int, _Row]) -> dict[int, float]:
     return {tokens: row.line[TIME.name] for tokens, row in arm.items()}
 
 
-def _axes(cells_of: Mapping[Run, Cells]) -> tuple[list[str], dict[str, str]]:
+def _axes(chosen: Sequence[Run]) -> tuple[list[str], dict[str, str]]:
     """The settings that label an arm, and those of `AXES` that all arms share with their label."""
     rivals: dict[tuple[Any, ...], list[Run]] = {}
-    for run, cells in cells_of.items():
-        for cell in cells:
+    for run in chosen:
+        for cell in run.cells():
             rivals.setdefault((*cell, *map(run.label, AXES)), []).append(run)
-    several = len({cell.machine for cells in cells_of.values() for cell in cells}) > 1
-    labels = {key: labels_of(cells_of, key) for key in AXES[:3]}
+    several = len({cell.machine for run in chosen for cell in run.cells()}) > 1
+    labels = {key: labels_of(chosen, key) for key in AXES[:3]}
     same = {key: values[0] for key, values in labels.items() if len(values) == 1}
     axes = [key for key in (*AXES, *differing_keys(rivals.values())) if key not in same]
     axes += [MACHINE] if several else []
