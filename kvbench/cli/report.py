@@ -48,6 +48,8 @@ FORMATS = {
     "markdown": ".md",
     "latex": ".tex",
     "csv": ".csv",
+    "long": "",
+    "parquet": ".parquet",
     "html": ".html",
     "site": "",
 }
@@ -60,6 +62,7 @@ EXAMPLES = """\
   kvbench report --paper icecache_table1 --format latex  ours beside the published numbers
   kvbench report --figure tradeoff --size column --out tradeoff.pdf
   kvbench report --out report.html                       one page with all tables and pictures
+  kvbench report --out results.parquet                   every number in one long table
   kvbench report --out site/                             leaderboard, a page a method, samples
   kvbench report --claims                                which of the papers' claims hold
   kvbench report --list                                  what can be made
@@ -79,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(flags.out)
         else:
             runs = _runs(flags)
-            make = _draw if flags.figure else _write_site if flags.format == "site" else _print
+            made = {"site": _write_site, "long": _export, "parquet": _export}
+            make = _draw if flags.figure else made.get(flags.format, _print)
             narrow = make(flags, runs)
             sys.stdout.flush()
             _print_skipped(runs, narrow)
@@ -165,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="only runs with this value, or one of V,V",
     )
+    add(
+        "--all",
+        action="store_true",
+        help="every run; else a console has the ten best methods of one selection of many",
+    )
     add("--figure", metavar="NAME", help="draw a figure to --out FILE.png, .pdf or .svg")
     add(
         "--size",
@@ -235,12 +244,31 @@ def _check(flags: Namespace) -> None:
         raise ConfigError(
             f"--format {flags.format}: not of --claims; expected console, markdown, csv or html"
         )
+    if flags.format in ("long", "parquet"):
+        _check_export(flags)
     if flags.format == "site":
         _check_site(flags)
     if flags.paper:
         from kvbench.report.data import papers as published
 
         flags.paper = [published.table(id) for id in flags.paper]
+
+
+def _check_export(flags: Namespace) -> None:
+    """Refuse what does not go with all numbers of all runs as one file.
+
+    Raises
+    ------
+    ConfigError
+        names it.
+    """
+    if not flags.out:
+        raise ConfigError(f"--format {flags.format}: give a file with --out, such as results.csv")
+    if flags.paper or flags.rows or flags.claims:
+        raise ConfigError(
+            f"--out {flags.out}: has all numbers of all runs; leave out --paper, --claims, --rows,"
+            " --columns and --values"
+        )
 
 
 def _check_site(flags: Namespace) -> None:
@@ -390,6 +418,7 @@ def _named(skipped: Sequence[SkippedRun]) -> str:
 def _tables(flags: Namespace, runs: Runs | None) -> list[ReportTable]:
     from kvbench.report.tables import runs as tables
     from kvbench.report.tables.cells import BRIEFEST_SCORE, WHOLE_SCORE
+    from kvbench.report.tables.first import first
     from kvbench.report.tables.published import merge_published, ran
 
     if flags.paper:
@@ -415,11 +444,10 @@ def _tables(flags: Namespace, runs: Runs | None) -> list[ReportTable]:
         ]
     if flags.format == "html":
         return [*tables.summary(runs, flags.where), *tables.by_group(runs, flags.where)]
-    return (
-        tables.summary(runs, flags.where)
-        if flags.format == "csv"
-        else tables.overview(runs, flags.where)
-    )
+    if flags.format == "csv":
+        return tables.summary(runs, flags.where)
+    whole = flags.all or flags.format != "console"
+    return (tables.overview if whole else first)(runs, flags.where)
 
 
 def _print(flags: Namespace, runs: Runs | None) -> list[str]:
@@ -522,6 +550,20 @@ def _write_site(flags: Namespace, runs: Runs | None) -> list[str]:
     assert runs is not None
     site.write(_chosen(flags, runs), " and ".join(map(str, flags.folders)), flags.out)
     print(flags.out / "index.html")
+    return []
+
+
+def _export(flags: Namespace, runs: Runs | None) -> list[str]:
+    """Write all numbers of the runs in one long table."""
+    from kvbench.report.data.table import Table
+
+    assert runs is not None
+    table = Table.of(runs, flags.where)
+    try:
+        (table.to_parquet if flags.format == "parquet" else table.to_csv)(flags.out)
+    except OSError as error:
+        raise ConfigError(f"--out {flags.out}: cannot write there ({error.strerror})") from error
+    print(flags.out)
     return []
 
 

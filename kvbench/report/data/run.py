@@ -385,6 +385,11 @@ class Run:
             "full attention's interval is wider than the methods' scores lie apart" if wide else ""
         )
 
+    @property
+    def nearness(self) -> float:
+        """What arms on the same samples are ordered by: KL, or else the score, the best first."""
+        return -self.score().mean if missing(self.arm["kl_mean"]) else float(self.arm["kl_mean"])
+
     def kl(self, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean KL divergence from full attention over the samples of these groups, in nats.
 

@@ -40,6 +40,7 @@ FIRST = (
     "seed",
 )
 
+SAME = "The same in all rows"
 Place = tuple[int, int]  # row and column
 WHOLE_SCORE = {"score": QUANTITIES["score"], **WITH_SCORE}
 # The same in less room: with its interval, and a star where it surely differs from full
@@ -268,6 +269,21 @@ class ReportTable:
         rest = [self.rows[row] for row in rows]
         return replace(self, rows=rest, cells=cells, notes=[*notes, *self.notes])
 
+    def by_arm(self, arms: Sequence[Run]) -> ReportTable:
+        """The same table, its rows in the order of these arms."""
+        places = {arm: place for place, arm in enumerate(arms)}
+        order = {row: places[cell.arm] for (row, _), cell in self.cells.items() if cell.arm}
+        return self.only(sorted(order, key=lambda row: order[row]))
+
+    def brief(self) -> ReportTable:
+        """The same table without what few of its cells have, and what is the same in all rows."""
+        cells = self.cells.values()
+        count = {name: sum(cell.shown(name) is not None for cell in cells) for name in self.lines}
+        lines = {name: self.lines[name] for name in self.lines if 2 * count[name] > len(cells)}
+        lines.pop("seeds", None)
+        notes = [note for note in self.notes if not note.startswith(SAME)]
+        return replace(self, lines=lines, notes=notes)
+
     def noted(
         self, labelled: Collection[str], times: Collection[str] = (), more: Sequence[str] = ()
     ) -> ReportTable:
@@ -313,7 +329,7 @@ def captions(cells: Iterable[Cell], labelled: Collection[str]) -> list[str]:
         if all(len(_values(key, settings)) < 2 for settings in of_parts.values())
     ]
     lines = {
-        "The same in all rows": _shared(keys, every),
+        SAME: _shared(keys, every),
         **{part: _shared(by_part, settings) for part, settings in of_parts.items()},
         "Not the same in all rows": [
             f"{key}={' | '.join(_values(key, every))}" for key in others if key not in by_part

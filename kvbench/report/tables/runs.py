@@ -87,7 +87,7 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     table = Table(*over_seeds(runs, chosen))
     chosen = [*table.arms.values()]
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
-    axes = _axes_for(chosen, [*shared, "method", "budget"])
+    axes = axes_for(chosen, [*shared, "method", "budget"])
     title, score = f"{count} runs", BRIEF_SCORE
     near = [run for run in chosen if not missing(run.arm["kl_p50"])]
     if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
@@ -96,10 +96,10 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
         columns, values = ["budget"], ["score"]
     elif len(near) == len(chosen):
         score = SAME_TOP
-        columns, values = [], _with_method_time(OF_NEAR, chosen)
+        columns, values = [], with_method_time(OF_NEAR, chosen)
     else:
-        columns, values = [], _with_method_time(OVERVIEW, chosen)
-    made = _table(
+        columns, values = [], with_method_time(OVERVIEW, chosen)
+    made = table_of(
         table, chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared)
     )
     if timed:
@@ -131,10 +131,10 @@ def summary(
     timed = by_protocol(run for run in table.arms.values() if run.is_timed)
     tables = []
     for number, (chosen, what) in enumerate(untimed, 1):
-        axes = _axes_for(chosen, ["model", "task", "method", "budget"])
+        axes = axes_for(chosen, ["model", "task", "method", "budget"])
         id, title = (f"summary{number}", f"Runs with {what}") if what else ("summary", "All runs")
-        names = _with_method_time(values, chosen)
-        tables.append(_table(table, chosen, axes, [], names, id, title, {}))
+        names = with_method_time(values, chosen)
+        tables.append(table_of(table, chosen, axes, [], names, id, title, {}))
     for number, (chosen, what) in enumerate(timed, 1):
         tables += timed_tables(table, chosen, str(number) if what else "", what)
     return tables
@@ -157,14 +157,14 @@ def by_group(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
         task_runs = [run for run in untimed if run.arm["task"] == task]
         for number, (chosen, what) in enumerate(by_protocol(task_runs), 1):
             if len({group for run in chosen for group in run.scores.groups}) > 1:
-                axes = _axes_for(chosen, ["model", "method", "budget"])
+                axes = axes_for(chosen, ["model", "method", "budget"])
                 title = f"{task} by group" + (f", with {what}" if what else "")
                 id = f"{task}{number if what else ''}"
-                tables.append(_table(table, chosen, axes, ["group"], ["score"], id, title, {}))
+                tables.append(table_of(table, chosen, axes, ["group"], ["score"], id, title, {}))
     return tables
 
 
-def _with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
+def with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]:
     """These values; after the time of a token the method's own, if any decoded together."""
     any_joint = any(run.shares_decode for run in chosen)
     with_own: list[str] = []
@@ -173,7 +173,7 @@ def _with_method_time(values: Sequence[str], chosen: Iterable[Run]) -> list[str]
     return list(dict.fromkeys(with_own))
 
 
-def _axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
+def axes_for(chosen: Sequence[Run], axes: list[str]) -> list[str]:
     """These axes, and the settings by which no two runs share a cell."""
     return [*axes, *differing_keys(by_labels(chosen, axes).values())]
 
@@ -226,7 +226,7 @@ def pivot(
     meant = {word: [word] if word in PARTS else values_of(runs, word) for word in values}
     names = [name for value_names in meant.values() for name in value_names]
     mixed = marks_of_mixed(chosen, [*down, *across], allow_mixed)
-    if "decode" in _axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
+    if "decode" in axes_for(chosen, [*down, *across])[len(down) + len(across) :]:
         # what decoded together and what decoded alone are two runs, and both are shown
         down.append("decode")
     for labels, cell_runs in by_labels(chosen, [*down, *across]).items():
@@ -237,7 +237,7 @@ def pivot(
     ]
     title = _title(chosen, titles, [*down, *across])
     order = [label for word in where for label in word.partition("=")[2].split(",")]
-    made = _table(table, chosen, down, across, names, "table", title, mixed, score_lines, order)
+    made = table_of(table, chosen, down, across, names, "table", title, mixed, score_lines, order)
     return _best_first(made) if best_first else made
 
 
@@ -275,7 +275,7 @@ def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) ->
     return f"{what[:1].upper()}{what[1:]} by {by}{of}"
 
 
-def _table(
+def table_of(
     table: Table,
     chosen: Sequence[Run],
     rows: Sequence[str],
