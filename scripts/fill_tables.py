@@ -16,7 +16,6 @@ import functools
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +24,9 @@ import yaml
 
 from kvbench.cli.report import main as report
 from kvbench.cli.report import tables_of
-from kvbench.report.claims.page import Judged, judged, sentence
-from kvbench.report.claims.verdict import Finding, Verdict
+from kvbench.report.claims.claim import Criterion
+from kvbench.report.claims.page import Judged, counted, judged, sentence
+from kvbench.report.claims.verdict import Finding, Setting, Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.tables import formats
@@ -220,7 +220,6 @@ def _claimed(ids: Sequence[str]) -> Shown:
     by_id = {judged.claim.id: judged for judged in _judged()}
     rows = {}
     for id in ids:
-        stand_in = "stand-in: " if by_id[id].claim.original else ""
         for criterion, number, verdict in by_id[id].criteria:
             measured = (
                 sentence(criterion, number)
@@ -232,21 +231,28 @@ def _claimed(ids: Sequence[str]) -> Shown:
                 measured,
                 criterion.bounds_text,
                 count,
-                verdict.value if verdict is Verdict.NOT_TESTABLE else stand_in + verdict.value,
+                _said(by_id[id], criterion, verdict),
             ]
     return Shown((["claim", "what was measured"], ["found", "wanted", "n", "verdict"]), rows)
 
 
+def _said(judged: Judged, criterion: Criterion, verdict: Verdict) -> str:
+    """The verdict on a criterion as a table has it."""
+    if not criterion.decides:
+        return "information"
+    stands_in = judged.setting is Setting.STAND_IN and verdict is not Verdict.NOT_TESTABLE
+    return f"{Setting.STAND_IN.value}: {verdict.value}" if stands_in else verdict.value
+
+
 def _verdicts() -> Shown:
-    """How many claims of each paper have each verdict."""
-    counts = Counter((judged.claim.id.partition("-")[0], judged.verdict) for judged in _judged())
-    papers = [*dict.fromkeys(judged.claim.id.partition("-")[0] for judged in _judged())]
-    numbers = {paper: [counts[paper, verdict] for verdict in Verdict] for paper in papers}
-    numbers["all"] = list(map(sum, zip(*numbers.values(), strict=True)))
-    rows = {
-        (paper,): list(map(str, [sum(counted), *counted])) for paper, counted in numbers.items()
-    }
-    return Shown((["claims"], ["claims", *(verdict.value for verdict in Verdict)]), rows)
+    """How many claims of each setting have each verdict."""
+    shown = [verdict for verdict in Verdict if verdict is not Verdict.NOT_TESTABLE]
+    rows = {}
+    for setting, counts in counted(_judged()).items():
+        verdicts = [counts.get(verdict, 0) for verdict in shown]
+        cells = ["-"] * len(shown) if setting is Setting.NOWHERE else list(map(str, verdicts))
+        rows[setting.value,] = [str(sum(counts.values())), *cells]
+    return Shown((["claims"], ["claims", *(verdict.value for verdict in shown)]), rows)
 
 
 def _plain(text: str) -> str:

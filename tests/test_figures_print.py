@@ -66,7 +66,7 @@ def scored(folder: Path, task: str, full: list[float], quest: list[float]) -> No
 
 def test_a_score_axis_fits_what_is_on_it_and_a_task_that_ranks_nobody_is_named_below(tmp_path: Path) -> None:
     high = [0.9, 0.95, 1.0] * 4
-    scored(tmp_path, "ruler", high, [score - 0.05 for score in high])
+    scored(tmp_path, "ruler", high, [score - 0.08 for score in high])
     scored(tmp_path, "longbench", [0.0] * 9 + [0.1], [0.1] + [0.0] * 9)
     figure = figures.draw("budget", collect([tmp_path]))
     assert ["ruler" in axis.get_title() for axis in figure.axes] == [True, True]

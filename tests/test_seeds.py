@@ -14,7 +14,7 @@ from kvbench.cli.report import main as report
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.stats import estimate, proportion
+from kvbench.report.data.stats import estimate, mean_score
 from kvbench.report.figures import all as figures
 
 
@@ -40,7 +40,7 @@ QUEST = {0: [1.0, 1.0, 1.0, 1.0], 1: [1.0, 0.0, 0.0, 0.0], 10: [1.0, 1.0, 0.0, 0
 
 def test_seeds_are_one_row_that_says_how_many_and_how_far_apart(tmp_path, capsys) -> None:
     of_seeds(tmp_path, "quest", QUEST)
-    expected = proportion([np.repeat([100.0, 0.0], [7, 5])])
+    expected = mean_score([np.repeat([100.0, 0.0], [7, 5])])
     for words in ([], ["--rows", "method"], ["--rows", "method", "--columns", "task"]):
         (line,) = lines(capsys, tmp_path, *words)
         numbers = {name: float(line[name]) for name in ("score", "score_low", "score_high", "samples")}
@@ -125,10 +125,10 @@ def test_the_picture_has_one_point_with_the_interval_of_the_table(tmp_path) -> N
     (bars,) = axis.containers
     (segment,) = bars.lines[2][0].get_segments()
     shared = [score for seed in (0, 1) for score in QUEST[seed][:2]]  # which full attention has as well
-    expected = proportion([100 * np.array(shared)])
+    expected = mean_score([100 * np.array(shared)])
     assert segment[:, 1].tolist() == pytest.approx([expected.low, expected.high])
     band = axis.patches[0].get_bbox()
-    assert (band.y0, band.y1) == pytest.approx((proportion([np.full(4, 100.0)]).low, 100))
+    assert (band.y0, band.y1) == pytest.approx((mean_score([np.full(4, 100.0)]).low, 100))
     assert figure._suptitle.get_text().endswith("with 95 % intervals")
     assert "seeds 0, 1 or 0, 1, 10" in figure.legends[0].get_title().get_text()
 

@@ -28,7 +28,7 @@ from kvbench.cli.fetch import fetch
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_twice
 from kvbench.config import ConfigError
-from kvbench.report.data.stats import COVERAGE, proportion
+from kvbench.report.data.stats import COVERAGE, mean_score
 from kvbench.runs.folder import ResultsError, writing
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, recorded
 from kvbench.runs.table import add_numbers, wide_console, with_error
@@ -225,7 +225,7 @@ def needle_share(score: float, n: int) -> tuple[float, float, float]:
     certainty.
     """
     hits = round(score * n / 100)
-    interval = proportion([numpy.repeat([100.0, 0.0], [hits, n - hits])])
+    interval = mean_score([numpy.repeat([100.0, 0.0], [hits, n - hits])])
     return interval[:3]  # type: ignore[return-value]  # Wilson's interval is always there
 
 

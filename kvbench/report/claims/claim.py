@@ -12,6 +12,7 @@ import yaml
 from kvbench.report.data.papers import FOLDER
 
 KINDS = ("runs", "printed", "file")  # where a criterion's number is from
+ERROR = 5.0  # per cent: how often an interval may miss the truth, over all looks at its samples
 
 
 class Bed(NamedTuple):
@@ -33,6 +34,8 @@ class Bed(NamedTuple):
 class Criterion:
     """A number, and the bounds between which its whole interval must lie.
 
+    One without bounds is information: it stands beside the others and decides nothing.
+
     Attributes
     ----------
     description
@@ -47,6 +50,10 @@ class Criterion:
         samples, at least.
     device
         whose runs alone decide, "cuda": a number of another device stands beside; None: any.
+    looks
+        after how many samples it was looked at, the last time among them, where more were taken
+        after a look. Each look spends an equal part of `ERROR` (Bonferroni, the most cautious of
+        group sequential designs).
     """
 
     description: str
@@ -56,6 +63,17 @@ class Criterion:
     at_most: float | None = None
     n: int = 1
     device: str | None = None
+    looks: tuple[int, ...] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Whether the claim stands or falls with it."""
+        return self.at_least is not None or self.at_most is not None
+
+    @property
+    def coverage(self) -> float:
+        """Of its interval, per cent, so that no look errs more often than `ERROR` in all."""
+        return 100 - ERROR / max(1, len(self.looks))
 
     @property
     def bounds_text(self) -> str:
@@ -97,7 +115,9 @@ class Claim:
         why the paper's own setting is not testable here, so that the verdict is its stand-in's; ""
         where it is the claim's own.
     criteria
-        all must hold.
+        all that decide must hold; none: what the paper measured is not testable here.
+    design
+        how many samples of which seeds decide it, set before the first of them was taken.
     weaker
         what the evidence lacks.
     favours, against
@@ -113,6 +133,7 @@ class Claim:
     original: str
     criteria: tuple[Criterion, ...]
     weaker: str
+    design: str = ""
     favours: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
     superseded: Superseded = Superseded()
@@ -149,7 +170,8 @@ def _claim(id: str, entry: Mapping[str, Any]) -> Claim:
         for part in (entry, entry.get("superseded", {}))
     )
     words: dict[str, Any] = {
-        key: str(entry.get(key, "")) for key in ("claim", "source", "kind", "original", "weaker")
+        key: str(entry.get(key, ""))
+        for key in ("claim", "source", "kind", "original", "weaker", "design")
     }
     words |= {key: tuple(entry.get(key, ())) for key in ("favours", "against")}
     superseded = Superseded(before, entry["superseded"]["why"]) if before else Superseded()
@@ -161,6 +183,7 @@ def _criteria(entry: Mapping[str, Any]) -> list[Criterion]:
     (kind,) = set(KINDS) & set(entry)
     description, spec = entry["about"], entry[kind]
     bounds = {key: entry[key] for key in ("at_least", "at_most", "n", "device") if key in entry}
+    bounds["looks"] = tuple(entry.get("looks", ()))
     if "each" not in entry:
         return [Criterion(description, kind, spec, **bounds)]
     return [

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.claims.sampled import quarter_of
-from kvbench.report.claims.verdict import Finding, Interval, Missing, exactly, ranged
+from kvbench.report.claims.verdict import Finding, Missing, estimated, exactly, ranged
 from kvbench.report.data import papers as published
-from kvbench.report.data.stats import estimate, repeated
+from kvbench.report.data.stats import COVERAGE, difference, estimate
 from kvbench.runs.quantities import is_number
 from kvbench.runs.stored import DAMAGED, ResultsError, contents
 
@@ -45,14 +45,14 @@ def _below(table: str, column: str, rows: Sequence[str], floor: float) -> Findin
 
 
 def _losses(table: str, columns: Sequence[str], of: str, less: str, above: float) -> Finding:
-    """Cells of one row that lie more than a share below those of another, model by model."""
+    """Cells of one row that lie more than so many points below those of another, by model."""
     cells = _cells(table)
     lost = {
-        f"{model} {column}": 1 - cells[f"{model}, {of}", column] / cells[f"{model}, {less}", column]
+        f"{model} {column}": cells[f"{model}, {less}", column] - cells[f"{model}, {of}", column]
         for model in _models(table)
         for column in columns
     }
-    large = [f"{name} {share:.1%}" for name, share in lost.items() if share > above]
+    large = [f"{name} {points:.1f}" for name, points in lost.items() if points > above]
     return exactly(len(large), f"of {len(lost)}: {'; '.join(large)}")
 
 
@@ -107,8 +107,10 @@ def _models(table: str) -> list[str]:
 # -- files of measurements -------------------------------------------------------------------------
 
 
-def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing:
-    """A number of a script's JSON.
+def filed(
+    folders: Sequence[Path], spec: Mapping[str, Any], coverage: float = COVERAGE
+) -> Finding | Missing:
+    """A number of a script's JSON, with its interval of this coverage.
 
     Parameters
     ----------
@@ -119,8 +121,8 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
         begins so, and @last a list's last quarter; `less`, another path, taken from it; `slope`,
         another path: the log-log slope over it, one number, or one for each value at the path
         `each`; `where`, keys of the value's own record with the values wanted; `interval`,
-        "bootstrap" of the elements, "mean" of repeats, by Student, else their range; `command`,
-        which writes the file.
+        "mean" of the elements, "score" of differences of scores, in points, else their range;
+        `command`, which writes the file.
     """
     anew = f"{spec['command']} | tail -1 > results/{spec['file']}"
     there = (path for folder in folders if (path := folder / spec["file"]).is_file())
@@ -152,10 +154,10 @@ def filed(folders: Sequence[Path], spec: Mapping[str, Any]) -> Finding | Missing
         if not len(values):
             return Missing(f"{path} has no two {spec['slope']}; {anew}")
         note = f"of {len(np.unique(sizes))} lengths, {path.name}"
-    if spec.get("interval") == "bootstrap":
-        return Finding(*estimate([values])[:4], note, Interval.BOOTSTRAP)
     if spec.get("interval") == "mean":
-        return Finding(*repeated(values)[:4], note, Interval.STUDENT)
+        return estimated(estimate([values], coverage))._replace(note=note)
+    if spec.get("interval") == "score":
+        return estimated(difference([values], coverage))._replace(note=note)
     return ranged(values, note)
 
 

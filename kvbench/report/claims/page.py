@@ -16,7 +16,7 @@ from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import sampled
-from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge, of_all
+from kvbench.report.claims.verdict import Finding, Missing, Setting, Verdict, judge, of_all
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.data.table import csv_of
@@ -26,7 +26,9 @@ from kvbench.report.tables.formats import plain_markdown
 SHIPPED = Path(kvbench.__file__).parents[1] / "results"
 WIDTH = 120
 OURS = "runs that kvbench ships"
-DECIDING = ("claims.tar.xz", "quantised.tar.xz", "reference_qwen.tar.xz")  # the archives of them
+DECIDING = tuple(  # the archives of them
+    f"{name}.tar.xz" for name in ("claims", "quantised", "quantised_long", "reference_qwen")
+)
 
 
 Part = tuple[Criterion, Finding | Missing, Verdict]
@@ -52,18 +54,26 @@ class Judged(NamedTuple):
     runs: Runs | None
 
     @property
-    def shown(self) -> str:
-        """The verdict as a reader sees it.
+    def setting(self) -> Setting:
+        """Whether the verdict is on the claim itself or on a stand-in.
 
-        A stand-in's is said to be one, unless printed numbers alone decide.
+        Where printed numbers alone decide it is on the claim itself.
         """
         if self.verdict is Verdict.NOT_TESTABLE:
-            return self.verdict.value
-        deciding = {
-            criterion.kind for criterion, _, verdict in self.criteria if verdict is self.verdict
+            return Setting.NOWHERE
+        kinds = {
+            criterion.kind
+            for criterion, _, verdict in self.criteria
+            if criterion.decides and verdict is self.verdict
         }
-        if self.claim.original and deciding != {"printed"}:
-            return f"not testable here; stand-in: {self.verdict.value}"
+        is_own = not self.claim.original or kinds == {"printed"}
+        return Setting.HERE if is_own else Setting.STAND_IN
+
+    @property
+    def shown(self) -> str:
+        """The verdict as a reader sees it; a stand-in's is said to be one."""
+        if self.setting is Setting.STAND_IN:
+            return f"{Setting.STAND_IN.value}: {self.verdict.value}"
         return self.verdict.value
 
     @property
@@ -90,7 +100,7 @@ class Judged(NamedTuple):
         """How many criteria lack runs that decide, runs of any kind, and samples in those they
         have.
         """
-        parts = [part for part in self.criteria if part[0].kind == "runs"]
+        parts = [part for part in self.criteria if part[0].kind == "runs" and part[0].decides]
         measured = [(part, number.n) for part, number, _ in parts if isinstance(number, Finding)]
         open_verdicts = Verdict.NOT_MEASURED, Verdict.NOT_TESTABLE
         undecidable = sum(verdict in open_verdicts for *_, verdict in parts)
@@ -104,6 +114,7 @@ class Judged(NamedTuple):
         head = f"{claim.id}  {self.shown.upper()}  {claim.claim} [{claim.source}]"
         whys = {
             "original": claim.original,
+            "design": claim.design,
             "weaker": claim.weaker,
             "superseded": claim.superseded.why,
         }
@@ -136,7 +147,8 @@ def _judged(claim: Claim, runs: Runs | None, folders: Sequence[Path], note: str 
         [_part(criterion, runs, folders, note) for criterion in some]
         for some in (claim.criteria, claim.superseded.criteria)
     )
-    return Judged(claim, of_all([verdict for *_, verdict in criteria]), criteria, before, runs)
+    verdicts = [verdict for criterion, _, verdict in criteria if criterion.decides]
+    return Judged(claim, of_all(verdicts), criteria, before, runs)
 
 
 def _part(criterion: Criterion, runs: Runs | None, folders: Sequence[Path], note: str) -> Part:
@@ -166,10 +178,10 @@ def _measured(
     criterion: Criterion, runs: Runs | None, folders: Sequence[Path]
 ) -> Finding | Missing:
     if criterion.kind == "runs":
-        return sampled(runs, criterion.spec)
+        return sampled(runs, criterion.spec, criterion.coverage)
     if criterion.kind == "printed":
         return printed(criterion.spec)
-    return filed(folders, criterion.spec)
+    return filed(folders, criterion.spec, criterion.coverage)
 
 
 def sentence(criterion: Criterion, finding: Finding | Missing) -> str:
@@ -180,19 +192,40 @@ def sentence(criterion: Criterion, finding: Finding | Missing) -> str:
     interval = f" [{finding.low:.3g}, {finding.high:.3g}]" if has_width else ""
     few = f", {finding.n} of {criterion.n} samples" if finding.n < criterion.n else ""
     note = f" ({finding.note})" if finding.note else ""
-    return (
-        f"{criterion.description}: {finding.value:.3g}{interval}{few}; wanted"
-        f" {criterion.bounds_text}{note}"
-    )
+    looked = f" at {criterion.coverage:.4g} %" if len(criterion.looks) > 1 and interval else ""
+    wanted = f"wanted {criterion.bounds_text}" if criterion.decides else "decides nothing"
+    return f"{criterion.description}: {finding.value:.3g}{interval}{looked}{few}; {wanted}{note}"
+
+
+def counted(judgements: Sequence[Judged]) -> dict[Setting, dict[Verdict, int]]:
+    """How many claims have each verdict, in each setting; what none has is left out."""
+    return {
+        setting: {
+            verdict: count
+            for verdict in Verdict
+            if (
+                count := sum(
+                    judgement.setting is setting and judgement.verdict is verdict
+                    for judgement in judgements
+                )
+            )
+        }
+        for setting in Setting
+    }
 
 
 def _summary(judgements: Sequence[Judged]) -> str:
-    counts = {
-        verdict: sum(judgement.verdict is verdict for judgement in judgements)
-        for verdict in Verdict
-    }
-    words = ", ".join(f"{count} {verdict.of(count)}" for verdict, count in counts.items())
-    return " ".join(filter(None, [f"{len(judgements)} claims: {words}.", unmeasured(judgements)]))
+    parts = [
+        f"{sum(counts.values())} {setting.value}"
+        + (
+            f" ({', '.join(f'{count} {verdict.of(count)}' for verdict, count in counts.items())})"
+            if setting is not Setting.NOWHERE
+            else ""
+        )
+        for setting, counts in counted(judgements).items()
+    ]
+    claimed = f"{len(judgements)} claims: {', '.join(parts)}."
+    return " ".join(filter(None, [claimed, unmeasured(judgements)]))
 
 
 def unmeasured(judgements: Sequence[Judged]) -> str:
@@ -216,7 +249,10 @@ def console(judgements: Sequence[Judged]) -> str:
     return "\n".join([*paragraphs, textwrap.fill(_summary(judgements), WIDTH)]) + "\n"
 
 
-HEADS = ("id", "claim", "source", "kind", "measured", "verdict", "original", "weaker", "superseded")
+HEADS = (
+    *("id", "claim", "source", "kind", "measured", "verdict"),
+    *("original", "design", "weaker", "superseded"),
+)
 
 
 def _rows(judgements: Sequence[Judged]) -> Iterator[list[list[str]]]:
@@ -231,7 +267,7 @@ def _rows(judgements: Sequence[Judged]) -> Iterator[list[list[str]]]:
             judgement.sentences,
             [judgement.shown],
         ]
-        yield [*cells, [claim.original], [claim.weaker], [claim.superseded.why]]
+        yield [*cells, [claim.original], [claim.design], [claim.weaker], [claim.superseded.why]]
 
 
 def markdown(judgements: Sequence[Judged]) -> str:
@@ -244,7 +280,7 @@ def markdown(judgements: Sequence[Judged]) -> str:
     )
 
 
-OF_CRITERIA = ("id", "claim", "verdict", "part", "part_verdict")
+OF_CRITERIA = ("id", "claim", "setting", "verdict", "part", "part_verdict")
 NUMBERS = ("value", "low", "high", "n", "wanted_n", "note")
 
 
@@ -252,8 +288,12 @@ def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
     rows: list[list[Any]] = []
     for judgement in judgements:
-        claim = [judgement.claim.id, judgement.claim.claim, judgement.shown]
-        parts = [(*part, part[2].value) for part in judgement.criteria]
+        claim = [judgement.claim.id, judgement.claim.claim]
+        claim += [judgement.setting.value, judgement.verdict.value]
+        parts = [
+            (*part, part[2].value if part[0].decides else "information")
+            for part in judgement.criteria
+        ]
         parts += [(*part, "superseded") for part in judgement.superseded]
         for criterion, number, _, decides in parts:
             if isinstance(number, Finding):
@@ -261,6 +301,8 @@ def csv_text(judgements: Sequence[Judged]) -> str:
             else:
                 numbers = ["", "", "", "", criterion.n, number.why]
             rows.append([*claim, criterion.description, decides, *numbers])
+        if not parts:
+            rows.append([*claim, "", "", "", "", "", "", "", judgement.claim.original])
     return csv_of(pd.DataFrame(rows, columns=[*OF_CRITERIA, *NUMBERS], dtype=object))
 
 

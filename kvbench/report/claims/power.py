@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from datetime import datetime
 
 from kvbench.report.claims.claim import Criterion
 from kvbench.report.claims.sampled import arms_of, is_time, runs_of
-from kvbench.report.claims.verdict import Finding, Interval, Missing, Verdict, judge
+from kvbench.report.claims.verdict import Finding, Missing, Verdict, judge
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.data.stats import Z, student
+from kvbench.report.data.stats import student
 from kvbench.runs.stored import json_in
 
 HOPELESS = 10  # times as many samples as there are: nobody will take them
@@ -47,29 +48,26 @@ def required_samples(criterion: Criterion, finding: Finding) -> int | None:
         return criterion.n
     bounds = [bound for bound in (criterion.at_least, criterion.at_most) if bound is not None]
     crossed = [bound for bound in bounds if finding.low <= bound <= finding.high]
-    if any(bound == finding.value for bound in crossed) or (
-        crossed and finding.interval is Interval.RANGE
-    ):
+    if any(bound == finding.value for bound in crossed) or (crossed and finding.is_range):
         return None
     return max([criterion.n, *(_until(finding, bound) for bound in crossed)])
 
 
 def _until(finding: Finding, bound: float) -> int:
-    """The samples with which the interval would end at a bound."""
-    distance = abs(finding.value - bound)
-    if finding.interval is Interval.WILSON:  # of scores, 0 to 100
-        return math.ceil(Z**2 * bound * (100 - bound) / distance**2 / finding.used_share)
+    """The samples with which the interval would end at a bound, if mean and spread stay."""
     end = finding.low if bound < finding.value else finding.high
     assert end is not None
-    half = abs(finding.value - end)
-    required = math.ceil(finding.n * (half / distance) ** 2)
-    if finding.interval is Interval.STUDENT:
-        spread = half * math.sqrt(finding.n) / student(finding.n - 1)
-        required = next(
-            (n for n in range(2, required) if student(n - 1) * spread <= distance * math.sqrt(n)),
-            required,
-        )
-    return required
+    n = finding.n * finding.used_share
+    spread = abs(finding.value - end) * math.sqrt(n) / student(max(1.0, n - 1))
+    distance = abs(finding.value - bound)
+    least = math.ceil((student(math.inf) * spread / distance) ** 2)
+    required = bisect.bisect_left(
+        range(16 * least + 16),
+        True,
+        lo=max(2, least),
+        key=lambda n: bool(student(n - 1) * spread <= distance * math.sqrt(n)),
+    )
+    return math.ceil(required / finding.used_share)
 
 
 def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:

@@ -25,18 +25,10 @@ import numpy as np
 
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
-from kvbench.report.claims.verdict import Finding, Interval, Missing, ranged
+from kvbench.report.claims.verdict import Finding, Missing, estimated, ranged
 from kvbench.report.data.run import Run, Runs, is_shared, missing
 from kvbench.report.data.select import same_decode_mode
-from kvbench.report.data.stats import (
-    SCORES,
-    difference,
-    estimate,
-    is_0_1,
-    proportion,
-    ratio,
-    repeated,
-)
+from kvbench.report.data.stats import COVERAGE, difference, estimate, mean_score, ratio
 from kvbench.runs.stored import Record
 from kvbench.runs.summary import by_machine, is_disturbed
 
@@ -46,6 +38,7 @@ USUAL = {
     "protocol.question": "with",
     "probe.every": "0",
     "attention": "auto",
+    "kv": "native",
     "method.protect": "0.0",
 }
 
@@ -96,8 +89,10 @@ class Compared(NamedTuple):
     taken: float
 
 
-def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
-    """The number that a criterion asks for."""
+def sampled(
+    runs: Runs | None, spec: Mapping[str, Any], coverage: float = COVERAGE
+) -> Finding | Missing:
+    """The number that a criterion asks for, with its interval of this coverage."""
     arms, command = arms_of(spec), beds()[spec["bed"]].command
     by_role = _by_role(runs, spec)
     if isinstance(by_role, Missing):
@@ -112,7 +107,7 @@ def sampled(runs: Runs | None, spec: Mapping[str, Any]) -> Finding | Missing:
     if compared.below and not divides(np.concatenate(compared.below)):
         words = " or ".join(arms.get("over", arms["of"]))
         return Missing(f"{words} has 0 there, which divides nothing; {command}")
-    finding = _finding(spec, compared, chosen[arms["of"][0]][0])
+    finding = _finding(spec, compared, coverage)
     n = round(finding.n / compared.used_share)
     notes = [_unbounded(words, arm) for words, arm in chosen.items()]
     if len({run.shares_decode for arm in chosen.values() for run in arm}) > 1:
@@ -197,28 +192,20 @@ def _arrays(
     return [np.array([getattr(readings[key], name) for key in stratum]) for stratum in strata]
 
 
-def _finding(spec: Mapping[str, Any], compared: Compared, run: Run) -> Finding:
-    """The number with its interval; `run` is of the arm whose number it is."""
+def _finding(spec: Mapping[str, Any], compared: Compared, coverage: float) -> Finding:
+    """The number with its interval of this coverage."""
     values, below = compared.values, compared.below
     if "interval" in spec:
         # of a ratio the samples' own
         every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)
         if spec["interval"] == "range":
             return ranged(every)
-        return Finding(*repeated(every)[:4], interval=Interval.STUDENT)
+        return estimated(estimate([every], coverage))
     if below:
-        return Finding(*ratio(values, below)[:4], interval=Interval.BOOTSTRAP)
-    if spec["value"] == "score" and "less" in spec:
-        return Finding(*difference(values)[:4], interval=Interval.TANGO)
-    if (
-        spec["value"] == "score"
-        and all(map(is_0_1, values))
-        and run.scored_as not in run.all_runs.graded
-    ):
-        # scores that are all 100 have one, too
-        return Finding(*proportion(values)[:4], interval=Interval.WILSON)
-    bounds = SCORES if spec["value"] == "score" and missing(run.arm["kl_mean"]) else None
-    return Finding(*estimate(values, bounds)[:4], interval=Interval.BOOTSTRAP)
+        return estimated(ratio(values, below, coverage))
+    if spec["value"] != "score":
+        return estimated(estimate(values, coverage))
+    return estimated((difference if "less" in spec else mean_score)(values, coverage))
 
 
 def arms_of(spec: Mapping[str, Any]) -> dict[str, list[str]]:

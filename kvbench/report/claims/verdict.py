@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbench.report.claims.claim import Criterion
+from kvbench.report.data.stats import Estimate
 
 
 class Verdict(Enum):
@@ -35,17 +36,12 @@ DECIDING = (
 )
 
 
-class Interval(Enum):
-    """How an interval was made.
+class Setting(Enum):
+    """How far what was measured is what the paper measured."""
 
-    By resampling, by a score test of shares, by Student, or as the least and the largest.
-    """
-
-    BOOTSTRAP = "bootstrap"
-    WILSON = "Wilson"
-    TANGO = "Tango"
-    STUDENT = "Student"
-    RANGE = "range"
+    HERE = "settled here"
+    STAND_IN = "stand-in"
+    NOWHERE = "not testable here"
 
 
 class Finding(NamedTuple):
@@ -61,8 +57,8 @@ class Finding(NamedTuple):
         samples.
     note
         what it is of, in words.
-    interval
-        how the interval was made.
+    is_range
+        whether low and high are the least and the largest of all, which no more samples narrow.
     used_share
         of n the share that the interval is over.
     taken
@@ -75,7 +71,7 @@ class Finding(NamedTuple):
     high: float | None
     n: int
     note: str = ""
-    interval: Interval = Interval.RANGE
+    is_range: bool = True
     used_share: float = 1.0
     taken: float = 1.0
 
@@ -92,6 +88,11 @@ class Missing(NamedTuple):
 def exactly(value: float, note: str = "") -> Finding:
     """A number without chance: counted, or printed."""
     return Finding(value, value, value, 1, note)
+
+
+def estimated(found: Estimate) -> Finding:
+    """A mean over samples."""
+    return Finding(*found[:4], is_range=found.is_range)
 
 
 def ranged(values: np.ndarray, note: str = "") -> Finding:
@@ -118,5 +119,5 @@ def judge(criterion: Criterion, finding: Finding | Missing) -> Verdict:
 
 
 def of_all(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a claim whose criteria have these."""
-    return min(verdicts, key=DECIDING.index)
+    """The verdict on a claim whose criteria that decide have these."""
+    return min(verdicts, key=DECIDING.index, default=Verdict.NOT_TESTABLE)

@@ -20,7 +20,7 @@ MARKS = {
         " allocator held"
     ),
     "b": (
-        "scores better than full attention on the same samples, beyond noise (paired bootstrap,"
+        "scores better than full attention on the same samples, beyond noise (paired,"
         f" {COVERAGE} %): look for the reason before believing it"
     ),
     "c": "simulated transfers: copies from memory to memory, as there is no GPU",

@@ -22,12 +22,11 @@ from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.stats import (
     FEWEST,
     LEAST,
-    SCORES,
+    RANGE_UP_TO,
     Estimate,
     difference,
     estimate,
-    is_0_1,
-    proportion,
+    mean_score,
 )
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, recorded
 from kvbench.runs.stored import Record, samples_so_far
@@ -346,8 +345,7 @@ class Run:
     def score(self, groups: tuple[str, ...] = ()) -> Estimate:
         """The score, 0-100: each of these groups a stratum.
 
-        With Wilson's interval where no run of the task has other scores than 0 and 100, else a
-        bootstrap's. Agreement with full attention that is whole in more than a few texts has none.
+        Agreement with full attention that is whole in more than a few texts has no interval.
         """
         if groups not in self._scores:
             self._scores[groups] = self._score(groups)
@@ -358,13 +356,11 @@ class Run:
             self.scores.valid_values(self.scores.values, rows)
             for rows in self.scores.strata(groups)
         ]
-        if self.scored_as not in self.all_runs.graded and all(map(is_0_1, strata)):
-            return proportion(strata)
-        if missing(self.arm["kl_mean"]):
-            return estimate(strata, SCORES)
-        bootstrap = estimate(strata)
-        has_width = bootstrap.is_range or bootstrap.low != bootstrap.high
-        return bootstrap if has_width else bootstrap._replace(low=None, high=None)
+        estimated = mean_score(strata)
+        is_agreement = not missing(self.arm["kl_mean"])
+        if is_agreement and estimated.mean == 100 and estimated.n > RANGE_UP_TO:
+            return estimated._replace(low=None, high=None)
+        return estimated
 
     @functools.cached_property
     def ranks_none(self) -> str:
@@ -393,11 +389,17 @@ class Run:
     def kl(self, groups: tuple[str, ...] = ()) -> Estimate | None:
         """The mean KL divergence from full attention over the samples of these groups, in nats.
 
-        () stands for all groups. None where there is none.
+        () stands for all groups, each a stratum where they are of one size. None where there is
+        none.
         """
-        rows = np.isin(self.scores.groups, groups) if groups else np.ones(len(self.scores.kl), bool)
-        values = self.scores.valid_values(self.scores.kl, rows)
-        return estimate([values]) if len(values) else None
+        strata = [
+            values
+            for rows in self.scores.strata(groups)
+            if len(values := self.scores.valid_values(self.scores.kl, rows))
+        ]
+        if len({len(values) for values in strata}) > 1:
+            strata = [np.concatenate(strata)]
+        return estimate(strata) if strata else None
 
     def seeds(self, groups: tuple[str, ...]) -> dict[str, float]:
         """The score of these groups under each of the seeds that it stands for."""
@@ -601,7 +603,7 @@ class Runs:
         A share of steps or words that is 100 in all samples of one run is no 0/1 score all the
         same.
         """
-        return {run.scored_as for run in self if not is_0_1(run.scores.values)}
+        return {run.scored_as for run in self if set(run.scores.values) - {0.0, 100.0}}
 
     def only(self, chosen: Iterable[Run]) -> Runs:
         """These runs; the others are not left out, but were not asked for."""

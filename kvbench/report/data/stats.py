@@ -1,40 +1,26 @@
-"""Intervals of scores on few samples, alone or paired.
+"""Intervals of means over few samples: scores, their differences, other numbers, ratios.
 
-Of 0/1 scores by Wilson, of their differences by Tango, of repeats by Student, of others by
-bootstrap. Scores come in strata, one array for each group of samples (subset, length); the estimate
-is the plain mean of their means. A bootstrap resamples each stratum on its own, n samples by n - 1
-of them: n of n would have (n - 1) / n of the variance that the mean has, of pairs half (Rao and Wu,
-Resampling Inference With Complex Survey Data, 1988). Strata of one sample show no spread alone;
-they are resampled as one stratum, which shows at least the spread that they have (collapsed strata:
-Cochran, Sampling Techniques, 1977, 5A.12). Small strata whose samples are all alike show none
-either, such as tasks that are answered always or never: what they may hide is added as Wilson's
-interval has it, between the least and the largest sample of all strata, for all of them together
-(stratified as by Yan and Su 2010). The resamples follow from a fixed seed: the same scores give the
-same interval in every process.
+Numbers come in strata, one array for each group of samples (subset, length); a mean is the plain
+mean of the strata's means, and its variance is what the spread within strata says (strata of one
+sample are taken as one stratum, which shows at least the spread that they have: Cochran, Sampling
+Techniques, 1977, 5A.12). All is closed form, so that the same samples have the same interval in any
+order. tests/test_coverage.py simulates how often each interval holds the truth.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
-from statistics import NormalDist
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
-RESAMPLES = 2000
 COVERAGE = 95  # per cent
-Z = NormalDist().inv_cdf((1 + COVERAGE / 100) / 2)
-SEED = 0
-# Student's t of that coverage for 1 to 10 degrees of freedom; from there a series in 1 / degrees is
-# right to .2 %.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 FEWEST = 8  # samples: fewer rank no methods
 LEAST = 20  # points of full attention: on samples where it has fewer no method is ranked
-# samples: of so few the ends of a percentile bootstrap are the least and the largest
-RANGE_UP_TO = 3
-SCORES = (0.0, 100.0)  # between which they lie
+RANGE_UP_TO = 3  # samples: of so few the least and the largest are shown, which is called a range
+CAUTION = 3.0  # groups differ in how much their samples vary (see `mean_score`)
 INTERVALS, RANGES = f"{COVERAGE} % intervals", "ranges"
 
 
@@ -48,7 +34,7 @@ def ranks(n: float, low: float | None, high: float | None) -> bool:
 
 
 class Estimate(NamedTuple):
-    """A mean over samples with its interval, in the units of the scores.
+    """A mean over samples with its interval, in the units of the samples.
 
     The ends are None where there are too few samples.
 
@@ -88,202 +74,221 @@ def intervals(estimates: Iterable[Estimate]) -> str:
     return RANGES if True in kinds else INTERVALS
 
 
-def is_0_1(values: np.ndarray) -> bool:
-    """Whether all of these scores, 0..100, are one or the other."""
-    return bool(np.isin(values, (0.0, 100.0)).all())
+def student(degrees: float, coverage: float = COVERAGE) -> float:
+    """The two-sided t of so many degrees of freedom; the normal's z of infinitely many."""
+    return float(stdtrit(degrees, (1 + coverage / 100) / 2))
 
 
-def proportion(strata: Sequence[np.ndarray]) -> Estimate:
-    """The mean of the strata's means of scores that are 0 or 100, with Wilson's interval (1927).
+# -- scores ----------------------------------------------------------------------------------------
 
-    Between samples that all scored alike it has a width, as it should: 40 of 40 is 91.2 to 100. The
-    k strata of n_i samples count as the k^2 / sum(1 / n_i) samples of one, whose mean would vary as
-    theirs at most.
+
+def mean_score(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Estimate:
+    """The mean of the strata's means of scores of 0 to 100.
+
+    One stratum of 0/1 scores has Wilson's interval (1927). Of other scores, and of several strata,
+    the variance is not known by the mean alone: it is taken from the spread in each stratum and one
+    sample more, whose variance is `CAUTION` times that of all samples, and 0/1 scores' at most; and
+    n is the number of 0/1 samples of one stratum whose mean would vary as much (effective sample
+    size, Korn and Graubard 1998), with Student's t of Satterthwaite's degrees of freedom (1946) for
+    z. So samples that are all alike have an interval, too: 0 in 13 of 13 is 0 to 22.8.
 
     Parameters
     ----------
     strata
         [n] each, none empty.
+    coverage
+        of the interval, per cent.
     """
-    mean = sum(float(values.mean()) for values in strata) / len(strata)
-    share, n = mean / 100, len(strata) ** 2 / sum(1 / len(values) for values in strata)
-    centre, half = (
-        share + Z**2 / (2 * n),
-        Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2)),
-    )
-    low, high = (100 * (centre + side) / (1 + Z**2 / n) for side in (-half, half))
+    shares = [values / 100 for values in strata]
+    mean = sum(float(values.mean()) for values in shares) / len(shares)
+    n = len(shares) ** 2 / sum(1 / len(values) for values in shares)
+    z = student(math.inf, coverage)
+    if mean * (1 - mean) > 1e-12 and not (len(shares) == 1 and np.isin(shares[0], (0, 1)).all()):
+        spread = _spread(
+            shares, mean, min(1.0, CAUTION * _dispersion(np.concatenate(shares)) or 1.0)
+        )
+        n, z = mean * (1 - mean) / spread.variance, student(spread.degrees, coverage)
+    centre = mean + z**2 / (2 * n)
+    half = z * math.sqrt(max(0.0, mean * (1 - mean)) / n + z**2 / (4 * n**2))
+    low, high = (100 * (centre + side) / (1 + z**2 / n) for side in (-half, half))
     return Estimate(
-        mean, max(0.0, min(mean, low)), min(100.0, max(mean, high)), sum(map(len, strata))
+        100 * mean,
+        min(100 * mean, max(0.0, low)),
+        max(100 * mean, min(100.0, high)),
+        sum(map(len, strata)),
     )
 
 
-def estimate(strata: Sequence[np.ndarray], bounds: tuple[float, float] | None = None) -> Estimate:
-    """The mean of the strata's means, with a percentile interval of `RESAMPLES` resamples.
-
-    After Efron (1979); wider by what strata without spread may hide.
-
-    Parameters
-    ----------
-    strata
-        [n] each, none empty; scores, or differences of scores on the same samples (paired
-        bootstrap). There is no interval where one stratum alone has one sample.
-    bounds
-        between which samples may lie that nobody saw, where more than `RANGE_UP_TO` are all alike.
-    """
-    n = sum(map(len, strata))
-    if bounds and n > RANGE_UP_TO and np.ptp(np.concatenate(strata)) == 0:
-        return _constant_estimate(np.concatenate(strata), *bounds)
-    mean = sum(float(values.mean()) for values in strata) / len(strata)
-    means = _resampled(strata)
-    if means is None:
-        return Estimate(mean, None, None, n)
-    tail = (100 - COVERAGE) / 2
-    ends, every = np.percentile(means, [tail, 100 - tail]), np.concatenate(strata)
-    low, high = (
-        mean + side * math.hypot(max(0.0, side * (end - mean)), _hidden(strata, bound))
-        for side, end, bound in zip((-1, 1), ends, (every.min(), every.max()), strict=True)
-    )
-    # The mean of scores that are all alike may be a last bit off them.
-    low, high = min(mean, max(low, float(every.min()))), max(mean, min(high, float(every.max())))
-    return Estimate(mean, low, high, n, n <= RANGE_UP_TO)
+def _dispersion(shares: np.ndarray) -> float:
+    """The variance of shares of 0 to 1 over that of 0/1 shares of the same mean."""
+    mean = float(shares.mean())
+    return float(shares.var()) / (mean * (1 - mean))
 
 
-def _hidden(strata: Sequence[np.ndarray], bound: float) -> float:
-    """How far the mean may lie nearer to a bound, by samples that strata without spread hide."""
-    constant = [values for values in strata if len(values) > 1 and np.ptp(values) == 0]
-    hidden = [
-        Z**2 / (Z**2 + len(constant) * len(values)) * abs(bound - float(values[0]))
-        for values in constant
-    ]
-    single = [float(values[0]) for values in strata if len(values) == 1]
-    if len(set(single)) == 1:  # collapsed strata, as many
-        hidden.append(len(single) * Z**2 / (Z**2 + len(single)) * abs(bound - single[0]))
-    return sum(hidden) / len(strata)
-
-
-def _constant_estimate(values: np.ndarray, least: float, most: float) -> Estimate:
-    """The mean of [n] values that are all alike, with what samples elsewhere may hide.
-
-    They lie anywhere between these bounds, as many as Wilson's interval has of one kind where none
-    was seen.
-    """
-    mean, share = float(values[0]), Z**2 / (len(values) + Z**2)
-    return Estimate(mean, mean - share * (mean - least), mean + share * (most - mean), len(values))
-
-
-def difference(strata: Sequence[np.ndarray]) -> Estimate:
+def difference(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Estimate:
     """The mean of the strata's means of differences of scores on the same samples, in points.
 
-    Of 0/1 scores with the score interval of paired proportions (Tango 1998), as bootstrap and
-    normal ones have no width where all pairs are alike: 0 of 480 pairs that differ are up to .8
-    points either way. That is the interval of other scores whose differences are all alike, too: of
-    the share of samples in which they may differ, up to 100 points. Else it is as `estimate`.
-    Strata count as in `proportion`.
+    It is what was gained less what was lost, each with the interval of `mean_score` between 0 and
+    the largest difference that was seen, and both together by MOVER with their correlation within
+    strata (Zou and Donner 2008; of 0/1 scores Newcombe 1998). So it has a width where all pairs are
+    alike: 0 of 480 pairs that differ are up to .8 points either way.
 
     Parameters
     ----------
     strata
         [n] each, none empty.
+    coverage
+        of the interval, per cent.
     """
-    every = np.concatenate(strata)
-    if np.isin(every, (-100.0, 0.0, 100.0)).all():
-        n = len(strata) ** 2 / sum(1 / len(values) for values in strata)
-        shares = [[float((values == side).mean()) for values in strata] for side in (100, -100)]
-        gained, lost = (n * sum(side_shares) / len(strata) for side_shares in shares)
-        low, high = -100 * _most(lost, gained, n), 100 * _most(gained, lost, n)
-        return Estimate(100 * (gained - lost) / n, low, high, len(every))
-    if np.ptp(every) == 0:
-        return _constant_estimate(every, -100.0, 100.0)
-    return estimate(strata)
+    largest = max(float(np.abs(values).max()) for values in strata) or 100.0
+    shares = [100 * values / largest for values in strata]
+    gains, losses = ([np.clip(side * values, 0, None) for values in shares] for side in (1, -1))
+    gained, lost = mean_score(gains, coverage), mean_score(losses, coverage)
+    assert gained.low is not None and gained.high is not None
+    assert lost.low is not None and lost.high is not None
+    both = _correlation(gains, losses)
+    low = _together(gained.mean - gained.low, lost.high - lost.mean, both)
+    high = _together(gained.high - gained.mean, lost.mean - lost.low, both)
+    mean, low, high = (part * largest / 100 for part in (gained.mean - lost.mean, low, high))
+    return Estimate(mean, mean - low, mean + high, gained.n)
 
 
-def _most(gained: float, lost: float, n: float) -> float:
-    """The largest difference of two paired proportions that a score test does not reject.
-
-    By bisection (Tango 1998).
-    """
-    least, most = (gained - lost) / n, 1.0
-    for _ in range(50):
-        middle = (least + most) / 2
-        variance = middle * (1 - middle)
-        linear = (2 * n - gained + lost) * middle - gained - lost
-        # likeliest share of lost pairs
-        alone = (math.sqrt(linear**2 + 8 * n * lost * variance) - linear) / (4 * n)
-        if n * middle - gained + lost > Z * math.sqrt(n * (2 * alone + variance)):
-            most = middle
-        else:
-            least = middle
-    return most
+def _together(first: float, second: float, correlation: float) -> float:
+    """The distance to an end of a difference, by those to the ends of its parts."""
+    return math.sqrt(max(0.0, first**2 + second**2 - 2 * correlation * first * second))
 
 
-def repeated(values: np.ndarray) -> Estimate:
-    """The mean of repeats with Student's interval, which narrows with more of them.
+def _correlation(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
+    """Of two numbers on the same samples, within strata; 0 where one of them does not vary."""
+    a, b = (np.concatenate([values - values.mean() for values in some]) for some in (first, second))
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm > 0 else 0.0
+
+
+# -- other numbers ---------------------------------------------------------------------------------
+
+
+def estimate(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Estimate:
+    """The mean of the strata's means of any numbers, with Student's interval.
+
+    Of numbers that are never negative, such as a KL divergence or a time, it is Student's of the
+    mean's logarithm (delta method), as they are skewed. There is no interval of one sample, nor of
+    a stratum that alone has one.
 
     Parameters
     ----------
-    values
-        [n], a number of each repeat; of one there is no interval.
+    strata
+        [n] each, none empty.
+    coverage
+        of the interval, per cent.
     """
-    n, mean = len(values), float(values.mean())
-    if n == 1:
+    every = np.concatenate(strata)
+    n, mean = len(every), sum(float(values.mean()) for values in strata) / len(strata)
+    if sum(len(values) == 1 for values in strata) == 1:
         return Estimate(mean, None, None, n)
-    half = student(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
+    if n <= RANGE_UP_TO:
+        return Estimate(mean, float(every.min()), float(every.max()), n, is_range=True)
+    half = _half(strata, coverage)
+    if mean > 0 and every.min() >= 0:
+        return Estimate(mean, mean * math.exp(-half / mean), mean * math.exp(half / mean), n)
     return Estimate(mean, mean - half, mean + half, n)
 
 
-def student(degrees: int) -> float:
-    """The two-sided t of `COVERAGE` per cent.
+def ratio(
+    above: Sequence[np.ndarray], below: Sequence[np.ndarray], coverage: float = COVERAGE
+) -> Estimate:
+    """The mean of the strata's means of one number over that of another on the same samples.
 
-    Above ten degrees of freedom by Abramowitz and Stegun (1964), 26.7.5.
-    """
-    if degrees <= len(STUDENT):
-        return STUDENT[degrees - 1]
-    return Z + (Z**3 + Z) / (4 * degrees) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * degrees**2)
-
-
-def ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Estimate:
-    """The mean of the strata's means of one number over that of another.
-
-    Both are taken on the same samples (paired bootstrap).
+    With Student's interval of its logarithm, whose variance is that of the samples' parts of both
+    means (delta method, paired).
 
     Parameters
     ----------
     above, below
-        [n] each, none empty; not all of below are 0. There is no interval where one stratum alone
-        has one sample, and where below is 0 on so many that a resample has nothing else.
+        [n] each, none empty, none negative; not all of below are 0. There is no interval of one
+        sample, nor of a stratum that alone has one, nor of a ratio of 0.
+    coverage
+        of the interval, per cent.
     """
     n = sum(map(len, above))
-    mean = sum(float(values.mean()) for values in above) / sum(
-        float(values.mean()) for values in below
+    top, bottom = (
+        sum(float(values.mean()) for values in some) / len(some) for some in (above, below)
     )
-    tops, bottoms = _resampled(above), _resampled(below)
-    if tops is None or bottoms is None or not bottoms.all():
-        return Estimate(mean, None, None, n)
-    tail = (100 - COVERAGE) / 2
-    low, high = np.percentile(tops / bottoms, [tail, 100 - tail])
-    return Estimate(mean, float(low), float(high), n, n <= RANGE_UP_TO)
+    value = top / bottom
+    if sum(len(values) == 1 for values in above) == 1 or value == 0:
+        return Estimate(value, None, None, n)
+    if n <= RANGE_UP_TO:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.concatenate(above) / np.concatenate(below)
+        return Estimate(value, float(each.min()), float(each.max()), n, is_range=True)
+    parts = [over / top - under / bottom for over, under in zip(above, below, strict=True)]
+    factor = math.exp(_half(parts, coverage))
+    return Estimate(value, value / factor, value * factor, n)
 
 
-def _resampled(strata: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[RESAMPLES] means of the strata's means.
+def _half(strata: Sequence[np.ndarray], coverage: float) -> float:
+    """Half the width of Student's interval; 0 where nothing varies."""
+    spread = _spread(strata)
+    if spread.variance == 0:
+        return 0.0
+    return student(spread.degrees, coverage) * math.sqrt(spread.variance)
 
-    None where one stratum alone has one sample, whose spread nothing shows.
+
+class _Spread(NamedTuple):
+    """The variance of a mean of strata's means, and the degrees of freedom of that variance."""
+
+    variance: float
+    degrees: float
+
+
+def _spread(
+    strata: Sequence[np.ndarray], prior: float | None = None, dispersion: float = 1.0
+) -> _Spread:
+    """How a mean of strata's means varies, by the spread in each of them.
+
+    Parameters
+    ----------
+    prior
+        the mean over all strata of shares of 0 to 1: each stratum counts as one sample more, with
+        the variance of 0/1 shares there times this dispersion. None: it does not.
     """
     single = [values for values in strata if len(values) == 1]
-    if len(single) == 1:
-        return None
+    pooled = [np.concatenate(single)] if single else []
     several = [values for values in strata if len(values) > 1]
-    sums = [_weights(len(values), index) @ values for index, values in enumerate(several)]
-    if single:
-        sums.append(len(single) * _weights(len(single), len(several)) @ np.concatenate(single))
-    return np.sum(sums, axis=0) / len(strata)
+    variances, degrees = [], []
+    for values, weight in (
+        *((some, 1) for some in several),
+        *((some, len(single)) for some in pooled),
+    ):
+        n = len(values)
+        squares, freedom = float(((values - values.mean()) ** 2).sum()), n - 1
+        if prior is not None:
+            share = (float(values.sum()) + prior) / (n + 1)
+            squares, freedom = squares + dispersion * share * (1 - share), n
+        variances.append(weight**2 * squares / freedom / n if freedom else 0.0)
+        degrees.append(freedom)
+    whole = sum(variances)
+    parts = sum(
+        part**2 / freedom for part, freedom in zip(variances, degrees, strict=True) if freedom
+    )
+    return _Spread(whole / len(strata) ** 2, whole**2 / parts if parts else 1.0)
 
 
-@functools.lru_cache(maxsize=32)
-def _weights(n: int, stratum: int) -> np.ndarray:
-    """[RESAMPLES, n] how much of a resample each of n samples is.
+# -- what an interval says -------------------------------------------------------------------------
 
-    Strata of one size have weights of their own.
+
+def p_value(interval: Callable[[float], Estimate]) -> float:
+    """How surely a number is not 0: the share that is left of the widest interval without it.
+
+    Parameters
+    ----------
+    interval
+        the estimate at a coverage in per cent.
     """
-    rng = np.random.default_rng((SEED, n, stratum))
-    return rng.multinomial(n - 1, np.full(n, 1 / n), size=RESAMPLES) / (n - 1)
+    least, most = 0.0, 1.0  # of the share: 0 lies in the interval at the first, not at the second
+    for _ in range(30):
+        middle = (least + most) / 2
+        widest = interval(100 * (1 - middle))
+        inside = widest.low is None or widest.high is None or widest.low <= 0 <= widest.high
+        least, most = (middle, most) if inside else (least, middle)
+    return most

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Run, Runs
-from kvbench.report.data.stats import INTERVALS, estimate, proportion
+from kvbench.report.data.stats import INTERVALS, estimate, mean_score
 from kvbench.report.figures.panels import (
     BUDGET,
     arms_for,
@@ -42,7 +42,7 @@ def written(runs: Runs) -> Figure:
         for series in series_of(runs, panel):
             outputs = [_outputs(runs[run]) for run in series.arms.index]
             lengths = [estimate([frame["length"].to_numpy(float)]) for frame in outputs]
-            looped = [proportion([100 * frame["looped"].to_numpy(float)]) for frame in outputs]
+            looped = [mean_score([100 * frame["looped"].to_numpy(float)]) for frame in outputs]
             for axis, values in zip(row, (lengths, looped), strict=True):
                 draw_by_budget(axis, series, series.arms["budget"], values)
         budgets = panel.arms["budget"].dropna().astype(float)

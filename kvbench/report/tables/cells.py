@@ -16,7 +16,7 @@ from kvbench.models.hub import weights_origin
 from kvbench.report.data.marks import MARKS
 from kvbench.report.data.run import YARDSTICK, Run
 from kvbench.report.data.select import probed, scored
-from kvbench.report.data.stats import COVERAGE, FEWEST, RESAMPLES
+from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.data.table import DERIVED, WHOLE, Number, Table, quantity_of
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES, Quantity
 
@@ -403,12 +403,11 @@ def compared(cells: Iterable[Cell]) -> str:
 # How to read a number that a table has, by its name; ERROR: errors over tokens, STAR: a star.
 NOTES = {
     "score_low": (
-        f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's where all"
-        " scores of a task are 0 or 100, else a bootstrap over the samples of each group"
-        f" ({RESAMPLES:,} resamples), with what those that all scored alike may hide."
+        f"Score: the plain mean over groups of samples. {COVERAGE} % interval: Wilson's, of several"
+        " groups or graded scores with the spread within groups."
     ),
     "kl_mean_low": (
-        f"KL from full attention: with its {COVERAGE} % bootstrap interval over samples. Full"
+        f"KL from full attention: with its {COVERAGE} % interval over samples, by Student. Full"
         " attention's own row there is 0, and its score 100, by construction: no score is compared"
         " with it."
     ),
