@@ -244,7 +244,10 @@ def test_mixed_protocols_are_refused_or_marked(results, capsys):
         (["--paper", "racc_table1", "--rows", "method"], "leave out yours"),
         (["--columns", "task"], "quest, passkey: several runs, which differ in budget=64 | 128; add it to --rows"),
         (["--values", "score"], "quest: several runs, which differ in budget=64 | 128; add it to --rows"),
-        (["--out", "report.doc"], "--out report.doc: ends in none of .txt, .md, .tex, .csv, .parquet, .html; name a --format"),
+        (
+            ["--out", "report.doc"],
+            "--out report.doc: ends in none of .txt, .md, .tex, .csv, .parquet, .html; name a --format",
+        ),
         (["--format", "site"], "--format site: give a folder with --out, such as site/"),
         (["--out", "."], "--out .: holds other files than a site's; name a new or an empty folder"),
         (["--out", "new", "--rows", "method"], "--out new: a site shows all runs, and every published table"),

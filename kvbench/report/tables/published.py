@@ -79,7 +79,7 @@ def merge_published(
     lines = dict(COMPARED_SECONDS if paper.timed else COMPARED_LINES)
     if any("seeds" in cell.lines for cell in cells.values()):
         lines["seeds"] = DERIVED["seeds"]
-    labels = [(str(row),) for row in rows]
+    labels: list[tuple[str, ...]] = [(str(row),) for row in rows]
     notes = _notes(paper, cells.values())
     made = ReportTable(paper.id, paper.title, ("",), labels, columns, cells, lines, notes)
     return made.noted(["method", "budget"], ["score"] if paper.timed else [])
