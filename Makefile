@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM)/.kvbench-installed
 # Tests start hundreds of processes, each of which would compile torch's and transformers' Python anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-vllm run test test-slow test-vllm coverage reference reference-known reference-tiny lint format \
+.PHONY: help setup setup-vllm run test test-slow test-vllm coverage docs reference reference-known reference-tiny lint format \
     clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make reference  every method on the real model, hours; PARTS=texts one part, LIMIT=3 samples, SMOKE=1 minutes"
 	@echo "make reference-known  texts and RULER on Qwen2.5-Coder-0.5B; LIMIT=3, DTYPE=float32, GSM8K=FOLDER, LONGBENCH=FOLDER"
 	@echo "make reference-tiny  run the sweep of results/reference_tiny.tar.xz anew"
+	@echo "make docs     the pages of docs/ as a site in site_docs/; readable without a network"
 	@echo "make lint    set up .venv, then ruff and mypy"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove the environments and the caches; results stay"
@@ -136,6 +137,11 @@ test-vllm:
 
 coverage: $(STAMP)
 	$(TESTS) --cov --cov-report=term
+
+docs: $(STAMP)
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || \
+	    $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -264,6 +264,20 @@ def conf_dir() -> Path:
     return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
 
 
+def docs_dir() -> Path:
+    """The pages that a site shows: `kvbench/docs` in a wheel, the checkout's `docs/` otherwise."""
+    packaged = PACKAGE / "docs"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "docs"
+
+
+def results_dir() -> Path:
+    """What kvbench ships of its runs: `kvbench/results` in a wheel, the checkout's `results/`
+    otherwise.
+    """
+    packaged = PACKAGE / "results"
+    return packaged if packaged.is_dir() else PACKAGE.parent / "results"
+
+
 def how_to_have_vllm() -> str:
     """How to make the environment that vLLM has of its own: by make in a checkout, by pip beside a
     wheel.

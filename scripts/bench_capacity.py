@@ -8,7 +8,7 @@ attention and methods get the same M.
     python scripts/bench_capacity.py --engine hf --tokens 4096 --memory 96 192 384 --parts FOLDER
 
 `--engine vllm`: full attention is vLLM's own, which queues and preempts; M is that of its blocks,
-and of a method's copies beside them (`kvbench/backends/vllm/README.md`). Both arms have as many
+and of a method's copies beside them (`docs/guide/vllm.md`). Both arms have as many
 seats as requests of the mean size fit. `--engine hf`: the batch of `KVCache` of which the audit
 says that it fits, indexes included; it decodes over synthetic keys and reads no prompts, so that it
 says nothing of them. Every arm is a process of its own, in turns: full, method, full, method. Its

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import yaml
 
 from kvbench.cli.report import main as report
@@ -29,12 +30,18 @@ from kvbench.report.claims.page import Judged, counted, judged, sentence
 from kvbench.report.claims.verdict import Finding, Setting, Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
+from kvbench.report.data.select import select
 from kvbench.report.tables import formats
 from kvbench.runs.quantities import named
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-PAGES = ("README.md", "results/README.md", "results/FINDINGS.md")
+PAGES = (
+    "README.md",
+    "results/README.md",
+    "results/FINDINGS.md",
+    *(f"docs/results/{path.name}" for path in sorted((ROOT / "docs" / "results").glob("*.md"))),
+)
 MARK = re.compile(r"<!-- (table|numbers): ([\w-]+) -->\n")
 METHOD_TABLE_HEAD = "| `method=` |KL|"  # by scripts/method_table.py
 
@@ -133,6 +140,7 @@ def _part(part: Mapping[str, Any]) -> Shown:
         "report": _reported,
         "json": lambda entry: _filed(**entry),
         "claims": lambda entry: _verdicts() if entry == "verdicts" else _claimed(entry),
+        "ranks": lambda entry: _ranks(**entry),
     }
     shown = next(make(part[kind]) for kind, make in kinds.items() if kind in part)
     heads = part.get("heads", shown.head[1])
@@ -253,6 +261,15 @@ def _verdicts() -> Shown:
         cells = ["-"] * len(shown) if setting is Setting.NOWHERE else list(map(str, verdicts))
         rows[setting.value,] = [str(sum(counts.values())), *cells]
     return Shown((["claims"], ["claims", *(verdict.value for verdict in shown)]), rows)
+
+
+def _ranks(file: str, where: Sequence[str]) -> Shown:
+    """Mean rank of each method by KL, over the texts that all have read; 1 is the nearest."""
+    runs = runs_of(file)
+    scores = {run.label("method"): run.scores for run in runs.only(select(runs, where))}
+    near = pd.DataFrame({name: pd.Series(score.kl, score.ids) for name, score in scores.items()})
+    ranks = near.dropna().rank(axis="columns").mean()
+    return Shown((["method"], ["rank"]), {(name,): [f"{rank:.1f}"] for name, rank in ranks.items()})
 
 
 def _plain(text: str) -> str:

@@ -1,7 +1,8 @@
-"""What every method comes to at a budget of 256 tokens: tables of methods/README.md and README.md.
+"""What every method comes to at a budget of 256 tokens: the tables of docs/methods/at_256.md and of
+methods/README.md, which has a row for each page of docs/methods.
 
-Writes them into the pages; a test holds the pages to them. Run it when the runs in `REFERENCE` have
-changed.
+Writes them into these; a test holds both to them. Run it when the runs in `REFERENCE` have changed,
+or a method is new.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from kvbench.report.data.stats import estimate
 from kvbench.runs.quantities import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, FRONT = ROOT / "methods" / "README.md", ROOT / "README.md"
+PAGES = ROOT / "docs" / "methods"
+PAGE, FRONT = PAGES / "at_256.md", ROOT / "methods" / "README.md"
 REFERENCE = ROOT / "results" / "reference.tar.xz"
 BUDGET = 256
 TASKS = ("passkey", "ruler")  # the columns of scores
 HEAD = "| method | KL, nats | KV held, MiB | KV read a step, MiB | passkeys % | RULER % |"
-FRONT_HEAD = "| `method=` |KL|passkeys|MiB| what they do | source |"
+PRESET = re.compile(r"(?<=\n\n)`(\w+)` ")  # a paragraph that begins with a method's name
+FRONT_HEAD = "| `method=` | KL | passkeys, % | MiB | what the first does | page |"
 
 
 class MethodRow(NamedTuple):
@@ -95,21 +98,26 @@ def written(methods: dict[str, MethodRow]) -> str:
     return "\n".join([HEAD, "|---" * (HEAD.count("|") - 1) + "|", *lines])
 
 
-def front(page: str, methods: dict[str, MethodRow]) -> str:
-    """README.md with the columns of the first method of each row as they are now."""
-    begin = page.index(FRONT_HEAD)
-    end = page.index("\n\n", begin)
-    table = page[begin + len(FRONT_HEAD) : end]
+def front(methods: dict[str, MethodRow]) -> str:
+    """A row for each page: its methods, what the first of them came to and does, and a link.
+
+    The nearest first; last those that did not run.
+    """
     lines = []
-    for line in table.splitlines()[2:]:
-        cells = line.strip("|").split("|")
-        names = cells[0]
-        row = methods[re.findall(r"\w+", names)[0]]
-        kl = f"{row.kl[0]:.3f}".lstrip("0") if row.kl else "-"
-        passkeys = _whole(row.scores.get("passkey"))
-        lines.append(f"|{names}|{kl}|{passkeys}|{_mib(row.stored_bytes)}|{cells[-2]}|{cells[-1]}|")
+    for page in PAGES.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        names = [*dict.fromkeys(name for name in PRESET.findall(text) if name in methods)]
+        if names:
+            row, about = methods[names[0]], choices("method")[names[0]]
+            listed = ", ".join(f"`{name}`" for name in names)
+            nearness = f"{row.kl[0]:.3f}".lstrip("0") + " (x)" * row.unbounded if row.kl else "-"
+            passkeys = _whole(row.scores.get("passkey"))
+            link = f"[{text.splitlines()[0].removeprefix('# ')}](../docs/methods/{page.name})"
+            cells = [listed, nearness, passkeys, _mib(row.stored_bytes), about, link]
+            place = (row.kl is None, row.unbounded, row.kl or (), page.name)
+            lines.append((*place, f"| {' | '.join(cells)} |"))
     rule = "|---" * (FRONT_HEAD.count("|") - 1) + "|"
-    return page[:begin] + "\n".join([FRONT_HEAD, rule, *lines]) + page[end:]
+    return "\n".join([FRONT_HEAD, rule, *(line for *_, line in sorted(lines))])
 
 
 def _mib(value: float | None) -> str:
@@ -137,11 +145,10 @@ def _run(runs: Runs, task: str, method: str) -> Run | None:
 def main() -> None:
     """Write both into their pages, in place of what is there."""
     methods = found()
-    page = PAGE.read_text(encoding="utf-8")
-    begin = page.index(HEAD)
-    page = page[:begin] + written(methods) + page[page.index("\n\n", begin) :]
-    PAGE.write_text(page, encoding="utf-8")
-    FRONT.write_text(front(FRONT.read_text(encoding="utf-8"), methods), encoding="utf-8")
+    for path, head, made in ((PAGE, HEAD, written(methods)), (FRONT, FRONT_HEAD, front(methods))):
+        page = path.read_text(encoding="utf-8")
+        begin = page.index(head)
+        path.write_text(page[:begin] + made + page[page.index("\n\n", begin) :], encoding="utf-8")
 
 
 if __name__ == "__main__":

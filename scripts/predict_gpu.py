@@ -4,7 +4,7 @@
 
 Launches are those of `tests/goldens/launches.json`, bytes those of Llama 3.1 8B's shape at C =
 1,024, bandwidth and the time of a launch those of one H200 (results/gpu/gpu_check.json). The table
-goes into kvbench/attention/README.md, anew with each call: when the counts have changed, run it.
+goes into docs/guide/attention.md, anew with each call: when the counts have changed, run it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpu_check import GOALS, ON_HOST
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-PAGE = ROOT / "kvbench" / "attention" / "README.md"
+PAGE = ROOT / "docs" / "guide" / "attention.md"
 MARK = "<!-- predicted: python scripts/predict_gpu.py -->"
 
 BANDWIDTH = 4.236e12  # bytes a second, of a copy inside the device

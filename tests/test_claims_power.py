@@ -83,7 +83,7 @@ def test_superseded_criteria_are_judged_and_decide_nothing(shipped_verdicts: lis
 
 
 def test_the_page_counts_the_claims_as_they_are() -> None:
-    page = Path(__file__).parents[1] / "kvbench/report/README.md"
+    page = Path(__file__).parents[1] / "docs/guide/reports.md"
     counts = re.findall(r"(\d+) claims\b", page.read_text())
     assert counts and set(counts) == {str(len(claims()))}
 

@@ -119,7 +119,7 @@ ELSEWHERE = ("make setup", "kvbench fetch", "model=smollm2-135m-instruct", "kvbe
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_on_own_methods_lead_to_a_row(tmp_path: Path) -> None:
-    page = (ROOT / "methods" / "OWN.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/tutorials/own_method.md").read_text().replace("\\\n", " ")
     blocks = re.findall(r"```\n(.*?)```", page, re.S)
     lines = [line for block in blocks for line in block.splitlines() if not any(word in line for word in ELSEWHERE)]
     assert [shlex.split(line)[1] for line in lines] == ["new-method", "--config-dir", "--config-dir", "submit", "board"]

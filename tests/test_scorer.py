@@ -1,4 +1,4 @@
-"""Methods that score the prompt's tokens and keep the best; the one that methods/README.md adds as an example."""
+"""Methods that score the prompt's tokens and keep the best; the example of docs/guide/write_a_method.md."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ bind_methods()
 
 from methods.blocks import scorer  # noqa: E402
 
-README = (Path(scorer.__file__).parent.parent / "README.md").read_text()
+PAGE = (Path(scorer.__file__).parents[2] / "docs/guide/write_a_method.md").read_text()
 
 
 def block(language: str, text: str) -> str:
-    """The fenced code block of methods/README.md that holds `text`."""
-    return next(found for found in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if text in found)
+    """The fenced code block of that page that holds `text`."""
+    return next(found for found in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if text in found)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def valuenorm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Met
     return made
 
 
-# -- the example of the README -----------------------------------------------------------------------------------------
+# -- the example of the page -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

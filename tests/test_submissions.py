@@ -567,7 +567,7 @@ def test_without_a_folder_submissions_are_only_checked(
 
 
 def test_the_runs_of_the_page_on_own_methods_are_those_of_the_board() -> None:
-    page = (ROOT / "methods" / "OWN.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/tutorials/own_method.md").read_text().replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in page.splitlines() if line.startswith("kvbench --config-dir")]
     board_runs = [run for name in ("reference", "reference_tiny") for run in full_runs(ROOT / f"results/{name}.tar.xz")]
     asked = [words[3:] for words in lines if any(word.startswith("model=") for word in words)]

@@ -5,7 +5,7 @@ No torch: OpenMP reads it as torch is loaded.
 GNU's OpenMP lets a thread spin for some milliseconds before it sleeps. On an idle machine that
 starts the next parallel region at once; beside other work it burns the very cores that are waited
 for, and a token of a small model takes fifty times as long. A tenth of that time keeps most of the
-first and loses most of the second (`conf/README.md`).
+first and loses most of the second (`docs/guide/sweeps.md`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What methods that score the prompt's tokens once and keep the best have in common: all but the
 score.
 
-Pruning, rows of different lengths, both accountings and the rule are here; `methods/README.md` has
-an example.
+Pruning, rows of different lengths, both accountings and the rule are here;
+`docs/guide/write_a_method.md` has an example.
 """
 
 from __future__ import annotations

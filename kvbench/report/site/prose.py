@@ -1,4 +1,4 @@
-"""What the pages of `methods/` say, as HTML.
+"""What the pages of `docs/` say, as HTML.
 
 What a method is, where its paper leaves a choice, how to add one.
 """
@@ -11,25 +11,22 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from kvbench.config import PACKAGE
+from kvbench.config import docs_dir
 
-FOLDER = PACKAGE.parent / "methods"
 CHOICE = "Where the paper"  # how the heading of a section on deviations begins
 
 
 def readme_entry(method: str) -> str:
-    """The entry of `methods/README.md` on a method, or ""."""
-    for entry in _blocks(_text(FOLDER / "README.md")):
-        names = re.match(r"- `(\w+)`(?:(?:,| and) `(\w+)`)*", entry)
-        if names and f"`{method}`" in names.group(0):
-            return html(entry.removeprefix("- "))
-    return ""
+    """What a page of `docs/methods/` says of a method, or ""."""
+    pages = sorted((docs_dir() / "methods").glob("*.md"))
+    entries = (entry for page in pages for entry in _blocks(_text(page)))
+    return next((html(entry) for entry in entries if entry.startswith(f"`{method}` ")), "")
 
 
 def choices_taken(target: str) -> str:
     """Where a method's paper or code leaves a choice, and which was taken.
 
-    It is from the page of the method's folder; "" without one.
+    It is from the method's page; "" without one.
 
     Parameters
     ----------
@@ -37,8 +34,8 @@ def choices_taken(target: str) -> str:
         its class, such as "methods.icecache.IceCache".
     """
     package, module = target.split(".")[:2]
-    readme = FOLDER / module / "README.md" if package == "methods" else FOLDER / "none"
-    sections = re.split(r"^## ", _text(readme), flags=re.MULTILINE)
+    page = docs_dir() / "methods" / f"{module}.md" if package == "methods" else Path()
+    sections = re.split(r"^## ", _text(page), flags=re.MULTILINE)
     return "".join(
         html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE)
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
+from kvbench.config import docs_dir
 from kvbench.report.site.markup import File, definitions, items, linked, page, slug
-from kvbench.report.site.prose import FOLDER, document
+from kvbench.report.site.prose import document
 from kvbench.report.site.rows import Site
 from kvbench.report.submissions.checked import CHECKS, Submission
 
@@ -18,8 +19,8 @@ NO_PROOF = (
 
 
 def add_yours(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
-    """The page of `methods/OWN.md`: from nothing to a row."""
-    title, body = document(FOLDER / "OWN.md")
+    """The tutorial on a method of one's own: from nothing to a row."""
+    title, body = document(docs_dir() / "tutorials" / "own_method.md")
     yield page("add.html", title, site, sections, body)
 
 
