@@ -263,10 +263,18 @@ def test_bad_input_is_one_line(results, capsys, monkeypatch, words, said):
     assert said in refused(capsys, results, *words)
 
 
+def test_shipped_runs_are_found_under_their_name_from_any_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told, _ = made(capsys, "results/in_vllm.tar.xz", "--rows", "method")
+    assert "keydiff" in told
+    assert "results/gone.tar.xz" in refused(capsys, "results/gone.tar.xz")
+
+
 def test_no_runs_says_where_it_looked(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "results: no such folder; a run is a folder such as" in refused(capsys)
     assert f"{tmp_path}: no run in it" in refused(capsys, tmp_path)
+    assert "kvbench report results/reference_qwen.tar.xz" in refused(capsys)
     assert "gone: no such folder" in refused(capsys, "gone", "--paper", "racc_table1")
     assert f"{tmp_path}: no run in it" in refused(capsys, tmp_path, "--figure", "budget", "--out", "x.png")
 

@@ -1,4 +1,4 @@
-"""What the wheel carries: both packages and the configuration, and nothing else."""
+"""What the wheel carries: both packages, the configuration, pages of methods and the runs, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def test_wheel_carries_the_configuration_inside_the_package(members: list[str]) 
     expected = {f"kvbench/{path}" for path in sources("conf")}
     assert "kvbench/conf/config.yaml" in expected
     assert expected <= set(members)
+
+
+def test_wheel_carries_what_a_site_shows_of_methods_and_the_runs_that_kvbench_ships(members: list[str]) -> None:
+    expected = {f"kvbench/{path}" for path in sources("docs/methods")} | {
+        f"kvbench/results/{path.name}" for path in (ROOT / "results").iterdir() if path.suffix in (".json", ".xz")
+    }
+    assert expected <= set(members)
+    assert not [name for name in members if name.endswith(".png")]
 
 
 def test_wheel_puts_nothing_else_into_site_packages(members: list[str]) -> None:

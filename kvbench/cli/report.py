@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvbench
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, results_dir
 from kvbench.runs.stored import ResultsError, printable, runs_below
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
-RESULTS = Path(kvbench.__file__).parents[1] / "results"
+RESULTS = results_dir()
 SWEEPS = (
     "claims",
     "controls",
@@ -43,6 +42,10 @@ SWEEPS = (
     "reference_tiny",
 )
 SHIPPED = [RESULTS / f"{name}.tar.xz" for name in SWEEPS]
+INSTALLED = (
+    "`kvbench report results/reference_qwen.tar.xz` shows runs that kvbench ships, wherever it is"
+    " installed"
+)
 FORMATS = {
     "console": ".txt",
     "markdown": ".md",
@@ -126,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "folders",
         nargs="*",
-        type=Path,
+        type=_named_folder,
         metavar="FOLDER",
         help="of runs, or an archive; default: yours below results",
     )
@@ -195,6 +198,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--unfinished", action="store_true", help="take runs that have not finished, marked")
     return parser
+
+
+def _named_folder(text: str) -> Path:
+    """A folder, archive or file; `results/NAME` of those that kvbench ships, wherever it is
+    installed.
+    """
+    path = Path(text)
+    shipped = RESULTS / path.name
+    return shipped if path.parent == FOLDER and not path.exists() and shipped.is_file() else path
 
 
 def _words(text: str) -> list[str]:
@@ -349,8 +361,10 @@ def _runs(flags: Namespace) -> Runs | None:
         flags.folders = flags.folders or user_folders(FOLDER, "report")[0]
         runs = collect(flags.folders, flags.unfinished)
     except ResultsError as error:
-        if not flags.paper or named:
+        if named or (FOLDER.exists() and not flags.paper):
             raise
+        if not flags.paper:
+            raise ResultsError(f"{error}; {INSTALLED}") from error
         print(
             f"kvbench report: {printable(str(error))}; the published numbers stand alone",
             file=sys.stderr,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-import kvbench
+from kvbench.config import results_dir
 from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.power import lacks
@@ -23,7 +23,7 @@ from kvbench.report.data.table import csv_of
 from kvbench.report.html import STYLE
 from kvbench.report.tables.formats import plain_markdown
 
-SHIPPED = Path(kvbench.__file__).parents[1] / "results"
+SHIPPED = results_dir()
 WIDTH = 120
 OURS = "runs that kvbench ships"
 DECIDING = tuple(  # the archives of them
