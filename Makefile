@@ -141,7 +141,7 @@ coverage: $(STAMP)
 docs: $(STAMP)
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || \
 	    $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import importlib
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def facts(name: str) -> str:
     capacity = "its own sizes" if preset.preset is None else f"C = {preset.preset}"
     lines = [
         f"## `method={name}`",
-        f"{choices('method')[name]}. Class `{preset.target}`; without `budget=`, {capacity}.",
-        "\n".join(f"- {heading}: {cell}" for heading, cell in _budget(name)),
+        f"*{choices('method')[name]}.* Class `{preset.target}`; without `budget=`, {capacity}.",
+        _budget(name),
         *(f"Options are those of `{base}`, but for:" for base in content.get("defaults", [])[:1]),
         _options(text, content.get("valid") or {}),
     ]
@@ -129,12 +129,11 @@ def facts(name: str) -> str:
 def _options(text: str, valid: Mapping[str, Any]) -> str:
     """A table of the options in a YAML file; "" without any."""
     rows = [
-        f"| `method.{name}` | `{default}` | {about} | {_valid(valid.get(name))} |"
+        [f"`method.{name}`", f"`{default}`", about, _valid(valid.get(name))]
         for name, default, about in SETTING.findall(text.replace("|", r"\|"))
         if name not in NO_OPTIONS and default
     ]
-    head = ["| option | default | what it is | valid |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows]) if rows else ""
+    return _table(["option", "default", "what it is", "valid"], rows) if rows else ""
 
 
 def modules_of(presets: Sequence[str]) -> list[str]:
@@ -148,14 +147,17 @@ def docstring(file: str) -> str:
     return f"## `{file}`\n\n{text}"
 
 
-def _budget(name: str) -> Iterator[tuple[str, str]]:
-    """What C counts: a preset's cells in the tables of the page on budgets, with their headings."""
+def _budget(name: str) -> str:
+    """What C counts, from the two tables of the page on budgets."""
     page = (METHODS / "budgets.md").read_text(encoding="utf-8")
-    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
-        lines = [list(map(str.strip, line.split("|")[1:-1])) for line in table.splitlines()]
-        for line in lines:
-            if line[0] == f"`{name}`":
-                yield from zip(lines[0][1:], line[1:], strict=True)
+    lines = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    published, unified = ([cell.strip() for cell in line.split("|")[2:-1]] for line in lines)
+    rows = (["as published", *published], ["unified", unified[0], "nothing", unified[1]])
+    return _table(["accounting", "C", "outside C", "least C"], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def _valid(rule: Any) -> str:

@@ -266,14 +266,14 @@ class HeadScores:
     Attributes
     ----------
     echo
-        how far a KV head looks back to earlier copies of the token, [layers][Hkv] between 0 and 1.
+        `[layers, Hkv]`, how far a KV head looks back to earlier copies of the token, from 0 to 1.
     induction
         how far to the tokens that followed these copies.
     query_means
-        the mean query of each query head before RoPE, over plain text, [layers][Hq][D]; (): not
+        the mean query of each query head before RoPE, over plain text, `[layers, Hq, D]`; (): not
         known, as of models whose keys cannot be turned.
     query_sizes
-        the mean length of its pairs (f, f + D / 2), [layers][Hq][D / 2].
+        the mean length of its pairs (f, f + D / 2), `[layers, Hq, D / 2]`.
     """
 
     echo: Table
