@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 def timed(arm: Arm) -> dict[str, Any]:
     """What the table needs of the cell's one sample."""
     compile_for([arm], Console())
-    (record,) = PromptJob(arm, next(read(arm, samples(arm, 1))).prompts).run()
+    (record,) = PromptJob(arm, next(read(arm, samples(arm, 1)))[0]).run()
     if record.get("error"):
         return {"error": record["error"]}
     found = {name: record["hardware"].get(name) for name in ("floor_ms", "python_ms")}

@@ -23,7 +23,7 @@ from test_questions import with_folder
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.config import ASSETS, choices, shipped
-from kvbench.engine.request import Choice, QuestionTokens
+from kvbench.engine.request import QuestionTokens
 from kvbench.memory.kinds import EVERY, NATIVE, VERSIONS, kv_of
 from kvbench.runs.versions import HARNESS
 from kvbench.tasks import Sample, Task
@@ -61,7 +61,7 @@ def log_probabilities(case: Case) -> tuple[list[torch.Tensor], dict[str, Any]]:
     prompt, given = text()
     steps: list[torch.Tensor] = []
     options: dict[str, Any] = {
-        "choice": Choice(forced_tokens=[given]),
+        "forced_tokens": [given],
         "watch": lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     }
     _, engine = run_loop(small_model(), [prompt], case.build(), SMALL, steps=STEPS - 1, **options)
@@ -198,11 +198,11 @@ def numbers_of_harness() -> dict[str, Any]:
         generation, _ = run_loop(small_model(), [prompt], case.build(), SMALL, steps=7, **options)
         return " ".join(map(str, generation.tokens[0]))
 
-    drawn = Choice(draw=Sampler(0.8, ["golden"]))
+    drawn = Sampler(0.8, ["golden"])
     return {
         "likelihood": f"{sum(likely):.5g}",
         "greedy": answer(full),
-        "drawn": answer(full, choice=drawn),
+        "drawn": answer(full, draw=drawn),
         "after": answer(snapkv, question=QuestionTokens([given[:9]], at_once=True)),
     }
 

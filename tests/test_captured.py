@@ -23,7 +23,7 @@ from kvbench.config import choices, shipped
 from kvbench.engine.batch import generate
 from kvbench.engine.captured import CapturedStep
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Choice, QuestionTokens
+from kvbench.engine.request import QuestionTokens
 from kvbench.memory import device as memory
 
 CASES = {case.id: case for case in METHODS}
@@ -119,7 +119,7 @@ def outcome(
         prompts,
         engine,
         max_new_tokens=steps + 1,
-        choice=Choice(forced_tokens=ends),
+        forced_tokens=ends,
         question=question,
         watch=lambda step: logits.append(step.cpu()),
     )

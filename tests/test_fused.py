@@ -20,7 +20,6 @@ from kvbench.backends.hf.fused import fuse
 from kvbench.backends.hf.loading import Loaded, load
 from kvbench.backends.hf.model import use_kvbench_attention
 from kvbench.config import ASSETS, ConfigError, shipped
-from kvbench.engine.request import Choice
 
 CASES = {case.id: case for case in METHODS}
 # Of the size of the logits: in float32 the order of a sum's terms is all that differs.
@@ -146,7 +145,7 @@ def test_methods_generate_as_over_layers_as_they_were(cuda: Twin, name: str) -> 
             CASES[name].build(),
             SMALL,
             prefill_chunk=64,
-            choice=Choice(forced_tokens=[numbers(7, seed=2)] * 2),
+            forced_tokens=[numbers(7, seed=2)] * 2,
             watch=lambda step, steps=steps: steps.append(step.cpu()),
         )
         outcomes.append((torch.stack(steps), generation.audit, engine.captured))

@@ -19,7 +19,6 @@ from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import shipped
 from kvbench.engine.batch import generate
-from kvbench.engine.request import Choice
 
 CASES = {case.id: case for case in METHODS}
 STEPS = 4
@@ -48,7 +47,7 @@ def logits(loaded: Loaded, case: Case, rows: Sequence[int], steps: int = STEPS, 
         [numbers(length, seed=length) for length in rows],
         engine,
         max_new_tokens=steps + 1,
-        choice=Choice(forced_tokens=[numbers(steps + 1, seed=length + 1) for length in rows]),
+        forced_tokens=[numbers(steps + 1, seed=length + 1) for length in rows],
         watch=lambda step: told.append(step.cpu()),
     )
     return torch.stack(told)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import kvbench.measure.job
 import kvbench.measure.prompts
+import kvbench.runs.sweep
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
@@ -188,14 +188,14 @@ def test_the_estimate_follows_the_rule_of_the_method(configs: Any) -> None:
 
 def test_a_prefill_waits_for_the_memory_that_the_last_one_took(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values twice, while they are copied, with what methods are shown beside them."""
-    required, taken, real = list[float](), list[tuple[int, float]](), kvbench.measure.job.prefill_shared
+    required, taken, real = list[float](), list[tuple[int, float]](), kvbench.runs.sweep.SharedPrompts
 
     def noted(arms: Any, prompts: Any, *progress: Any) -> Any:
-        prefilled = real(arms, prompts, *progress)
-        taken.append((len(prompts[0].ids), prefilled.nbytes))
-        return prefilled
+        shared = real(arms, prompts, *progress)
+        taken.append((len(prompts[0].ids), shared.nbytes))
+        return shared
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", noted)
     monkeypatch.setattr(Batch, "clear", lambda self, size, rows: required.append(size))
     quiet(configs("task.lengths=[300]", "task.limit=2", arms=ARMS[:1]))
     (first, size), (second, _) = taken
@@ -305,14 +305,14 @@ def test_too_little_memory_waits_for_others_to_leave(
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm(
     configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kvbench.measure.job.prefill_shared
+    real = kvbench.runs.sweep.SharedPrompts
 
     def failing(arms: Any, prompts: Any, *progress: Any) -> Any:
         if prompts[0].sample.id.endswith("-0-0"):
             raise MemoryError("no room")
         return real(arms, prompts, *progress)
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", failing)
     summaries = quiet(configs())
     assert len({summary["failed"] for summary in summaries}) == 1 and summaries[0]["failed"] >= 1
 

@@ -25,7 +25,6 @@ from kvbench.budget import Budget
 from kvbench.config import ConfigError
 from kvbench.engine.batch import Generation, generate
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Choice
 from kvbench.measure.synthetic import Filled, SyntheticEngine
 from kvbench.method import Method, Needs, Prompt, Selection, Shape
 from kvbench.models.card import ModelCard
@@ -311,9 +310,7 @@ def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
     use_kvbench_attention(ours)
     engine = engine_for(ours, [40], watching, Budget(None), [layer for layer in range(4) if layer != last])
     logits: list[torch.Tensor] = []
-    generate(
-        ModelRunner(ours), [row], engine, max_new_tokens=2, choice=Choice(forced_tokens=[[5, 5]]), watch=logits.append
-    )
+    generate(ModelRunner(ours), [row], engine, max_new_tokens=2, forced_tokens=[[5, 5]], watch=logits.append)
     torch.testing.assert_close(logits[0][0], after.logits[0, -1], rtol=0, atol=CLOSE * 10)
     received = told.attentions[last].sum(dim=2)
     torch.testing.assert_close(watching.prompt.attention_sums, received, rtol=0, atol=CLOSE)

@@ -14,8 +14,8 @@ from driver import SMALL, Case, each_method, numbers, scores_of, slow
 from test_shared import records
 from zoo import random_model
 
-import kvbench.measure.job
 import kvbench.measure.prompts
+import kvbench.runs.sweep
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, use_kvbench_attention
 from kvbench.backends.hf.runner import ModelRunner
@@ -129,9 +129,9 @@ def test_questions_of_one_context_stay_together_where_the_longest_run_first(conf
     monkeypatch.setattr(Colours, "stored", True)
     (config,) = configs("task.lengths=[300,305]", arms=["full"])
     arm = prepare(config)
-    batches = list(read(arm, work_of(arm, None, ()).samples))
-    assert len({len(batch.prompts[0].ids) for batch in batches}) == 2
-    assert [batch.again for batch in batches] == [True, True, False] * 2
+    groups = list(read(arm, work_of(arm, None, ()).samples))
+    assert len({len(batch[0].ids) for group in groups for batch in group}) == 2
+    assert list(map(len, groups)) == [3, 3]
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
     arms: Sequence[str], configs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together, one by one, and each question with a prefill and a method of its own: the same answers."""
-    real, prefills, built = kvbench.measure.job.prefill_shared, list[int](), list[str]()
+    real, prefills, built = kvbench.runs.sweep.SharedPrompts, list[int](), list[str]()
 
     def counted(arms: Any, prompts: Any, *progress: Any) -> Any:
         prefills.append(len(prompts))
@@ -174,7 +174,7 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
         built.append("quest") if layer == self.shape.sparse_layers[0] else None
         return real_build(self, layer, prompt)
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", counted)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", counted)
     monkeypatch.setattr(Quest, "prefill", counted_build)
     run_shared(configs(arms=arms), Console(quiet=True))
     assert (len(prefills), len(built)) == (2, 2)
@@ -182,8 +182,7 @@ def test_a_context_is_prefilled_and_compressed_once_for_all_its_questions(
     assert (len(prefills), len(built)) == (4, 4)
     for config in configs("sweep.shared_prefill=false", folder="alone", arms=arms):
         run_shared([config], Console(quiet=True))
-    for module in (kvbench.measure.job, kvbench.measure.prompts):
-        monkeypatch.setattr(module, "contexts", lambda prompts: None)
+    monkeypatch.setattr(kvbench.measure.prompts, "contexts", lambda prompts: None)
     run_shared(configs(folder="apart", arms=arms), Console(quiet=True))
     assert len(built) == 4 + 2 + 6
     expected = comparable(tmp_path / "apart")
@@ -207,8 +206,8 @@ def test_rows_of_a_batch_have_questions_of_one_length(configs: Any, tmp_path: Pa
     (config,) = configs("batch=6", arms=["snapkv"])
     arm = prepare(config)
     found = list(read(arm, arm.task.samples(arm.loaded.tokenizer, 0)))
-    assert sorted(len(batch.prompts) for batch in found) == [2, 2, 2]
-    assert all(len({len(prompt.question) for prompt in batch.prompts}) == 1 for batch in found)
+    assert sorted(len(batch) for group in found for batch in group) == [2, 2, 2]
+    assert all(len({len(prompt.question) for prompt in batch}) == 1 for group in found for batch in group)
     run_shared([config], Console(quiet=True))
     run_shared(configs(folder="single", arms=["snapkv"]), Console(quiet=True))
     batch, single = records(tmp_path / "together"), records(tmp_path / "single")

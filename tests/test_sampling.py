@@ -24,7 +24,7 @@ from kvbench.backends.protocol import Protocol
 from kvbench.cli.checks import check
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
-from kvbench.engine.request import Choice, QuestionTokens, Stops
+from kvbench.engine.request import QuestionTokens, Stops
 from kvbench.method import Needs
 from kvbench.report.data.frame import collect
 from kvbench.report.tables.runs import summary as summary_tables
@@ -69,7 +69,7 @@ def test_a_generation_begins_and_goes_on_as_the_model_says(tiny: Loaded) -> None
     """First and second tokens of many rows, against the softmax of transformers' own logits."""
     rows = 200
     draw = Sampler(0.3, [str(row) for row in range(rows)])
-    generation, _ = run_loop(tiny, [PROMPTS[0]] * rows, method_named("full"), None, steps=1, choice=Choice(draw))
+    generation, _ = run_loop(tiny, [PROMPTS[0]] * rows, method_named("full"), None, steps=1, draw=draw)
     first = torch.tensor([tokens[0] for tokens in generation.tokens])
     with torch.inference_mode():
         prompt = torch.tensor([PROMPTS[0]])
@@ -89,9 +89,9 @@ def test_a_row_draws_the_same_beside_others_and_from_a_shared_prefill(tiny: Load
     def tokens(prompts: Any, seeds: list[str], **options: Any) -> list[list[int]]:
         draw = Sampler(1.0, seeds, 0.95)
         own = replace(question, rows=question.rows[: len(prompts)])
-        return run_loop(
-            tiny, prompts, method_named("full"), None, steps=8, question=own, choice=Choice(draw), **options
-        )[0].tokens
+        return run_loop(tiny, prompts, method_named("full"), None, steps=8, question=own, draw=draw, **options)[
+            0
+        ].tokens
 
     alone = [tokens([prompt], [seed])[0] for prompt, seed in zip(PROMPTS, "ab", strict=True)]
     assert tokens(PROMPTS, ["a", "b"]) == alone
@@ -121,7 +121,7 @@ def test_a_banned_token_is_never_drawn_first(tiny: Loaded) -> None:
         None,
         steps=0,
         stops=Stops(not_first=banned),
-        choice=Choice(Sampler(2.0, list(map(str, range(50))))),
+        draw=Sampler(2.0, list(map(str, range(50)))),
     )
     assert all(tokens[0] >= 250 for tokens in generation.tokens)
 
@@ -130,7 +130,7 @@ def test_logits_that_are_no_numbers_are_refused_when_sampled(tiny: Loaded, monke
     forward = tiny.model.lm_head.forward
     monkeypatch.setattr(tiny.model.lm_head, "forward", lambda hidden: forward(hidden) * torch.nan)
     with pytest.raises(FloatingPointError):
-        run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=1, choice=Choice(Sampler(1.0, ["a"])))
+        run_loop(tiny, PROMPTS[:1], method_named("full"), None, steps=1, draw=Sampler(1.0, ["a"]))
 
 
 # -- k answers to a prompt ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import kvbench.measure.job
+import kvbench.runs.sweep
 from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine.batch import Sequence as Decoded
@@ -96,29 +96,29 @@ def test_a_stopped_run_goes_on_with_what_each_arm_lacks(configs, tmp_path, monke
 
 
 def test_one_prefill_is_held_at_a_time(configs, monkeypatch):
-    real, made = kvbench.measure.job.prefill_shared, []
+    real, made = kvbench.runs.sweep.SharedPrompts, []
 
-    def noted(arms: Any, prompts: Any, progress: Any) -> Any:
+    def noted(arms: Any, prompts: Any, *progress: Any) -> Any:
         assert not any(earlier() for earlier in made), "its memory is needed for the next"
-        prefilled = real(arms, prompts, progress)
+        prefilled = real(arms, prompts, *progress)
         made.append(weakref.ref(prefilled))
         return prefilled
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", noted)
     run_shared(configs()[:2])
     assert len(made) == 3
 
 
 def test_a_prefill_that_fails_fails_its_sample_in_every_arm_that_has_no_less_to_hold(configs, tmp_path, monkeypatch):
     """Where an arm alone would move tokens to the host, it has a prefill of its own."""
-    real = kvbench.measure.job.prefill_shared
+    real = kvbench.runs.sweep.SharedPrompts
 
-    def failing(arms: Any, prompts: Any, progress: Any) -> Any:
+    def failing(arms: Any, prompts: Any, *progress: Any) -> Any:
         if any(prompt.sample.id.endswith("-0-0") for prompt in prompts):
             raise MemoryError("no room")
-        return real(arms, prompts, progress)
+        return real(arms, prompts, *progress)
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", failing)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", failing)
     summaries = run_shared(configs())
     assert [(summary["n"], summary["failed"]) for summary in summaries] == [(3, 1)] * 4
     errors = {record["error"] for record in records(tmp_path / "shared").values()}

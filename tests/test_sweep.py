@@ -14,7 +14,7 @@ import torch
 import yaml
 from words import over
 
-import kvbench.measure.job
+import kvbench.runs.sweep
 from kvbench.cli import main as cli
 from kvbench.cli.compose import composed
 from kvbench.cli.launchers import Local
@@ -43,13 +43,13 @@ def sweep(tmp_path: Path, capsys: Any) -> Any:
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The arms that each shared prefill was made for."""
     made: list[int] = []
-    real = kvbench.measure.job.prefill_shared
+    real = kvbench.runs.sweep.SharedPrompts
 
-    def noted(arms: Any, prompts: Any, progress: Any) -> Any:
+    def noted(arms: Any, prompts: Any, *progress: Any) -> Any:
         made.append(len(arms))
-        return real(arms, prompts, progress)
+        return real(arms, prompts, *progress)
 
-    monkeypatch.setattr(kvbench.measure.job, "prefill_shared", noted)
+    monkeypatch.setattr(kvbench.runs.sweep, "SharedPrompts", noted)
     return made
 
 

@@ -23,7 +23,7 @@ from kvbench.budget import Budget
 from kvbench.engine.batch import Batch, collecting_later, generate
 from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Choice, GenerationRequest, QuestionTokens, Stops
+from kvbench.engine.request import GenerationRequest, QuestionTokens, Stops
 from kvbench.memory import large
 from kvbench.memory.large import Original
 from kvbench.method import Method, Needs, Selection
@@ -201,11 +201,11 @@ def test_each_row_ends_by_its_own_rules(tiny: Loaded) -> None:
     greedy = alone(tiny, Method(), ids)[1].tokens[0]
     kinds: list[Callable[[], dict[str, Any]]] = [
         lambda: {"stops": Stops([greedy[3]])},
-        lambda: {"choice": Choice(forced_tokens=[[1, 2, 3, 4]])},
-        lambda: {"choice": Choice(Sampler(2.0, ["a"], top_p=0.9))},
+        lambda: {"forced_tokens": [[1, 2, 3, 4]]},
+        lambda: {"draw": Sampler(2.0, ["a"], top_p=0.9)},
         lambda: {"max_new_tokens": 2},
         lambda: {"question": question, "max_new_tokens": 4},
-        lambda: {"question": question, "choice": Choice(Sampler(2.0, ["b"])), "max_new_tokens": 4},
+        lambda: {"question": question, "draw": Sampler(2.0, ["b"]), "max_new_tokens": 4},
     ]
     rows = Rows(tiny)
     for kind in kinds:

@@ -34,7 +34,7 @@ from kvbench.cli.greedy import refuse_settings, refuse_shipped
 from kvbench.cli.lm_eval import LM_EVAL_KEYS, setup_config
 from kvbench.config import ConfigError
 from kvbench.engine import batch
-from kvbench.engine.request import Choice, GenerationRequest, Stops
+from kvbench.engine.request import GenerationRequest, Stops
 from kvbench.measure.arm import Setup
 from kvbench.measure.job import ends_at
 from kvbench.measure.kernels import compile_for
@@ -370,7 +370,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
         def begin() -> batch.Sequence:
             request = GenerationRequest(
                 max(map(len, now.forced)),
-                choice=Choice(forced_tokens=now.forced),
+                forced_tokens=now.forced,
                 watch=likelihoods,
             )
             engine, runner = setup.engine(now.rows, now.longest), ModelRunner(setup.loaded.model)

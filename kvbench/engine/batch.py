@@ -1,10 +1,9 @@
 """The one decode loop: sequences whose next tokens come from one forward pass a step.
 
 A `Sequence` is a generation of one or more rows with its engine; a `Batch` decodes a token of every
-row. Alone is a batch of one sequence with a clock. Several sequences share the pass, whose linear
-layers then read the weights once for all rows; attention, and all that a method does, is every
-engine's by itself. Sequences join and leave between two passes, and what fails one of them touches
-no other. Which library runs the model is a `Runner`'s business.
+row. Alone is a batch of one sequence with a clock. The linear layers of a pass read the weights
+once for all rows; attention, and all that a method does, is every engine's by itself. Sequences
+join and leave between two passes, and what fails one of them touches no other.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,14 +23,8 @@ from torch import Tensor
 
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.passes import DecodePasses, EngineGroup, Runner, TokenRows
-from kvbench.engine.request import (
-    NOTHING,
-    GenerationRequest,
-    PrefillSource,
-    QuestionTokens,
-    chosen_tokens,
-)
+from kvbench.engine.passes import DecodePasses, EngineGroup, PrefillSource, Runner, TokenRows
+from kvbench.engine.request import GenerationRequest, QuestionTokens, chosen_tokens
 from kvbench.spans import PARTS
 
 MOST_ROWS = 128  # of one pass; more make a row hardly quicker
@@ -51,16 +45,12 @@ class Generation:
         seconds from the start to the second new token, or None.
     step_ms
         milliseconds of each decode step.
-    prefill_ms
-        breakdown of the prefill by span, in all.
-    breakdown_ms
-        breakdown of a decode step by span, mean over the steps after the warm-up; the parts add up
-        to its mean time.
-    audit
-        see `kvbench.engine.audit.Audit.report`.
-    probe
-        see `kvbench.engine.probes.Probe.report`; {} without probes. With them the timings mean
-        nothing.
+    prefill_ms, breakdown_ms
+        milliseconds by span, of the prefill in all, and of a decode step: the mean over the steps
+        after the warm-up, whose parts add up to its time.
+    audit, probe
+        reports of `kvbench.engine.audit.Audit` and, where there are probes, with which times mean
+        nothing, of `kvbench.engine.probes.Probe`.
     shared_prefill
         the prefill was made once for several methods.
     together
@@ -113,6 +103,8 @@ class Sequence:
         it decodes alone, so that what a step takes is its time.
     """
 
+    _request: GenerationRequest
+
     @torch.inference_mode()
     def __init__(
         self,
@@ -132,7 +124,7 @@ class Sequence:
                 else prefilled.lend(engine)
             )
         seconds = time.perf_counter() - began
-        self._request, self._question, self.timed = NOTHING, list[Tensor](), False
+        self._question, self.timed = list[Tensor](), False
         self.generated: list[list[int]] = [[] for _ in engine.shape.lengths]
         self.active, self.steps = [True] * engine.shape.batch, 0
         shared = prefilled is not None
@@ -148,9 +140,8 @@ class Sequence:
         ConfigError
             the method cannot be copied.
         """
-        shared = self._runner, self._request, self._logits
         try:
-            return copy.deepcopy(self, {id(thing): thing for thing in shared})
+            return copy.deepcopy(self, {id(part): part for part in (self._runner, self._logits)})
         except TypeError as error:
             raise ConfigError(
                 f"{type(self.engine.method).__name__}: several questions about one context need a"
@@ -174,7 +165,7 @@ class Sequence:
             self._question = [*torch.tensor(question.rows).T]
             self.tokens = self._question[0]
         else:
-            self.tokens = request.choice.first(first)
+            self.tokens = first
             self._begin_answer()
         return self
 
@@ -213,14 +204,13 @@ class Sequence:
         FloatingPointError
             they are NaN or infinite.
         """
-        request = self._request
         if not self._question:
-            self.tokens = request.choice(logits, self.steps + 1)
+            self.tokens = self._request.following(logits, self.steps + 1)
         elif len(self._question) > 1:
             chosen_tokens(logits)
             self.tokens = self._question[1]
         else:
-            self.tokens = request.choice.first(request.first(logits))
+            self.tokens = self._request.first(logits)
 
     def settle(self, logits: Tensor, seconds: float) -> None:
         """Count the pass that `choose` was given, and its time; outside the times."""
@@ -236,27 +226,23 @@ class Sequence:
             self._request.watch(logits)
         self._add(self.tokens)
         if self.timed:
-            self._count_step(seconds)
+            self._generation.step_ms.append(seconds * 1e3)
+            if self.steps == self._request.warmup:
+                self.engine.spans.reset()
+            longest = max(self.engine.shape.lengths)
+            self._request.note(longest, longest + len(self._request.question) + self.steps + 1)
 
     def _add(self, tokens: Tensor) -> None:
         for row, token in enumerate(tokens.tolist()):
             if self.active[row]:
                 self.generated[row].append(token)
-                choice, stops = self._request.choice, self._request.stops
-                self.active[row] = choice.goes_on(row, self.generated[row], stops)
+                self.active[row] = self._request.goes_on(row, self.generated[row])
 
     def _begin_answer(self) -> None:
         """The first new token is there, and the times of the prefill are over."""
         self._add(self.tokens)
         if self.timed:
             self._generation.prefill_ms = _milliseconds(self.engine.spans.reset(), 1)
-
-    def _count_step(self, seconds: float) -> None:
-        self._generation.step_ms.append(seconds * 1e3)
-        request, longest = self._request, max(self.engine.shape.lengths)
-        if self.steps == request.warmup:
-            self.engine.spans.reset()
-        request.note(longest, longest + len(request.question) + self.steps + 1)
 
     def conclude(self) -> Generation:
         """What it has come to, once it is over."""
@@ -338,10 +324,6 @@ class Admission(NamedTuple):
     owner: object = None
     size: float = 0.0
     prompt: tuple[object, float] = (None, 0.0)
-
-
-class Dropped(Exception):
-    """A sequence goes no further, since its owner does not."""
 
 
 class Batch:
@@ -447,7 +429,7 @@ class Batch:
         """Nothing of an owner goes on; what did has ended for no reason of its own."""
         for sequence, admission in [*self._running.items()]:
             if admission is not None and admission.owner == owner:
-                self._end(sequence, Dropped())
+                self._end(sequence, CancelledError())
 
     def _end(self, sequence: Sequence, error: Exception | None) -> None:
         """A sequence leaves, unless an earlier one has dropped it."""

@@ -95,7 +95,7 @@ class CapturedStep:
         """That of a copied engine, whose memory is elsewhere."""
         return CapturedStep(memo[id(self._engine)], self._device)
 
-    def __call__(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+    def __call__(self, inputs: Tensor, forward: Forward) -> Tensor:
         """Logits of the next step.
 
         Parameters
@@ -104,8 +104,6 @@ class CapturedStep:
             [2, B] on the CPU, token ids and positions.
         forward
             the model's pass, of these on the device; its parts of the host go through `outside`.
-        count
-            told of a token of every row that comes without a call of `forward`.
         """
         ids, positions = self._uploaded(inputs)
         layout = self._engine.layout()
@@ -118,7 +116,6 @@ class CapturedStep:
         if not self.pieces:
             return self._capture(ids, positions, forward)
         self.repeated += 1
-        count(1)
         for counted in self._repeats:
             counted.again()
         with self._engine.spans("model"):

@@ -232,16 +232,9 @@ class Engine:
         `kvbench.engine.turn`.
         """
         assert self.prefilled, "the prompt is not complete"
-        pieces = (
-            self.method,
-            self.stores,
-            self._positions,
-            self.executor,
-            self.audit,
-            self.spans,
-            self.probe,
-        )
-        self._turn = Turn(token_ids, self.shape, *pieces)
+        meters = self.audit, self.spans, self.probe
+        parts = self.method, self.stores, self._positions, self.executor, *meters
+        self._turn = Turn(token_ids.cpu(), self.shape, *parts)
 
     def attend(
         self,
@@ -305,7 +298,7 @@ class Engine:
 
     # -- steps that the device repeats by itself ---------------------------------------------------
 
-    def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+    def run(self, inputs: Tensor, forward: Forward) -> Tensor:
         """Logits of the decode step that was started, captured where that can be.
 
         Arguments as of `CapturedStep.__call__`; `forward` calls `attend` of all layers.
@@ -315,7 +308,7 @@ class Engine:
         if self.captured is None:
             return forward(*uploaded(inputs, self.shape.device))
         self._whole = self._needs_no_host()
-        logits = self.captured(inputs, forward, count)
+        logits = self.captured(inputs, forward)
         if self._whole:
             self._end_step()
         return logits

@@ -68,7 +68,7 @@ class EngineGroup:
             row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
             self._ask(index, self._engines[index].start_step, row_tokens, row_active)
 
-    def run(self, inputs: Tensor, forward: Forward, count: Callable[[int], object]) -> Tensor:
+    def run(self, inputs: Tensor, forward: Forward) -> Tensor:
         """Logits of the decode step that was started, see `Engine.run`.
 
         None is captured: sequences join and leave, and each time all graphs would be captured
@@ -106,26 +106,26 @@ class DecodePasses:
     rows
         that have read their prompts.
     forward
-        the model's, from token ids and their positions, [B, q] each, to the logits [B, vocabulary]
-        after the last ones.
-    count
-        told of a token of every row that comes without a pass: a captured step was repeated.
+        the model's, from token ids and their positions, [B, q] each, and the tokens of each row
+        before them, to the logits [B, vocabulary] after the last ones.
     """
 
     def __init__(
-        self, rows: Engine | EngineGroup, forward: Forward, count: Callable[[int], object]
+        self,
+        rows: Engine | EngineGroup,
+        forward: Callable[[Tensor, Tensor, Sequence[int]], Tensor],
     ) -> None:
-        self.rows, self._forward, self._count = rows, forward, count
+        self.rows, self._forward = rows, forward
 
     def __call__(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
         """One step: tokens [B] on the CPU in, the logits [B, vocabulary] of the next ones out."""
-        positions = torch.tensor(self.rows.lengths)
+        lengths = self.rows.lengths
         self.rows.start_step(tokens, active)
-        inputs = torch.stack([tokens, positions])
-        return self.rows.run(inputs, self._step, self._count)
 
-    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._forward(ids[:, None], positions[:, None])
+        def forward(ids: Tensor, positions: Tensor) -> Tensor:
+            return self._forward(ids[:, None], positions[:, None], lengths)
+
+        return self.rows.run(torch.stack([tokens, torch.tensor(lengths)]), forward)
 
     def next_tokens(self, tokens: Tensor) -> Tensor:
         """One step of rows that all generate: the likeliest tokens [B] after tokens [B], on the
@@ -135,10 +135,18 @@ class DecodePasses:
 
     def turn(self, ids: Tensor) -> Tensor:
         """Read tokens [B, q] on the CPU of an engine at once; the logits of the next ones."""
-        positions = torch.tensor(self.rows.lengths)[:, None] + torch.arange(ids.shape[1])
+        lengths = self.rows.lengths
+        positions = torch.tensor(lengths)[:, None] + torch.arange(ids.shape[1])
         self.rows.start_turn(ids)  # type: ignore[union-attr]
-        ids, positions = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
-        return self._forward(ids, positions)
+        inputs = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
+        return self._forward(*inputs, lengths)
+
+
+class PrefillSource(Protocol):
+    """A prefill that was made before the generation, from which an engine may begin."""
+
+    def lend(self, engine: Engine) -> Tensor:
+        """Let a fresh engine begin here; the logits [B, vocabulary] of what comes next."""
 
 
 class Runner(Protocol):
@@ -151,21 +159,8 @@ class Runner(Protocol):
         chunk: int | None,
         progress: Callable[[int], object],
     ) -> Tensor:
-        """Read the prompts of a fresh engine.
-
-        Parameters
-        ----------
-        prompts
-            token ids of each row.
-        chunk
-            prompt columns in one forward pass; None: all.
-        progress
-            called with the columns read, after each pass.
-
-        Returns
-        -------
-        Tensor
-            The logits [B, vocabulary] of what comes after each row.
+        """Read the prompts of a fresh engine; the logits [B, vocabulary] of what comes after each
+        row. Arguments as of `kvbench.engine.batch.Sequence`.
         """
 
     def passes(self, rows: Engine | EngineGroup) -> DecodePasses:

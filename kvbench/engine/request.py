@@ -1,28 +1,18 @@
-"""What is asked of a generation: its questions, what the new tokens are, and where a row ends."""
+"""What is asked of a generation: its question, what the new tokens are, and where a row ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.engine import Engine
 from kvbench.memory.transfer import uploaded
 
 Progress = Callable[[int, int], object]  # (tokens done, tokens in all) of a generation
 # from logits [B, vocabulary] to tokens [B], such as `kvbench.backends.hf.sampling.Sampler`
 Draw = Callable[[Tensor], Tensor]
-
-
-class PrefillSource(Protocol):
-    """A prefill that was made before the generation, from which an engine may begin."""
-
-    def lend(self, engine: Engine) -> Tensor:
-        """Let a fresh engine begin here; the logits [B, vocabulary] of what comes next."""
 
 
 def _never(tokens: Sequence[int]) -> bool:
@@ -69,43 +59,6 @@ class QuestionTokens:
         return len(self.rows[0]) if self.rows else 0
 
 
-class Choice:
-    """What the new tokens are: the likeliest, drawn ones, or forced ones.
-
-    Parameters
-    ----------
-    draw
-        draws every new token, fresh for one generation.
-    forced_tokens
-        what each row generates, whatever the model says; nothing else ends a row.
-    """
-
-    def __init__(
-        self, draw: Draw | None = None, forced_tokens: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self.draw, self._lengths = draw, list[int]()
-        self._forced_tokens = torch.empty(0)
-        if forced_tokens is not None:
-            self._lengths = list(map(len, forced_tokens))
-            self._forced_tokens = pad_sequence(list(map(torch.tensor, forced_tokens)), True)
-
-    def first(self, tokens: Tensor) -> Tensor:
-        """The first ones, [B], where those of the prefill are `tokens`."""
-        return self._forced_tokens[:, 0] if self._lengths else tokens
-
-    def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """Those of a decode step, [B] on the CPU, of its logits [B, vocabulary]."""
-        if self._lengths:
-            return self._forced_tokens[:, step]
-        return chosen_tokens(logits, draw=self.draw)
-
-    def goes_on(self, row: int, tokens: Sequence[int], stops: Stops) -> bool:
-        """Whether a row that has these new tokens generates another."""
-        if self._lengths:
-            return len(tokens) < self._lengths[row]
-        return tokens[-1] not in stops.stop_ids and not stops.ends(tokens)
-
-
 @dataclass(frozen=True)
 class GenerationRequest:
     """What is generated after prompts.
@@ -114,8 +67,11 @@ class GenerationRequest:
     ----------
     max_new_tokens, stops
         new tokens of each row at most, at least 1, and where it ends before.
-    choice
-        what the new tokens are.
+    draw
+        draws every new token, fresh for one generation; None: the likeliest.
+    forced_tokens
+        what each row generates, whatever the model says, and nothing else ends it; (): nothing is
+        forced.
     question
         what follows every prompt, read through the method.
     watch
@@ -128,7 +84,8 @@ class GenerationRequest:
 
     max_new_tokens: int
     stops: Stops = Stops()
-    choice: Choice = field(default_factory=Choice)
+    draw: Draw | None = None
+    forced_tokens: Sequence[Sequence[int]] = ()
     question: QuestionTokens = QuestionTokens()
     watch: Callable[[Tensor], object] | None = None
     warmup: int = 0
@@ -136,15 +93,27 @@ class GenerationRequest:
 
     def first(self, logits: Tensor) -> Tensor:
         """The first new tokens [B], of the logits [B, vocabulary] of all that was read before."""
-        return chosen_tokens(logits, self.stops.not_first, self.choice.draw)
+        tokens = chosen_tokens(logits, self.stops.not_first, self.draw)
+        return self._forced(0) if self.forced_tokens else tokens
+
+    def following(self, logits: Tensor, step: int) -> Tensor:
+        """Those of a decode step, [B] on the CPU, of its logits [B, vocabulary]."""
+        return self._forced(step) if self.forced_tokens else chosen_tokens(logits, draw=self.draw)
+
+    def _forced(self, step: int) -> Tensor:
+        # a row that has ended reads any token
+        return torch.tensor([row[step] if step < len(row) else 0 for row in self.forced_tokens])
+
+    def goes_on(self, row: int, tokens: Sequence[int]) -> bool:
+        """Whether a row that has these new tokens generates another."""
+        if self.forced_tokens:
+            return len(tokens) < len(self.forced_tokens[row])
+        return tokens[-1] not in self.stops.stop_ids and not self.stops.ends(tokens)
 
     def note(self, longest: int, done: int) -> None:
         """Report `done` tokens, of a row whose prompt has `longest`."""
         if self.progress:
             self.progress(done, longest + len(self.question) + self.max_new_tokens)
-
-
-NOTHING = GenerationRequest(max_new_tokens=1)
 
 
 def chosen_tokens(logits: Tensor, banned: Collection[int] = (), draw: Draw | None = None) -> Tensor:

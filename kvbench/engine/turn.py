@@ -1,5 +1,4 @@
-"""Later turns of a conversation, several tokens that are read at once, and tokens that are taken
-back.
+"""Later turns of a conversation, whose tokens are read at once, and tokens that are taken back.
 
 The tokens of a turn attend all that any tier still has, and themselves, causally. After the last
 layer they are stored one after the other, and the method learns of each as of a generated token.
@@ -8,6 +7,7 @@ layer they are stored one after the other, and the method learns of each as of a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,54 +23,43 @@ from kvbench.method import Method, Shape
 from kvbench.spans import Spans
 
 
+@dataclass(eq=False)
 class Turn:
-    """One forward pass of several tokens after the prompt.
-
-    Parameters
-    ----------
-    token_ids
-        [B, q].
-    shape, method, stores, positions, executor, audit, spans, probe
-        of the engine that reads it.
+    """One forward pass of several tokens after the prompt, token_ids [B, q] on the CPU, with all
+    else of the engine that reads it.
     """
 
-    def __init__(
-        self,
-        token_ids: torch.Tensor,
-        shape: Shape,
-        method: Method,
-        stores: Mapping[int, LayerStore],
-        positions: CachePositions | None,
-        executor: Executor,
-        audit: Audit,
-        spans: Spans,
-        probe: Probe | None,
-    ) -> None:
-        self._tokens, self._shape = token_ids.cpu(), shape
-        self._method, self._stores = method, stores
-        self._positions, self._executor = positions, executor
-        self._audit, self._spans = audit, spans
-        self._probe = probe
-        self._asks = method.needs.queries or method.needs.probabilities
+    token_ids: Tensor
+    shape: Shape
+    method: Method
+    stores: Mapping[int, LayerStore]
+    positions: CachePositions | None
+    executor: Executor
+    audit: Audit
+    spans: Spans
+    probe: Probe | None
+
+    def __post_init__(self) -> None:
+        self._asks = self.method.needs.queries or self.method.needs.probabilities
         # of each layer so far: query, key and value [B, H, q, D], and its sinks
         self._read: dict[int, tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]] = {}
-        audit.start_turn()
+        self.audit.start_turn()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attention of the next layer; arguments as of `Engine.attend`."""
-        store, sparse = self._stores[layer], layer in self._shape.sparse_layers
+        store, sparse = self.stores[layer], layer in self.shape.sparse_layers
         self._read[layer] = (query if sparse and self._asks else query[:, :0], key, value), sinks
-        with self._spans("attention"):
-            self._audit.moved(store.remote_bytes())
+        with self.spans("attention"):
+            self.audit.moved(store.remote_bytes())
             past = store.remaining()
-            if self._positions is not None and sparse:
-                past = past._replace(key=self._positions.of_turn(past.key, store))
-            weights = self._method.turn_weights(layer) if sparse else None
-            out = dense.turn(query, key, value, past, self._shape.scaling, sinks, weights)
-        if layer == self._shape.full_layers[-1]:
-            with self._spans("index_update"):
+            if self.positions is not None and sparse:
+                past = past._replace(key=self.positions.of_turn(past.key, store))
+            weights = self.method.turn_weights(layer) if sparse else None
+            out = dense.turn(query, key, value, past, self.shape.scaling, sinks, weights)
+        if layer == self.shape.full_layers[-1]:
+            with self.spans("index_update"):
                 self._take_in()
         return out
 
@@ -78,35 +67,34 @@ class Turn:
         """Store the tokens, and have the method learn of them: a decode step each, without its
         attention.
         """
-        everyone = torch.ones(len(self._tokens), dtype=torch.bool)
-        for at, tokens in enumerate(self._tokens.T):
-            self._method.step(
-                tokens, torch.tensor(self._stores[self._shape.full_layers[-1]].lengths), everyone
-            )
+        everyone = torch.ones(len(self.token_ids), dtype=torch.bool)
+        last = self.stores[self.shape.full_layers[-1]]
+        for at, tokens in enumerate(self.token_ids.T):
+            self.method.step(tokens, torch.tensor(last.lengths), everyone)
             for layer, (parts, sinks) in self._read.items():
                 query, key, value = (part[:, :, at : at + 1] for part in parts)
-                self._stores[layer].append(key, value)
-                if layer in self._shape.sparse_layers:
-                    if self._probe is not None:
-                        self._probe.append(layer, key, value)
+                self.stores[layer].append(key, value)
+                if layer in self.shape.sparse_layers:
+                    if self.probe is not None:
+                        self.probe.append(layer, key, value)
                     self._learn(layer, query, key, value, sinks)
-            self._method.end_step()
+            self.method.end_step()
         self._read.clear()
-        self._audit.end_turn(self._tokens.shape[1])
+        self.audit.end_turn(self.token_ids.shape[1])
 
     def _learn(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> None:
-        self._method.append(layer, key, value)
+        self.method.append(layer, key, value)
         if not self._asks:
             return
-        selection = self._method.select(layer, query)
-        if self._method.needs.probabilities:
-            store = self._stores[layer]
+        selection = self.method.select(layer, query)
+        if self.method.needs.probabilities:
+            store = self.stores[layer]
             attended = with_sinks(selection, store, sinks, key)
-            _, weights = self._executor(query, store, attended, self._shape.scaling, True)
+            _, weights = self.executor(query, store, attended, self.shape.scaling, True)
             assert weights is not None
-            self._method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
+            self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
 
 
 def take_back(
@@ -147,7 +135,7 @@ class Transcript:
         self._parts = [ids[:, : ids.shape[1] - count]]
 
     def check(self, token_ids: torch.Tensor) -> None:
-        """Whether token_ids [B, n] begin with what was read.
+        """Refuse token_ids [B, n] that do not go on from what was read.
 
         Raises
         ------
@@ -156,15 +144,10 @@ class Transcript:
         """
         previous, columns = self._ids(), token_ids.shape[1]
         length, previous = previous.shape[1], previous[:, :columns]
-        differ = ((previous != token_ids[:, :length].to(previous.device)) & (previous >= 0)).any(
-            dim=0
-        )
-        if bool(differ.any()) or columns <= length:
-            why = (
-                f"column {int(differ.int().argmax())} differs"
-                if bool(differ.any())
-                else f"it has {columns} columns"
-            )
+        same = previous == token_ids[:, :length].to(previous.device)
+        differ = (~same & (previous >= 0)).any(dim=0).nonzero().flatten().tolist()
+        if differ or columns <= length:
+            why = f"column {differ[0]} differs" if differ else f"it has {columns} columns"
             raise ValueError(
                 f"this KVCache has read {length} tokens, and the input does not go on from them"
                 f" ({why}): give it the tokens that generate returned and the new turn after them,"

@@ -18,7 +18,7 @@ from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Choice, GenerationRequest
+from kvbench.engine.request import GenerationRequest
 from kvbench.method import Method
 from kvbench.models.types import Model
 
@@ -47,7 +47,7 @@ def full_attention(
     engine = Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens))
     request = GenerationRequest(
         len(forced_tokens),
-        choice=Choice(forced_tokens=[forced_tokens]),
+        forced_tokens=[forced_tokens],
         watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
     )
     return Decoded(ModelRunner(model), engine, (), prefilled).ask(request)

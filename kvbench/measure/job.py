@@ -16,24 +16,24 @@ from torch import Tensor, float32
 
 from kvbench.backends.backend import GeneratedBatch
 from kvbench.backends.hf.loading import Loaded
-from kvbench.backends.hf.prefilled import Prefilled, prefill_once
+from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.hf.sampling import Sampler
 from kvbench.engine import batch
 from kvbench.engine.batch import Generation
 from kvbench.engine.engine import Engine
-from kvbench.engine.request import Choice, GenerationRequest, Progress, QuestionTokens, Stops
+from kvbench.engine.request import GenerationRequest, Progress, QuestionTokens, Stops
 from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.arm import Arm
-from kvbench.measure.prompts import TokenizedSample, contexts
+from kvbench.measure.prompts import TokenizedSample
 from kvbench.measure.synthetic import SyntheticEngine
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Timed
 
 
 class SharedPrompts:
-    """One prefill of a batch of prompts, for several arms, and for all answers to these prompts or
-    questions about these contexts that come one after the other.
+    """One prefill of a batch of prompts, from which arms begin: side by side if they decode
+    together, else one after the other.
 
     Parameters
     ----------
@@ -43,11 +43,13 @@ class SharedPrompts:
         those of a batch that can run.
     progress
         called with tokens done and tokens in all.
+    room
+        tokens to have room for after the prompts, more than theirs.
 
     Attributes
     ----------
-    again
-        the next batch begins with the same contexts, so what each method has made of them is kept.
+    room
+        tokens that there is room for after the prompts.
     reference
         [vocabulary] fp32 each, what full attention says after each forced token; [] before
         `begin_reference`.
@@ -60,37 +62,24 @@ class SharedPrompts:
         arms: Sequence[Arm],
         prompts: Sequence[TokenizedSample],
         progress: Progress | None = None,
+        room: int = 0,
     ) -> None:
-        self._contexts, self._room = contexts(prompts), prompts[0].room
-        self.prefilled = prefill_shared(arms, prompts, progress)
-        self.again, self.reference = False, list[Tensor]()
-        self._waiting: dict[int, batch.Sequence] = {}
-        forced = prompts[0].sample.forced
-        steps = len(forced.tokens) - 1 if forced else 0
-        vocabulary = arms[0].loaded.card.vocabulary
+        arm, sample = arms[0], prompts[0].sample
+        self.room, self.reference = max(prompts[0].room, room), list[Tensor]()
+        total = max(len(prompt.ids) for prompt in prompts) + sample.max_new_tokens
+        self.prefilled = prefill_once(
+            arm.loaded.model,
+            [prompt.ids for prompt in prompts],
+            [arm.method.needs for arm in arms],
+            max_new_tokens=self.room,
+            chunk=arm.protocol.prefill_chunk,
+            tokenizer=arm.loaded.tokenizer,
+            copies=arm.decode == "together",
+            progress=lambda done: progress and progress(done, total),
+        )
+        steps = len(sample.forced.tokens) - 1 if sample.forced else 0
+        vocabulary = arm.loaded.card.vocabulary
         self.nbytes = self.prefilled.nbytes + steps * vocabulary * float32.itemsize
-
-    def serves(self, prompts: Sequence[TokenizedSample]) -> bool:
-        """Whether this prefill is of these prompts, too."""
-        same = self._contexts is not None and self._contexts == contexts(prompts)
-        return same and prompts[0].new_tokens <= self._room
-
-    def has_copy(self, owner: int) -> bool:
-        """Whether a copy of what an owner has begun here is kept, or will be."""
-        return self.again or owner in self._waiting
-
-    def sequence(self, owner: int, begin: Callable[[], batch.Sequence]) -> batch.Sequence:
-        """A sequence that waits for its question: the owner's first one, or a copy of it.
-
-        Raises
-        ------
-        ConfigError
-            more will be asked, and the method cannot be copied.
-        """
-        sequence = self._waiting.pop(owner, None) or begin()
-        if self.again:
-            self._waiting[owner] = sequence.copy()
-        return sequence
 
     def begin_reference(self, loaded: Loaded, prompt: TokenizedSample) -> batch.Sequence:
         """Begin what a sample with forced tokens is compared with, to go on ahead of those that
@@ -101,26 +90,6 @@ class SharedPrompts:
         return fidelity.full_attention(loaded.model, self.prefilled, forced.tokens, self.reference)
 
 
-def prefill_shared(
-    arms: Sequence[Arm], prompts: Sequence[TokenizedSample], progress: Progress | None = None
-) -> Prefilled:
-    """One prefill of a batch of prompts, from which each of `arms` can begin, side by side if they
-    decode together; `progress` as of a generation.
-    """
-    arm, sample = arms[0], prompts[0].sample
-    total = max(len(prompt.ids) for prompt in prompts) + sample.max_new_tokens
-    return prefill_once(
-        arm.loaded.model,
-        [prompt.ids for prompt in prompts],
-        [arm.method.needs for arm in arms],
-        max_new_tokens=prompts[0].room,
-        chunk=arm.protocol.prefill_chunk,
-        tokenizer=arm.loaded.tokenizer,
-        copies=arm.decode == "together",
-        progress=lambda done: progress and progress(done, total),
-    )
-
-
 class PromptJob:
     """Prompts that one generation of an arm serves.
 
@@ -129,12 +98,15 @@ class PromptJob:
     arm
         what generates.
     prompts
-        those of a batch that can run.
+        of a batch; those that cannot run fail.
     shared
-        their prefill, to begin from; None: the generation reads them itself. Forced tokens need
-        one.
+        the prefill of those that can, to begin from; None: the generation reads them itself. Forced
+        tokens need one.
     progress
         called with tokens done and tokens in all, of a generation that is alone.
+    before
+        of the same arm and contexts, begun before this one, which goes on from a copy of what that
+        one's method has made of them.
     """
 
     def __init__(
@@ -143,12 +115,32 @@ class PromptJob:
         prompts: Sequence[TokenizedSample],
         shared: SharedPrompts | None = None,
         progress: Progress | None = None,
+        before: PromptJob | None = None,
     ) -> None:
-        self.arm, self.prompts = arm, prompts
-        self._rows, self._sample = [prompt.ids for prompt in prompts], prompts[0].sample
+        self.arm, self.prompts = arm, [prompt for prompt in prompts if prompt.can_run]
+        self._failed = [prompt for prompt in prompts if not prompt.can_run]
+        self._rows = [prompt.ids for prompt in self.prompts]
         self._shared, self._progress = shared, progress
         self._comparison: fidelity.Comparison | None = None
         self._observed = ExitStack()
+        self._waiting: batch.Sequence | None = None  # to be asked
+        self._next: PromptJob | None = None
+        if before is not None:
+            before._next = self
+
+    @property
+    def _sample(self) -> Sample:
+        return self.prompts[0].sample
+
+    @property
+    def room(self) -> int:
+        """Tokens to have room for after each prompt."""
+        return self._shared.room if self._shared else self.prompts[0].room
+
+    @property
+    def copies(self) -> bool:
+        """Whether it keeps a copy of what its method has made of the prompts, or is one."""
+        return self._next is not None or self._waiting is not None
 
     def run(self) -> list[dict[str, Any]]:
         """Generate alone and with a clock, and score; the samples' records.
@@ -158,6 +150,8 @@ class PromptJob:
         Exception
             `is_failed_sample` says which are the samples' own.
         """
+        if not self.prompts:
+            return self._failures()
         arm, sample, shared = self.arm, self._sample, self._shared
         if sample.timed:
             return self._scored(*self._timed(sample.timed))
@@ -180,9 +174,8 @@ class PromptJob:
         loaded = self.arm.loaded
         observed = machine.observed(loaded.device, loaded.devices)
         self._machine = self._observed.enter_context(observed)
-        return self._sequence(
-            replace(self.arm, method=self.arm.config.method.build()), self._request()
-        )
+        arm = replace(self.arm, method=self.arm.config.method.build())
+        return self._sequence(arm, self._request())
 
     def records(self, sequence: batch.Sequence) -> list[dict[str, Any]]:
         """The samples' records, once a generation beside others is over."""
@@ -193,21 +186,26 @@ class PromptJob:
     def _sequence(
         self, arm: Arm, request: GenerationRequest, timed: bool = False
     ) -> batch.Sequence:
-        rows, shared = self._rows, self._shared
-        room, names = self.prompts[0].room, [prompt.name for prompt in self.prompts]
+        """A generation that goes on; where more will be asked, the next job has a copy of it.
 
-        def read() -> batch.Sequence:
-            return batch.Sequence(
+        Raises
+        ------
+        ConfigError
+            more will be asked, and the method cannot be copied.
+        """
+        sequence, self._waiting = self._waiting, None
+        if sequence is None:
+            sequence = batch.Sequence(
                 ModelRunner(arm.loaded.model),
-                arm.engine(rows, room, names),
-                rows,
-                None if shared is None else shared.prefilled,
+                arm.engine(self._rows, self.room, [prompt.name for prompt in self.prompts]),
+                self._rows,
+                self._shared and self._shared.prefilled,
                 arm.protocol.prefill_chunk,
-                partial(request.note, max(map(len, rows))),
+                partial(request.note, max(map(len, self._rows))),
             )
-
-        waiting = read() if shared is None else shared.sequence(id(self.arm), read)
-        return waiting.ask(request, timed)
+        if self._next is not None:
+            self._next._waiting = sequence.copy()
+        return sequence.ask(request, timed)
 
     def _timed(self, timed: Timed) -> tuple[GeneratedBatch, dict[str, Any]]:
         """The generation of a sample that is timed, and what its record holds besides."""
@@ -228,22 +226,21 @@ class PromptJob:
 
     def _request(self) -> GenerationRequest:
         """What is generated."""
-        forced, sample = self._sample.forced, self._sample
+        sample, forced, progress = self._sample, self._sample.forced, self._progress
         if forced:
             assert self._shared is not None
             self._comparison = fidelity.Comparison(self._shared.reference, forced.tokens[1:])
             return GenerationRequest(
                 len(forced.tokens),
-                choice=Choice(forced_tokens=[forced.tokens]),
+                forced_tokens=[forced.tokens],
                 watch=self._comparison,
-                progress=self._progress,
+                progress=progress,
             )
+        rows = [prompt.question for prompt in self.prompts if prompt.question]
+        question = QuestionTokens(rows, at_once=self.arm.protocol.question == "after")
+        ends, draw = stops(self.arm.loaded, sample), self._draw()
         return GenerationRequest(
-            sample.max_new_tokens,
-            stops(self.arm.loaded, sample),
-            Choice(self._draw()),
-            self._question(),
-            progress=self._progress,
+            sample.max_new_tokens, ends, draw, question=question, progress=progress
         )
 
     def _draw(self) -> Sampler | None:
@@ -255,11 +252,6 @@ class PromptJob:
         seeds = [f"{seed}/{sample.base_id}/{sample.answer}" for sample in samples]
         return Sampler(protocol.temperature, seeds, protocol.top_p, protocol.top_k)
 
-    def _question(self) -> QuestionTokens:
-        rows = [prompt.question for prompt in self.prompts]
-        at_once = self.arm.protocol.question == "after"
-        return QuestionTokens(rows, at_once) if any(rows) else QuestionTokens()
-
     def _compared(self) -> dict[str, Any]:
         return self._comparison.record() if self._comparison else {}
 
@@ -270,7 +262,11 @@ class PromptJob:
         more = measured(generated.generation, probed, warmup) | more
         if len(self.prompts) > 1:
             more = {"batch": len(self.prompts)} | more
-        return [self._record(row, generated, more) for row in range(len(self.prompts))]
+        records = [self._record(row, generated, more) for row in range(len(self.prompts))]
+        return self._failures() + records
+
+    def _failures(self) -> list[dict[str, Any]]:
+        return [prompt.failure(self.arm.task.metric) for prompt in self._failed]
 
     def _record(self, row: int, generated: GeneratedBatch, more: dict[str, Any]) -> dict[str, Any]:
         arm, prompt = self.arm, self.prompts[row]

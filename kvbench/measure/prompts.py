@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.config import ConfigError
 from kvbench.measure.arm import Arm
@@ -15,11 +15,8 @@ from kvbench.models import hub
 from kvbench.models.prompts import tokenizing
 from kvbench.tasks import Sample
 
-# of a prompt in its record, and characters on each side of an answer
-MOST_EXCERPTS, MARGIN = 3, 160
-# tokens: questions about one context are not equally long, and the first one's memory must do for
-# all
-LONGER = 64
+MOST_EXCERPTS, MARGIN = 3, 160  # answers in an excerpt, and characters on each side of one
+LONGER = 64  # tokens by which another question about a context may be longer
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,18 @@ class TokenizedSample:
     name: str = ""
 
     @property
+    def can_run(self) -> bool:
+        """Whether it can be generated for."""
+        return not self.record["error"]
+
+    @property
     def new_tokens(self) -> int:
         """Tokens that follow the prompt, at most."""
         return self.sample.max_new_tokens + len(self.question)
 
     @property
     def room(self) -> int:
-        """Tokens to have room for after the prompt, so that other questions about it have room,
-        too.
-        """
+        """Tokens to have room for after the prompt, other questions about it included."""
         return self.new_tokens + (LONGER if self.question else 0)
 
     def failure(self, metric: str, error: str = "") -> dict[str, Any]:
@@ -167,47 +167,29 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
     yield from waiting.values()
 
 
-class PromptBatch(NamedTuple):
-    """Prompts that are generated together.
-
-    Attributes
-    ----------
-    again
-        the next batch begins with the same contexts, or answers the same prompts.
-    """
-
-    prompts: list[TokenizedSample]
-    again: bool = False
-
-    @property
-    def samples(self) -> list[Sample]:
-        """Of the prompts."""
-        return [prompt.sample for prompt in self.prompts]
-
-
-def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[PromptBatch]:
-    """Samples as the model reads them, in batches whose questions are equally long.
+def read(arm: Arm, samples: Iterable[Sample]) -> Iterator[list[list[TokenizedSample]]]:
+    """Samples as the model reads them, in batches whose questions are equally long: those together
+    that one prefill can serve, questions about the same contexts or answers to the same prompts.
 
     Raises
     ------
     ConfigError
         a sample cannot run as the protocol asks, or not in a batch; after all before it.
     """
-    waiting: list[TokenizedSample] = []
-    prompt_batches = _by_question_length(arm, batches(samples, arm.config.batch))
-    while True:
-        try:
-            prompts = next(prompt_batches, [])
-        except ConfigError:
-            if waiting:
-                yield PromptBatch(waiting)
-            raise
+    waiting: list[list[TokenizedSample]] = []
+    try:
+        for batch in _by_question_length(arm, batches(samples, arm.config.batch)):
+            of = contexts(batch)
+            if waiting and (of is None or of != contexts(waiting[0])):
+                yield waiting
+                waiting = []
+            waiting.append(batch)
+    except ConfigError:
         if waiting:
-            of = contexts(waiting)
-            yield PromptBatch(waiting, bool(prompts) and of is not None and of == contexts(prompts))
-        if not prompts:
-            return
-        waiting = prompts
+            yield waiting
+        raise
+    if waiting:
+        yield waiting
 
 
 def _by_question_length(

@@ -27,7 +27,7 @@ from kvbench.measure.arm import Arm
 from kvbench.measure.job import PromptJob, SharedPrompts, is_failed_sample
 from kvbench.measure.kernels import compile_for
 from kvbench.measure.machine import threads
-from kvbench.measure.prompts import PromptBatch, TokenizedSample, read
+from kvbench.measure.prompts import TokenizedSample, read
 from kvbench.measure.work import Work, work_of
 from kvbench.models import hub
 from kvbench.runs.folder import ResultsError, RunFolder, beating, folders_at_once
@@ -36,7 +36,7 @@ from kvbench.runs.progress import Reporter, progress
 from kvbench.runs.run import concluded, dtype_of, open_folder, prepare
 from kvbench.runs.table import table
 from kvbench.runs.terminal import Console
-from kvbench.tasks import WHOLE, Sample, Shard
+from kvbench.tasks import WHOLE, Shard
 
 Records = list[dict[str, Any]]
 
@@ -253,24 +253,40 @@ class BatchProgress:
     Attributes
     ----------
     prompts
-        the batch.
+        the batch's.
     waiting
         the arms that lack it, by their number.
     counts
-        its end is progress; not of a part that is tried again.
-    to_come
-        what must end before the batch is over, the bringing itself included.
+        its end is progress; not of a part that is tried again in one arm.
     """
 
-    prompts: PromptBatch
+    prompts: Sequence[TokenizedSample]
     waiting: dict[int, Arm]
     counts: bool = True
-    to_come: int = 1
+
+    def __post_init__(self) -> None:
+        self.to_come = len(self.waiting)  # arms in which it has not ended
+        self.ready = [prompt for prompt in self.prompts if prompt.can_run]
 
     @property
-    def ready(self) -> list[TokenizedSample]:
-        """The prompts that can run."""
-        return [prompt for prompt in self.prompts.prompts if not prompt.record["error"]]
+    def done(self) -> float:
+        """The share of its arms in which it has ended; 0 once it has in all."""
+        return 1 - self.to_come / len(self.waiting) if self.to_come else 0.0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the prompts that can run."""
+        return [len(prompt.ids) for prompt in self.ready]
+
+    @property
+    def columns(self) -> int:
+        """Tokens of the prompts that can run, padding included."""
+        return len(self.ready) * max(self.lengths)
+
+    def one_by_one(self, waiting: dict[int, Arm], counts: bool) -> Iterator[list[BatchProgress]]:
+        """Its prompts, each by itself, for some arms."""
+        for prompt in self.prompts:
+            yield [BatchProgress([prompt], waiting, counts)]
 
 
 class Sweep:
@@ -310,8 +326,7 @@ class Sweep:
         self._console, self._by_itself = console, by_itself
         self._first, _ = next(iter(running.values()))  # samples are the same for all
         self._shard, self._together = shard, self._first.decode == "together"
-        self._shared: SharedPrompts | None = None  # the newest
-        self._again = deque[BatchProgress]()
+        self._again = deque[list[BatchProgress]]()
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
         # what the last prefill took a token, for these arms
         self._token_bytes: dict[tuple[int, ...], float] = {}
@@ -345,13 +360,13 @@ class Sweep:
                 self._bring_all(read(first, work.samples))
         return work
 
-    def _bring_all(self, batches: Iterator[PromptBatch]) -> None:
+    def _bring_all(self, groups: Iterator[list[list[TokenizedSample]]]) -> None:
         while len(self.ended) < len(self._running):
             try:
                 if self._again:
                     self._bring(self._again.popleft())
-                elif (prompts := next(batches, None)) is not None:
-                    self._bring(BatchProgress(prompts, self._lacking(prompts.samples)))
+                elif (group := next(groups, None)) is not None:
+                    self._bring([BatchProgress(batch, self._lacking(batch)) for batch in group])
                 elif self._together and self._batch.rows:
                     self._batch.step()
                 else:
@@ -361,193 +376,161 @@ class Sweep:
                     self._batch.finish()
                 raise
 
-    def _lacking(self, samples: Sequence[Sample]) -> dict[int, Arm]:
+    def _lacking(self, prompts: Sequence[TokenizedSample]) -> dict[int, Arm]:
         """The arms that go on and have not done all samples of a batch."""
         return {
             index: arm
             for index, (arm, folder) in self._running.items()
-            if index not in self.ended and any(sample.id not in folder.done for sample in samples)
+            if index not in self.ended
+            and any(prompt.sample.id not in folder.done for prompt in prompts)
         }
 
-    def _bring(self, brought: BatchProgress) -> None:
-        """Take a batch to the arms that lack it."""
+    def _bring(self, group: list[BatchProgress]) -> None:
+        """Take batches that one prefill can serve to the arms that lack them."""
+        arms = {index: arm for batch in group for index, arm in batch.waiting.items()}
         if self._together:
-            self._clear(brought)
-        shared, failed = self._prefill(brought)
-        if self._together and failed and self._batch.rows:
+            self._clear(group[0], arms)
+        shared, failed = self._prefill(group, arms)
+        if failed and self._together and self._batch.rows:
             # for want of memory, it may be, that others have until they leave
             self._batch.finish()
-            self._try_again([brought.prompts.prompts], brought.waiting)
-        elif failed and len(brought.prompts.prompts) > 1:
-            self._try_again(zip(brought.prompts.prompts), brought.waiting)
-        else:
-            self._start(brought, shared, failed)
-        if brought.counts and self._together:
-            self.report.joint_decode.read += self._share(brought.prompts.samples)
-        self._through(brought)
+            self._again.append(group)
+            return
+        if failed and any(len(batch.prompts) > 1 for batch in group):
+            for batch in group:
+                self._again.extend(batch.one_by_one(batch.waiting, batch.counts))
+            return
+        if self._together and shared is not None and group[0].ready[0].sample.forced:
+            self._start_reference(group[0], shared)
+        for index, arm in arms.items():
+            self._start(group, index, arm, shared, failed)
+        for batch in group:
+            if not batch.waiting:
+                self._advance(batch)
+            if batch.counts and self._together:
+                self.report.joint_decode.read += self._share(batch)
 
-    def _try_again(
-        self, batches: Iterable[Sequence[TokenizedSample]], waiting: dict[int, Arm]
-    ) -> None:
-        """Bring prompts once more, before any others."""
-        for prompts in batches:
-            self._again.append(BatchProgress(PromptBatch([*prompts]), waiting, counts=False))
-
-    def _through(self, brought: BatchProgress) -> None:
-        brought.to_come -= 1
-        if brought.counts and not brought.to_come:
-            for sample in brought.prompts.samples:
-                self.report.advance(self._work.share(sample))
-
-    def _share(self, samples: Iterable[Sample]) -> float:
-        """The share of samples in the work of this start."""
-        return sum(map(self._work.share, samples))
+    def _share(self, batch: BatchProgress) -> float:
+        """The share of a batch in the work of this start."""
+        return sum(self._work.share(prompt.sample) for prompt in batch.prompts)
 
     # -- prefills ----------------------------------------------------------------------------------
 
-    def _prefill(self, brought: BatchProgress) -> tuple[SharedPrompts | None, str]:
-        """The prefill from which all begin that wait for a batch, or why that failed.
+    def _clear(self, batch: BatchProgress, arms: Mapping[int, Arm]) -> None:
+        """Wait until there is room for the prefill of a batch, by what the last one for these arms
+        took; before the first, until nothing else goes on.
+        """
+        if not (batch.ready and arms):
+            return
+        token_bytes = self._token_bytes.get(tuple(arms))
+        if token_bytes is None:
+            self._batch.finish()
+        else:
+            self._batch.clear(room.PREFILLING * token_bytes * batch.columns, len(batch.ready))
+
+    def _prefill(
+        self, group: list[BatchProgress], arms: Mapping[int, Arm]
+    ) -> tuple[SharedPrompts | None, str]:
+        """The prefill from which all arms begin, or why that failed.
 
         Of a run by itself each generation has its own, whose time is part of that to the first
-        token, unless more will be asked of the prefill, or it is full attention's, too.
+        token, unless more is asked of the prefill, or it is full attention's, too.
         """
-        ready, again = brought.ready, brought.prompts.again
-        arms = self._served(brought)
+        first = group[0]
+        served = [arm for arm in arms.values() if arm.backend.has_engine]
         self.report.begin()
-        if not (arms and ready):
+        if not (served and first.ready):
             return None, ""
-        serves = self._shared is not None and self._shared.serves(ready)
-        if self._by_itself and not (again or serves or ready[0].sample.forced):
+        if self._by_itself and len(group) == 1 and not first.ready[0].sample.forced:
             return None, ""
+        longest = max(batch.ready[0].new_tokens for batch in group)
         try:
-            if not serves:
-                self._shared = None  # its memory, before the next takes as much
-                self._shared = SharedPrompts(arms, ready, self.report.tokens)
+            shared = SharedPrompts(served, first.ready, self.report.tokens, longest)
         except Exception as error:
             if not is_failed_sample(error):
                 raise
             return None, f"{type(error).__name__}: {error}"
-        assert self._shared is not None
-        self._shared.again = again
-        self._token_bytes[tuple(brought.waiting)] = self._shared.nbytes / _columns(ready)
-        return self._shared, ""
+        self._token_bytes[tuple(arms)] = shared.nbytes / first.columns
+        return shared, ""
 
-    def _served(self, brought: BatchProgress) -> list[Arm]:
-        """The arms that a prefill of a batch is to serve.
-
-        One that does not wait now may wait for the next answer to this prompt, or question about
-        this context.
-        """
-        waiting = [*brought.waiting.values()]
-        running = [arm for arm, _ in self._running.values()]
-        arms = running if waiting and brought.prompts.again else waiting
-        return [arm for arm in arms if arm.backend.has_engine]
+    def _start_reference(self, batch: BatchProgress, shared: SharedPrompts) -> None:
+        """Have what forced tokens are compared with join, ahead of those that compare."""
+        begin = partial(shared.begin_reference, self._first.loaded, batch.ready[0])
+        admission = Admission(lambda *_: None, prompt=(shared, shared.nbytes))
+        self._batch.admit(partial(self._expected, begin), 1, admission)
 
     # -- generations -------------------------------------------------------------------------------
 
-    def _start(self, brought: BatchProgress, shared: SharedPrompts | None, failed: str) -> None:
-        """Have a batch go through every arm that lacks it, or fail there."""
-        samples, ready = brought.prompts.samples, brought.ready
-        if self._together and shared is not None and ready[0].sample.forced:
-            self._start_reference(ready, shared)
-        for number, (index, arm) in enumerate(brought.waiting.items()):
-            runs = ready if not failed or self._has_room_alone(arm, ready) else []
-            failures = [
-                prompt.failure(arm.task.metric, failed)
-                for prompt in brought.prompts.prompts
-                if prompt not in runs
-            ]
-            self._add(index, samples, partial(list, failures))
-            if not runs or index in self.ended:
-                continue
-            if self._together:
-                assert shared is not None
-                self._join(brought, index, PromptJob(arm, runs, shared), shared)
-                continue
-            if not self._by_itself:
-                self.report.part = number / len(brought.waiting) * self._share(samples)
-                self.report.name(arm_name(arm.config))
-            self.report.begin(max(_lengths(runs)) if shared else 0)
-            job = PromptJob(arm, runs, shared, self.report.tokens)
-            self._add(index, samples, partial(self._records, index, job, job.run))
+    def _start(
+        self,
+        group: list[BatchProgress],
+        index: int,
+        arm: Arm,
+        shared: SharedPrompts | None,
+        failed: str,
+    ) -> None:
+        """Have batches go through an arm, or fail there, after a prefill or why that failed."""
+        lacking = [batch for batch in group if index in batch.waiting]
+        for batch, job in zip(lacking, self._jobs(lacking, arm, shared), strict=True):
+            if failed and not self._has_room_alone(batch, arm):
+                metric = arm.task.metric
+                failures = [prompt.failure(metric, failed) for prompt in batch.prompts]
+                self._end(batch, index, partial(list, failures))
+            elif self._together and shared is not None and index not in self.ended:
+                self._join(batch, index, job, shared)
+            else:
+                self.report.part = sum(self._share(other) * other.done for other in group)
+                if not self._by_itself:
+                    self.report.name(arm_name(arm.config))
+                self.report.begin(max(batch.lengths) if shared else 0)
+                self._end(batch, index, job.run)
 
-    def _has_room_alone(self, arm: Arm, prompts: Sequence[TokenizedSample]) -> bool:
+    def _jobs(
+        self, batches: Iterable[BatchProgress], arm: Arm, shared: SharedPrompts | None
+    ) -> list[PromptJob]:
+        """A job for each batch, which goes on from the one before."""
+        jobs: list[PromptJob] = []
+        for batch in batches:
+            before = jobs[-1] if jobs else None
+            jobs.append(PromptJob(arm, batch.prompts, shared, self.report.tokens, before))
+        return jobs
+
+    def _has_room_alone(self, batch: BatchProgress, arm: Arm) -> bool:
         """Whether an arm may have room where a shared prefill has none, which holds all keys and
         values on the device.
         """
-        return not (self._together or arm.method.needs.home == "device" or prompts[0].sample.forced)
-
-    def _records(self, index: int, job: PromptJob, run: Callable[[], Records]) -> Records:
-        """What `run` says samples have come to in an arm; those of a batch that fails are tried
-        again.
-        """
-        try:
-            return run()
-        except Exception as error:
-            if not is_failed_sample(error):
-                raise
-            if len(job.prompts) > 1:
-                self._try_again(zip(job.prompts), {index: job.arm})
-                return []
-            failed = f"{type(error).__name__}: {error}"
-            return [job.prompts[0].failure(job.arm.task.metric, failed)]
-
-    # -- together ----------------------------------------------------------------------------------
-
-    def _clear(self, brought: BatchProgress) -> None:
-        """Wait until there is room for the prefill of a batch, by what the last one for these arms
-        took; before the first, until nothing else goes on.
-        """
-        ready, token_bytes = brought.ready, self._token_bytes.get(tuple(brought.waiting))
-        if not (ready and brought.waiting):
-            return
-        if token_bytes is None:
-            self._batch.finish()
-        else:
-            self._batch.clear(room.PREFILLING * token_bytes * _columns(ready), len(ready))
-
-    def _start_reference(self, prompts: Sequence[TokenizedSample], shared: SharedPrompts) -> None:
-        """Have what forced tokens are compared with join, ahead of those that compare."""
-        if not shared.reference:
-            begin = partial(shared.begin_reference, self._first.loaded, prompts[0])
-            admission = Admission(lambda *_: None, prompt=(shared, shared.nbytes))
-            self._batch.admit(partial(self._expected, begin), 1, admission)
+        home, forced = arm.method.needs.home, batch.ready[0].sample.forced
+        return not (self._together or home == "device" or forced)
 
     def _join(
-        self, brought: BatchProgress, index: int, job: PromptJob, shared: SharedPrompts
+        self, batch: BatchProgress, index: int, job: PromptJob, shared: SharedPrompts
     ) -> None:
-        """Have an arm's generation join the batch."""
-        arm, prompts = job.arm, job.prompts
-        lengths = _lengths(prompts)
-        index_share = self._index.get(index, room.INDEX)
-        size = room.row_bytes(arm, lengths, prompts[0].room, index_share)
+        """Have an arm's generation join those that decode together."""
+        arm, rows, lengths = job.arm, len(job.prompts), batch.lengths
+        size = room.row_bytes(arm, lengths, job.room, self._index.get(index, room.INDEX))
         size += shared.prefilled.copy_bytes
-        # what is kept, and a copy, share no page with the prompt
-        if shared.has_copy(id(arm)):
+        if job.copies:  # what is kept, and a copy, share no page with the prompt
             size = 2 * (size + shared.prefilled.nbytes)
 
         def ended(sequence: engine_batch.Sequence | None, error: Exception | None) -> None:
             if sequence is not None:  # which may have ended early
-                self.report.joint_decode.expected -= len(prompts) * sequence.to_come
+                self.report.joint_decode.expected -= rows * sequence.to_come
 
             def records() -> Records:
                 if sequence is None:
                     raise error or AssertionError("a generation ends with an error, or is over")
                 scored = job.records(sequence)
-                index_bytes = scored[0]["audit"].get("index_bytes", 0)
+                index_bytes = scored[-1]["audit"].get("index_bytes", 0)
                 share = room.index_share(arm, lengths, index_bytes)
                 self._index[index] = max(share, self._index.get(index, 0.0))
                 return scored
 
-            run = partial(self._records, index, job, records)
-            self._add(index, brought.prompts.samples, run)
+            self._end(batch, index, records)
             if index in self.ended:
                 self._batch.drop(index)
-            self._through(brought)
 
-        brought.to_come += 1
         admission = Admission(ended, index, size, (shared, shared.nbytes))
-        self._batch.admit(partial(self._expected, job.begin), len(prompts), admission)
+        self._batch.admit(partial(self._expected, job.begin), rows, admission)
 
     def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
         """Begin a generation, whose tokens are work to come from here on."""
@@ -557,19 +540,18 @@ class Sweep:
 
     # -- what was measured -------------------------------------------------------------------------
 
-    def _add(self, index: int, samples: Sequence[Sample], records: Callable[[], Records]) -> None:
-        """Make records of a batch, or of a part of it, and keep them; what goes wrong ends this arm
-        alone.
+    def _end(self, batch: BatchProgress, index: int, records: Callable[[], Records]) -> None:
+        """A batch has ended in an arm: make its records and keep them; what goes wrong ends this
+        arm alone.
         """
-        if index in self.ended:
-            return
         arm, folder = self._running[index]
         try:
-            for record in records():
+            for record in [] if index in self.ended else self._made(batch, index, arm, records):
                 if record["id"] not in folder.done:
-                    folder.add(record, self.report.share + self._share(samples))
+                    folder.add(record, self.report.share + self._share(batch))
                     self.report.failed(record)
-                    self._remark(arm, record, samples)
+                    if self._by_itself:
+                        self._remark(arm, record, batch)
         except Exception as error:
             if self._by_itself:
                 raise
@@ -577,25 +559,39 @@ class Sweep:
             with suppress(ResultsError):  # where nothing can be written, that is the error
                 folder.leave(interrupted=True)
             self._console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+        batch.to_come -= 1
+        self._advance(batch)
 
-    def _remark(self, arm: Arm, record: dict[str, Any], samples: Sequence[Sample]) -> None:
+    def _made(
+        self, batch: BatchProgress, index: int, arm: Arm, records: Callable[[], Records]
+    ) -> Records:
+        """The records of a batch; where it fails its samples are tried again, or the only one
+        scores 0.
+        """
+        try:
+            return records()
+        except Exception as error:
+            if not is_failed_sample(error):
+                raise
+            if len(batch.prompts) > 1:
+                self._again.extend(batch.one_by_one({index: arm}, counts=False))
+                return []
+            failed = f"{type(error).__name__}: {error}"
+            return [batch.prompts[0].failure(arm.task.metric, failed)]
+
+    def _advance(self, batch: BatchProgress) -> None:
+        """Progress, where a batch has ended in all arms."""
+        if batch.counts and not batch.to_come:
+            for prompt in batch.prompts:
+                self.report.advance(self._work.share(prompt.sample))
+
+    def _remark(self, arm: Arm, record: dict[str, Any], batch: BatchProgress) -> None:
         """Say of a run by itself, once, what its first samples show of its settings."""
-        if not self._by_itself:
-            return
         tokens = f"the {record['prompt_tokens']} tokens of {record['id']}"
         self.report.covered(record)
         if arm.attends_whole(record):
             self.report.once("whole", f"budget=null: the method attends {tokens} whole (said once)")
-        chat = any(sample.chat for sample in samples if sample.id == record["id"])
+        chat = any(p.sample.chat for p in batch.prompts if p.sample.id == record["id"])
         if chat and not record["chat"] and arm.protocol.chat == "auto":
             raw = "protocol.chat=auto: the tokenizer has no chat template, prompts are raw"
             self.report.once("chat", f"{raw} (said once)")
-
-
-def _lengths(prompts: Sequence[TokenizedSample]) -> list[int]:
-    return [len(prompt.ids) for prompt in prompts]
-
-
-def _columns(prompts: Sequence[TokenizedSample]) -> int:
-    """Tokens of a batch, padding included."""
-    return len(prompts) * max(_lengths(prompts))

@@ -2,8 +2,8 @@
 
 The prompt's keys and values are one immutable block with room for the generated tokens after it,
 where a method writes. Who begins gets that very block, so that it has the memory layout, and the
-bits, of a run of its own, and who began before must not go on; or, where several shall go on side
-by side, a copy of the block, which takes memory for the pages alone that its method writes.
+bits, of a run of its own, and who began before must not go on; or a copy, of which Linux holds the
+pages alone that its method writes, where several go on side by side.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
 from kvbench.backends.hf.runner import ModelRunner, windows_of
 from kvbench.budget import Budget
+from kvbench.engine.audit import method_bytes
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import chosen_tokens
 from kvbench.memory.large import Original, shares_pages
 from kvbench.memory.store import LayerStore, Sealed
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
-
-RECORDED_LESS = "the prefill recorded less than this method needs; name its needs in prefill_once"
 
 
 class Recorder(Method):
@@ -40,8 +39,8 @@ class Recorder(Method):
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep what is shown of a layer beside its keys and values, which are in its store."""
-        none = prompt.keys.to("meta"), prompt.values.to("meta")
-        self.prompts[layer] = replace(prompt, keys=none[0], values=none[1])
+        keys, values = prompt.keys.to("meta"), prompt.values.to("meta")
+        self.prompts[layer] = replace(prompt, keys=keys, values=values)
 
     def shown_to(self, method: Method, layer: int) -> Prompt:
         """The prompt of a layer as a method asks for it.
@@ -54,10 +53,15 @@ class Recorder(Method):
         prompt, needs = self.prompts[layer], method.needs
         recorded = prompt.queries.shape[2]
         window = min(needs.query_window, max(prompt.lengths))
-        if window > recorded or (needs.attention_sums and prompt.attention_sums is None):
-            raise ValueError(RECORDED_LESS)
-        if needs.replay is not None and needs.replay not in self.replays:
-            raise ValueError(RECORDED_LESS)
+        if (
+            window > recorded
+            or (needs.attention_sums and prompt.attention_sums is None)
+            or (needs.layer_similarity and self.similarity is None)
+            or (needs.replay is not None and needs.replay not in self.replays)
+        ):
+            raise ValueError(
+                "the prefill recorded less than this method needs; name its needs in prefill_once"
+            )
         queries = prompt.queries[:, :, recorded - window :]
         return replace(
             prompt,
@@ -65,20 +69,6 @@ class Recorder(Method):
             attention_sums=prompt.attention_sums if needs.attention_sums else None,
             replayed=() if needs.replay is None else self.replays[needs.replay][layer],
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-        parts = [prompt.queries for prompt in self.prompts.values()]
-        parts += [
-            prompt.attention_sums
-            for prompt in self.prompts.values()
-            if prompt.attention_sums is not None
-        ]
-        for layers in self.replays.values():
-            for passes in layers.values():
-                parts += [part for entry in passes for part in (entry.queries, entry.keys)]
-        return sum(part.nbytes for part in parts)
 
     def observe_layers(self, similarity: torch.Tensor) -> None:
         """Keep it, as of all layers: one with a window, which no method is asked about,
@@ -132,13 +122,13 @@ class Prefilled:
         sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
         engine.release()
         self._lengths = {layer: part.lengths for layer, part in sealed.items()}
-        self._parts = [block for part in sealed.values() for block in (part.key, part.value)]
-        whole = sum(block.nbytes for block in self._parts)
-        self.nbytes = recorded.nbytes + whole
+        blocks = [block for part in sealed.values() for block in (part.key, part.value)]
+        whole = sum(block.nbytes for block in blocks)
+        left_out = torch.empty(0, device="meta")  # the keys and values of what methods are shown
+        self.nbytes = whole + method_bytes(recorded, [left_out])
         self.copy_bytes = 0 if shares_pages(engine.shape.device) else whole
-        self._original = Original(self._parts) if copies else None
-        if copies:
-            self._parts.clear()
+        self._copies = copies
+        self._blocks = Original(blocks).copy if copies else lambda: blocks
         self._lent: list[LayerStore] = []  # of who began last, in place
 
     @torch.inference_mode()
@@ -161,16 +151,14 @@ class Prefilled:
             )
         recorded, method = self._recorded, engine.method
         prompts = {layer: recorded.shown_to(method, layer) for layer in recorded.prompts}
-        if method.needs.layer_similarity and recorded.similarity is None:
-            raise ValueError(RECORDED_LESS)
         for store in self._lent:
             store.close()
-        memory = iter(self._parts if self._original is None else self._original.copy())
+        blocks = iter(self._blocks())
         stores = [
-            engine.adopt(layer, Sealed(next(memory), next(memory), lengths), prompts[layer])
+            engine.adopt(layer, Sealed(next(blocks), next(blocks), lengths), prompts[layer])
             for layer, lengths in self._lengths.items()
         ]
-        self._lent = stores if self._original is None else []
+        self._lent = [] if self._copies else stores
         for layer, windowed in windows_of(engine).items():
             windowed.begin_from(self._windowed[layer])
         if method.needs.layer_similarity:

@@ -36,8 +36,6 @@ class EngineCache(CountingCache):
     def __init__(self, engine: Engine | EngineGroup) -> None:
         super().__init__(engine.shape.layers, windows_of(engine))
         self.engine, self.scaling = engine, engine.shape.scaling
-        if engine.prefilled:
-            self.count(max(map(sum, zip(engine.offsets, engine.lengths, strict=True))))
 
     def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see
@@ -45,8 +43,11 @@ class EngineCache(CountingCache):
         """
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
 
-    def recount(self, columns: int) -> None:
-        """Every layer without a window has counted so many columns, whatever a pass has added."""
+    def recount(self, lengths: Sequence[int]) -> None:
+        """Rows have so many tokens, whatever was counted: a graph that a device repeats counts
+        none, and one that could not be captured some of the layers.
+        """
+        columns = max(map(sum, zip(self.engine.offsets, lengths, strict=True)))
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
                 layer.counted = columns
@@ -93,7 +94,7 @@ class ModelRunner:
                 columns = sorted({ends[row] - 1 - column for row in ending})
                 engine.start_chunk(part)
                 positions = _positions(engine, column, end)
-                logits = self._forward(cache, part, positions, columns)
+                logits = self._forward(cache, part, positions, engine.shape.lengths, columns)
                 for row in ending:
                     # and no more of the chunk's
                     last[row] = logits[row, columns.index(ends[row] - 1 - column)].clone()
@@ -106,15 +107,12 @@ class ModelRunner:
         """Further passes over what has read its prompts."""
         cache = EngineCache(rows)
 
-        def forward(ids: Tensor, positions: Tensor) -> Tensor:
-            columns = cache.columns
-            try:
-                return self._forward(cache, ids, positions)[:, -1]
-            except RuntimeError:  # of a step that cannot be captured, which is made again
-                cache.recount(columns)
-                raise
+        def forward(ids: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+            cache.recount(lengths)
+            after = [length + ids.shape[1] for length in lengths]
+            return self._forward(cache, ids, positions, after)[:, -1]
 
-        return DecodePasses(rows, forward, cache.count)
+        return DecodePasses(rows, forward)
 
     def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
         """The engines' windows in one: of unequal rows the shorter ones have padding before
@@ -139,9 +137,13 @@ class ModelRunner:
         cache: EngineCache,
         ids: Tensor,
         positions: Tensor,
-        columns: list[int] | None = None,
+        lengths: Sequence[int],
+        columns: Sequence[int] = (),
     ) -> Tensor:
-        """Logits [B, len(columns), vocabulary]; None or [] = the last column."""
+        """Logits [B, len(columns), vocabulary] of columns of the pass; (): of the last one.
+
+        Rows have `lengths` tokens after it, or after their last pass.
+        """
         engine, end = cache.engine, cache.columns + ids.shape[1]
         # the last layer's device is another one than that of the ids
         spread = bool(engine.shape.elsewhere)
@@ -150,9 +152,6 @@ class ModelRunner:
         if any(engine.offsets):
             first = uploaded(torch.tensor(engine.offsets), ids.device)[:, None]
             padding = torch.arange(end, device=ids.device) >= first
-        lengths = [*engine.shape.lengths]
-        if engine.prefilled:
-            lengths = [length + ids.shape[1] for length in engine.lengths]
         with engine.spans("model"), rotary.angles_of(lengths):
             out = self.model(
                 input_ids=ids,
