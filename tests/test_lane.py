@@ -18,7 +18,7 @@ from kvbench.cli.compose import composed
 from kvbench.config import ConfigError
 from kvbench.engine import batch
 from kvbench.engine.batch import Admission, Batch
-from kvbench.measure import room
+from kvbench.measure.arm import Setup
 from kvbench.method import Method
 from kvbench.runs.progress import Reporter
 from kvbench.runs.run import prepare
@@ -153,7 +153,7 @@ def test_samples_wait_until_there_is_room(
     if limit == "rows":
         monkeypatch.setattr(batch, "MOST_ROWS", 3)
     elif limit == "bytes":
-        monkeypatch.setattr(room, "room", lambda loaded: 1.0)
+        monkeypatch.setattr(Setup, "room", 1.0)
     quiet(configs())
     assert len(records(tmp_path / "together")) == 16
     assert max(rows) == {"rows": 3, "bytes": 1, "nothing": 16}[limit]
@@ -166,8 +166,8 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
     real = Batch.admit
 
     def noted(self: Batch, begin: Any, rows: int, going: Admission) -> None:
-        shared: Any = going.prompt[0]
-        counted.append((shared, going.prompt[1] - shared.prefilled.nbytes))
+        shared: Any = next(iter(going.memory))
+        counted.append((shared, going.memory[shared] - shared.prefilled.nbytes))
         real(self, begin, rows, going)
 
     monkeypatch.setattr(Batch, "admit", noted)
@@ -181,9 +181,9 @@ def test_what_full_attention_says_of_given_tokens_counts_as_memory(
 
 def test_the_estimate_follows_the_rule_of_the_method(configs: Any) -> None:
     arms = [prepare(config) for config in configs()]
-    full, quest, snapkv, icecache = (room.row_bytes(arm, [1000], 8, index_share=0.0) for arm in arms)
+    full, quest, snapkv, icecache = (arm.row_bytes([1000], 8, index_share=0.0) for arm in arms)
     assert full < quest == snapkv < icecache
-    assert room.row_bytes(arms[1], [1000], 8) > quest, "an index that nobody has seen takes something"
+    assert arms[1].row_bytes([1000], 8) > quest, "an index that nobody has seen takes something"
 
 
 def test_a_prefill_waits_for_the_memory_that_the_last_one_took(configs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_prefill_waits_for_the_memory_that_the_last_one_took(configs: Any, mon
     monkeypatch.setattr(Batch, "clear", lambda self, size, rows: required.append(size))
     quiet(configs("task.lengths=[300]", "task.limit=2", arms=ARMS[:1]))
     (first, size), (second, _) = taken
-    assert len(required) == 3 and required[1] == pytest.approx(2 * size * second / first)
+    assert len(required) == 4 and required[2] == pytest.approx(2 * size * second / first)
 
 
 def test_a_stopped_sweep_goes_on_with_what_each_arm_lacks(

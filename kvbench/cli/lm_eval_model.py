@@ -35,10 +35,9 @@ from kvbench.cli.lm_eval import LM_EVAL_KEYS, setup_config
 from kvbench.config import ConfigError
 from kvbench.engine import batch
 from kvbench.engine.request import GenerationRequest, Stops
-from kvbench.measure.arm import Setup
+from kvbench.measure.arm import PREFILLING, Setup
 from kvbench.measure.job import ends_at
 from kvbench.measure.kernels import compile_for
-from kvbench.measure.room import PREFILLING, room, row_bytes
 from kvbench.models.footprint import Prompts
 from kvbench.runs.run import build_method, load_model, set_up
 from kvbench.runs.summary import summarise
@@ -145,7 +144,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             log.warning("no text will be generated: %s", error)
         self._parameters = loaded.model.num_parameters()
         self._audits: dict[str, list[Mapping[str, Any]]] = {}
-        self._broken, self._token_bytes = False, 0.0
+        self._broken, self._token_bytes = False, math.inf
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval's results say of the model: under "kvbench" what generated, and what was
@@ -279,15 +278,14 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
                 bar.update()
 
-            loaded = self.setup.loaded
-            decoding = batch.Batch(ModelRunner(loaded.model), room(loaded))
+            decoding = batch.Batch(ModelRunner(self.setup.loaded.model), self.setup.room)
             for start in range(0, len(longest_first), size):
                 part = longest_first[start : start + size]
                 continuations = [
                     {index: requests[index][2] for index in contexts[context]} for context in part
                 ]
                 self._score(decoding, part, continuations, answer)
-            decoding.finish()
+            decoding.clear()
         return [answers[index] for index in range(len(requests))]
 
     def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[int, ...]:
@@ -389,8 +387,8 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
                         )
                     answer(index, likelihoods.sums[row], likelihoods.greedy[row])
 
-        size = row_bytes(setup, lengths, now.longest) + prefilled.copy_bytes
-        admission = batch.Admission(ended, self, size, (prefilled, prefilled.nbytes))
+        size = setup.row_bytes(lengths, now.longest) + prefilled.copy_bytes
+        admission = batch.Admission(ended, self, {prefilled: prefilled.nbytes, likelihoods: size})
         decoding.admit(begin, len(lengths), admission)
 
     @torch.inference_mode()

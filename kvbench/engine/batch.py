@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -314,16 +315,13 @@ class Admission(NamedTuple):
         called once, when it joins or later.
     owner
         for `Batch.drop`.
-    size
-        bytes that it takes by itself.
-    prompt
-        what it shares with others, and the bytes that this takes as long as any of them goes on.
+    memory
+        bytes of what it takes; what several share takes them once, as long as any of them goes on.
     """
 
     ended: Ended
     owner: object = None
-    size: float = 0.0
-    prompt: tuple[object, float] = (None, 0.0)
+    memory: Mapping[Any, float] = {}
 
 
 class Batch:
@@ -343,7 +341,7 @@ class Batch:
     def __init__(
         self,
         runner: Runner,
-        room: float = float("inf"),
+        room: float = math.inf,
         stepped: Callable[[int, float], object] = lambda rows, seconds: None,
     ) -> None:
         self._runner, self._stepped = runner, stepped
@@ -376,7 +374,8 @@ class Batch:
         rows
             that it has.
         """
-        self.clear(admission.size, rows)
+        memory, held = admission.memory, self._memory()
+        self.clear(sum(size for part, size in memory.items() if part not in held), rows)
         while True:
             try:
                 sequence = begin()
@@ -392,17 +391,17 @@ class Batch:
         if sequence.over:
             self._end(sequence, None)
 
-    def clear(self, required_bytes: float, rows: int) -> None:
-        """Go on until there is room for so many bytes and rows, or nothing is left to wait for."""
+    def clear(self, required_bytes: float = math.inf, rows: int = 0) -> None:
+        """Go on until there is room for so many bytes and rows, or nothing is left."""
         while self._running and (
-            self.rows + rows > self._most or self._taken() + required_bytes > self._room
+            self.rows + rows > self._most
+            or sum(self._memory().values()) + required_bytes >= self._room
         ):
             self.step()
 
-    def _taken(self) -> float:
+    def _memory(self) -> dict[Any, float]:
         admissions = [admission for admission in self._running.values() if admission is not None]
-        prompts = {id(admission.prompt[0]): admission.prompt[1] for admission in admissions}
-        return sum(prompts.values()) + sum(admission.size for admission in admissions)
+        return {part: size for each in admissions for part, size in each.memory.items()}
 
     def step(self) -> list[tuple[Sequence, Exception | None]]:
         """Decode a token of every row.
@@ -419,11 +418,6 @@ class Batch:
             self._end(sequence, error)
         self._stepped(rows, time.monotonic() - began)
         return finished
-
-    def finish(self) -> None:
-        """Go on until nothing is left."""
-        while self._running:
-            self.step()
 
     def drop(self, owner: object) -> None:
         """Nothing of an owner goes on; what did has ended for no reason of its own."""

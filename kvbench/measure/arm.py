@@ -14,8 +14,13 @@ from kvbench.backends.run_config import RunConfig
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
 from kvbench.method import Method
+from kvbench.models.footprint import free_memory
 from kvbench.models.heads import Calibration
 from kvbench.tasks import Task
+
+SHARE = 0.7  # of the memory that is free at the start; the rest is for what no estimate knows
+PREFILLING = 2  # times a prompt is in memory while it is copied
+INDEX = 0.25  # of a prompt's keys and values: what an index takes, until one was seen
 
 
 @dataclass
@@ -60,6 +65,36 @@ class Setup:
             cuda_graphs=self.config.cuda_graphs,
             head_scores=None if self.calibration is None else self.calibration.scores,
         )
+
+    # -- memory of generations that go on side by side ---------------------------------------------
+
+    @property
+    def room(self) -> float:
+        """Bytes that generations may take, the device's where it has memory of its own."""
+        free = free_memory(self.loaded.device)
+        return SHARE * free.get("device", free.get("host", float("inf")))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in layers without a window, as the model gives
+        them.
+        """
+        card = self.loaded.card
+        entry = 2 * card.kv_heads * card.head_dim * self.loaded.dtype.itemsize
+        return entry * (card.layers - len(card.windows))
+
+    def row_bytes(
+        self, lengths: Sequence[int], new_tokens: int, index_share: float = INDEX
+    ) -> float:
+        """Bytes that a generation takes beside its prompts at most, by its method's rule, before it
+        begins; `index_share`: what its index takes of its prompts' keys and values.
+        """
+        tokens, kept = max(lengths), 0
+        if self.method.needs.home != "device" or self.config.kv.coded:
+            kept = tokens
+        elif self.budget.size is not None:  # who evicts copies what it keeps
+            kept = min(tokens, max(map(self.budget.tokens, lengths)))
+        return len(lengths) * (new_tokens + kept + index_share * tokens) * self.token_bytes
 
 
 @dataclass

@@ -9,21 +9,21 @@ prefill hides, the time to the first token, is missing there.
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.run_config import RunConfig
 from kvbench.config import ConfigError, bind_methods
 from kvbench.engine import batch as engine_batch
 from kvbench.engine.batch import Admission
-from kvbench.measure import room
-from kvbench.measure.arm import Arm
+from kvbench.measure.arm import INDEX, PREFILLING, Arm
 from kvbench.measure.job import PromptJob, SharedPrompts, is_failed_sample
 from kvbench.measure.kernels import compile_for
 from kvbench.measure.machine import threads
@@ -41,7 +41,8 @@ from kvbench.tasks import WHOLE, Shard
 Records = list[dict[str, Any]]
 
 
-class Outcome(NamedTuple):
+@dataclass
+class Outcome:
     """How an arm ended.
 
     Attributes
@@ -171,40 +172,44 @@ def run_arms(
     outcomes: list[Outcome] = []
     with threads(configs[0].threads):
         for start in range(0, len(configs), size):
-            new_outcomes, loaded = _at_once(configs[start : start + size], console, shard, loaded)
-            outcomes += new_outcomes
+            at_once = configs[start : start + size]
+            outcomes += [Outcome(arm_name(config)) for config in at_once]
+            loaded = _at_once(at_once, outcomes[start:], console, shard, loaded)
     return outcomes
 
 
 def _at_once(
-    configs: Sequence[RunConfig], console: Console, shard: Shard, loaded: Any
-) -> tuple[list[Outcome], Any]:
-    """As many arms as can hold their folders at once, from one prefill of each sample; and the
-    model that they ran.
+    configs: Sequence[RunConfig],
+    outcomes: Sequence[Outcome],
+    console: Console,
+    shard: Shard,
+    loaded: Any,
+) -> Any:
+    """Run as many arms as can hold their folders at once, from one prefill of each sample; returns
+    their model, to run others with.
     """
-    outcomes = [Outcome(arm_name(config)) for config in configs]
     with ExitStack() as open_folders:
         running: dict[int, tuple[Arm, RunFolder]] = {}
-        for index, config in enumerate(configs):
+        for index, (config, outcome) in enumerate(zip(configs, outcomes, strict=True)):
             try:
                 arm = _decoding(prepare(config, loaded), console)
                 loaded = arm.loaded
                 running[index] = arm, open_folders.enter_context(open_folder(arm, shard))
-                outcomes[index] = outcomes[index]._replace(path=running[index][1].path)
+                outcome.path = running[index][1].path
             except (ConfigError, ResultsError) as error:
-                outcomes[index] = outcomes[index]._replace(error=error)
-        if running:
-            sweep = Sweep(running, console, shard)
-            work = sweep.run()
-            for index, (arm, folder) in running.items():
-                if index in sweep.ended:
-                    outcomes[index] = outcomes[index]._replace(error=sweep.ended[index])
-                    continue
-                try:
-                    outcomes[index] = outcomes[index]._replace(summary=concluded(folder, work, arm))
-                except ResultsError as error:
-                    outcomes[index] = outcomes[index]._replace(error=error)
-    return outcomes, loaded
+                outcome.error = error
+        if not running:
+            return loaded
+        sweep = Sweep(running, console, shard)
+        work = sweep.run()
+        for index, (arm, folder) in running.items():
+            outcome = outcomes[index]
+            outcome.error = sweep.ended.get(index)
+            try:
+                outcome.summary = None if outcome.error else concluded(folder, work, arm)
+            except ResultsError as error:
+                outcome.error = error
+    return loaded
 
 
 def refuse_different(configs: Sequence[RunConfig]) -> None:
@@ -329,7 +334,7 @@ class Sweep:
         self._again = deque[list[BatchProgress]]()
         self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
         # what the last prefill took a token, for these arms
-        self._token_bytes: dict[tuple[int, ...], float] = {}
+        self._token_bytes = defaultdict[tuple[int, ...], float](lambda: math.inf)
 
     def run(self) -> Work:
         """Every sample through every arm that lacks it.
@@ -355,8 +360,8 @@ class Sweep:
                 folder.expect(work.whole)
             with progress(self._console, work.total, work.done) as self.report:
                 if self._together:
-                    runner, size = ModelRunner(first.loaded.model), room.room(first.loaded)
-                    self._batch = engine_batch.Batch(runner, size, self.report.rows)
+                    runner = ModelRunner(first.loaded.model)
+                    self._batch = engine_batch.Batch(runner, first.room, self.report.rows)
                 self._bring_all(read(first, work.samples))
         return work
 
@@ -373,7 +378,7 @@ class Sweep:
                     break
             except ConfigError:
                 if self._together:
-                    self._batch.finish()
+                    self._batch.clear()
                 raise
 
     def _lacking(self, prompts: Sequence[TokenizedSample]) -> dict[int, Arm]:
@@ -393,7 +398,7 @@ class Sweep:
         shared, failed = self._prefill(group, arms)
         if failed and self._together and self._batch.rows:
             # for want of memory, it may be, that others have until they leave
-            self._batch.finish()
+            self._batch.clear()
             self._again.append(group)
             return
         if failed and any(len(batch.prompts) > 1 for batch in group):
@@ -420,13 +425,9 @@ class Sweep:
         """Wait until there is room for the prefill of a batch, by what the last one for these arms
         took; before the first, until nothing else goes on.
         """
-        if not (batch.ready and arms):
-            return
-        token_bytes = self._token_bytes.get(tuple(arms))
-        if token_bytes is None:
-            self._batch.finish()
-        else:
-            self._batch.clear(room.PREFILLING * token_bytes * batch.columns, len(batch.ready))
+        if batch.ready and arms:
+            size = PREFILLING * self._token_bytes[tuple(arms)] * batch.columns
+            self._batch.clear(size, len(batch.ready))
 
     def _prefill(
         self, group: list[BatchProgress], arms: Mapping[int, Arm]
@@ -456,7 +457,7 @@ class Sweep:
     def _start_reference(self, batch: BatchProgress, shared: SharedPrompts) -> None:
         """Have what forced tokens are compared with join, ahead of those that compare."""
         begin = partial(shared.begin_reference, self._first.loaded, batch.ready[0])
-        admission = Admission(lambda *_: None, prompt=(shared, shared.nbytes))
+        admission = Admission(lambda *_: None, memory={shared: shared.nbytes})
         self._batch.admit(partial(self._expected, begin), 1, admission)
 
     # -- generations -------------------------------------------------------------------------------
@@ -507,7 +508,7 @@ class Sweep:
     ) -> None:
         """Have an arm's generation join those that decode together."""
         arm, rows, lengths = job.arm, len(job.prompts), batch.lengths
-        size = room.row_bytes(arm, lengths, job.room, self._index.get(index, room.INDEX))
+        size = arm.row_bytes(lengths, job.room, self._index.get(index, INDEX))
         size += shared.prefilled.copy_bytes
         if job.copies:  # what is kept, and a copy, share no page with the prompt
             size = 2 * (size + shared.prefilled.nbytes)
@@ -521,7 +522,7 @@ class Sweep:
                     raise error or AssertionError("a generation ends with an error, or is over")
                 scored = job.records(sequence)
                 index_bytes = scored[-1]["audit"].get("index_bytes", 0)
-                share = room.index_share(arm, lengths, index_bytes)
+                share = index_bytes / (batch.columns * arm.token_bytes)
                 self._index[index] = max(share, self._index.get(index, 0.0))
                 return scored
 
@@ -529,7 +530,7 @@ class Sweep:
             if index in self.ended:
                 self._batch.drop(index)
 
-        admission = Admission(ended, index, size, (shared, shared.nbytes))
+        admission = Admission(ended, index, {shared: shared.nbytes, job: size})
         self._batch.admit(partial(self._expected, job.begin), rows, admission)
 
     def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
