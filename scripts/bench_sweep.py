@@ -205,11 +205,13 @@ class Sweeps:
                 outcomes = sweep.run_arms(configs, Console(quiet=True))
                 all_s = time.perf_counter() - began
             answers: dict[Answer, list[int]] = {}
-            for arm, path, _, error in outcomes:
-                if error is not None or path is None:
-                    skipped[arm] = str(error)
+            for outcome in outcomes:
+                arm = arm_name(outcome.config)
+                if outcome.error is not None:
+                    skipped[arm] = str(outcome.error)
                     continue
-                for id, record in read_samples(path / "samples.jsonl")[0].items():
+                samples = outcome.folder.path / "samples.jsonl"
+                for id, record in read_samples(samples)[0].items():
                     if record["error"]:
                         skipped[arm] = f"{id}: {record['error']}"
                     else:

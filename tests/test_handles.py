@@ -64,6 +64,10 @@ def test_arms_in_groups_give_what_arms_together_give(tmp_path: Path, monkeypatch
         base = ["model=dummy-tiny", "task.lengths=[300]", "task.limit=2", f"results_dir={tmp_path / folder}"]
         outcomes = run_arms([composed(f"method={method}", f"budget={budget}", *base) for method, budget in arms])
         assert [(one.error, one.summary and one.summary["n"]) for one in outcomes] == [(None, 2)] * 5
-        lines = [json.loads(line) for one in outcomes for line in (one.path / "samples.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for one in outcomes
+            for line in (one.folder.path / "samples.jsonl").read_text().splitlines()
+        ]
         found.append({key: [line[key] for line in lines] for key in ("id", "output_ids", "scores", "audit")})
     assert found[0] == found[1]

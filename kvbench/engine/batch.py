@@ -24,7 +24,14 @@ from torch import Tensor
 
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine
-from kvbench.engine.passes import DecodePasses, EngineGroup, PrefillSource, Runner, TokenRows
+from kvbench.engine.passes import (
+    DecodePasses,
+    EngineGroup,
+    Errors,
+    PrefillSource,
+    Runner,
+    TokenRows,
+)
 from kvbench.engine.request import GenerationRequest, QuestionTokens, chosen_tokens
 from kvbench.spans import PARTS
 
@@ -77,18 +84,14 @@ class Sequence:
 
     Parameters
     ----------
-    runner
-        the model's.
-    engine
-        fresh, and made for the prompts.
+    runner, engine
+        the model's, and a fresh one that was made for the prompts.
     prompts
         token ids of each row.
     prefilled
         begin from this prefill of the prompts; None: from a prefill of their own.
-    chunk
-        prompt columns in one forward pass; None: all.
-    progress
-        called with the columns read, after each pass.
+    chunk, progress
+        prompt columns in one forward pass, None: all; called with the columns read after each.
 
     Attributes
     ----------
@@ -349,7 +352,7 @@ class Batch:
         self._running: dict[Sequence, Admission | None] = {}
         # None: sequences have joined or left since the last pass
         self._passes: DecodePasses | None = None
-        self._errors: dict[int, Exception] = {}  # of sequences, by their places in the pass
+        self._errors = Errors()  # of sequences, by their places in the pass
 
     @property
     def rows(self) -> int:
@@ -364,15 +367,9 @@ class Batch:
         self._passes = None
 
     def admit(self, begin: Callable[[], Sequence], rows: int, admission: Admission) -> None:
-        """Begin a sequence and have it join, once there is room for it.
-
-        Parameters
-        ----------
-        begin
-            begins it; where that takes more memory than there is, which no estimate knows for sure,
-            again when others have left.
-        rows
-            that it has.
+        """Begin a sequence of so many rows and have it join, once there is room for it; where
+        `begin` takes more memory than there is, which no estimate knows for sure, again when others
+        have left.
         """
         memory, held = admission.memory, self._memory()
         self.clear(sum(size for part, size in memory.items() if part not in held), rows)
@@ -404,14 +401,7 @@ class Batch:
         return {part: size for each in admissions for part, size in each.memory.items()}
 
     def step(self) -> list[tuple[Sequence, Exception | None]]:
-        """Decode a token of every row.
-
-        Returns
-        -------
-        list[tuple[Sequence, Exception | None]]
-            The sequences that left: those that are over, and those that failed, each with its
-            error.
-        """
+        """Decode a token of every row; the sequences that left, over or with their error."""
         rows, began = self.rows, time.monotonic()
         finished = self._decode()
         for sequence, error in finished:
@@ -436,13 +426,11 @@ class Batch:
                 sequence.engine.release()
 
     def _compose(self) -> DecodePasses:
-        engines = [sequence.engine for sequence in self._running]
+        engines, self._errors = [sequence.engine for sequence in self._running], Errors()
         if next(iter(self._running)).timed:
-            (engine,), self._errors = engines, {}
-            return self._runner.passes(engine)
-        group = EngineGroup(engines, self._runner.joined(engines))
-        self._errors = group.errors
-        return self._runner.passes(group)
+            return self._runner.passes(engines[0])
+        joined = self._runner.joined(engines)
+        return self._runner.passes(EngineGroup(engines, joined, self._errors))
 
     def _decode(self) -> list[tuple[Sequence, Exception | None]]:
         self._passes = passes = self._passes or self._compose()
@@ -454,23 +442,12 @@ class Batch:
             with passes.rows.spans("other"):
                 logits = passes(tokens, active).split([len(seq.active) for seq in sequences])
                 for index, sequence in enumerate(sequences):
-                    _attempt(errors, index, sequence.choose, logits[index])
+                    errors.ask(index, sequence.choose, logits[index])
             seconds = time.perf_counter() - began
             for index, sequence in enumerate(sequences):
-                _attempt(errors, index, sequence.settle, logits[index], seconds)
+                errors.ask(index, sequence.settle, logits[index], seconds)
         pairs = [(sequence, errors.get(index)) for index, sequence in enumerate(sequences)]
         return [(sequence, error) for sequence, error in pairs if error or sequence.over]
-
-
-def _attempt(
-    errors: dict[int, Exception], index: int, call: Callable[..., None], *arguments: object
-) -> None:
-    """Call a sequence, unless it has failed; what it raises is its own error."""
-    if index not in errors:
-        try:
-            call(*arguments)
-        except Exception as error:
-            errors[index] = error
 
 
 @contextmanager

@@ -20,9 +20,22 @@ Answer = TypeVar("Answer")
 TokenRows = Sequence[Sequence[int]]
 
 
+class Errors(dict[int, Exception]):
+    """What some of a batch have raised, by their places in it."""
+
+    def ask(self, place: int, ask: Callable[..., Answer], *arguments: object) -> Answer | None:
+        """What one answers; None of one that has failed, now or before."""
+        if place not in self:
+            try:
+                return ask(*arguments)
+            except Exception as error:
+                self[place] = error
+        return None
+
+
 class EngineGroup:
-    """What a forward pass asks of an engine in decode steps, answered by several: rows of the batch
-    are theirs in turn.
+    """What a forward pass asks of an engine in decode steps, answered by several that have read
+    their prompts: rows of the batch are theirs in turn.
 
     Where one of them raises an error its rows are zeros from there on, and it is asked nothing
     more.
@@ -30,14 +43,14 @@ class EngineGroup:
     Parameters
     ----------
     engines
-        of one model; all have read their prompts.
+        of one model.
     windowed
         the layers with a window, by index, which all rows fill.
+    errors
+        of the engines.
 
     Attributes
     ----------
-    errors
-        what an engine raised, by its index.
     shape
         sizes of the model; lengths and batch are the first engine's alone.
     offsets
@@ -47,12 +60,13 @@ class EngineGroup:
 
     prefilled = True
 
-    def __init__(self, engines: Sequence[Engine], windowed: Mapping[int, LayerMemory]) -> None:
-        self._engines, self.windowed = engines, windowed
+    def __init__(
+        self, engines: Sequence[Engine], windowed: Mapping[int, LayerMemory], errors: Errors
+    ) -> None:
+        self._engines, self.windowed, self._errors = engines, windowed, errors
         self._rows = [engine.shape.batch for engine in engines]
         self.shape, self.method = engines[0].shape, Method()
         self.spans = Spans(self.shape.device)
-        self.errors: dict[int, Exception] = {}
         lengths = self.lengths
         self.offsets = [max(lengths) - length if windowed else 0 for length in lengths]
 
@@ -66,7 +80,7 @@ class EngineGroup:
         at = 0
         for index, row_tokens in enumerate(tokens.split(self._rows)):
             row_active, at = active[at : at + len(row_tokens)], at + len(row_tokens)
-            self._ask(index, self._engines[index].start_step, row_tokens, row_active)
+            self._errors.ask(index, self._engines[index].start_step, row_tokens, row_active)
 
     def run(self, inputs: Tensor, forward: Forward) -> Tensor:
         """Logits of the decode step that was started, see `Engine.run`.
@@ -84,18 +98,9 @@ class EngineGroup:
         parts = zip(*(part.split(self._rows) for part in (query, key, value)), strict=True)
         for index, (engine, row_parts) in enumerate(zip(self._engines, parts, strict=True)):
             attend = partial(engine.attend, valid=valid)
-            attended = self._ask(index, attend, layer, *row_parts, sinks)
+            attended = self._errors.ask(index, attend, layer, *row_parts, sinks)
             out.append(torch.zeros_like(row_parts[0]) if attended is None else attended)
         return torch.cat(out)
-
-    def _ask(self, index: int, ask: Callable[..., Answer], *arguments: object) -> Answer | None:
-        """What an engine answers; None of one that has failed, now or before."""
-        if index not in self.errors:
-            try:
-                return ask(*arguments)
-            except Exception as error:
-                self.errors[index] = error
-        return None
 
 
 class DecodePasses:

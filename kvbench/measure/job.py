@@ -138,9 +138,21 @@ class PromptJob:
         return self._shared.room if self._shared else self.prompts[0].room
 
     @property
-    def copies(self) -> bool:
-        """Whether it keeps a copy of what its method has made of the prompts, or is one."""
-        return self._next is not None or self._waiting is not None
+    def has_room_alone(self) -> bool:
+        """Whether it may have room where a shared prefill has none, which holds all keys and values
+        on the device.
+        """
+        return self.arm.method.needs.home != "device" and not self._sample.forced
+
+    def memory(self, index_share: float) -> float:
+        """Bytes that it takes beside the shared prefill; `index_share` as of `Setup.row_bytes`."""
+        assert self._shared is not None
+        prefilled = self._shared.prefilled
+        size = self.arm.row_bytes(list(map(len, self._rows)), self.room, index_share)
+        size += prefilled.copy_bytes
+        # what is kept, and a copy, share no page with the prompt
+        copied = self._next is not None or self._waiting is not None
+        return 2 * (size + prefilled.nbytes) if copied else size
 
     def run(self) -> list[dict[str, Any]]:
         """Generate alone and with a clock, and score; the samples' records.

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvbench.backends.hf.runner import ModelRunner
@@ -41,26 +40,33 @@ from kvbench.tasks import WHOLE, Shard
 Records = list[dict[str, Any]]
 
 
-@dataclass
-class Outcome:
-    """How an arm ended.
+@dataclass(eq=False)
+class ArmRun:
+    """An arm of a sweep, and what has come of it.
 
     Attributes
     ----------
-    arm
-        method and budget, "quest-64".
-    path
-        its run folder, if it got one.
+    arm, folder
+        what it runs and where to, once that is prepared.
     summary
         of a finished arm; {} where other shards still have samples to run.
     error
-        what ended the arm before its last sample; what it had done until then stays in its folder.
+        what ended it before its last sample; what it had done until then stays in its folder.
+    index_share
+        what its index has taken of a prompt's keys and values, at most; None: no index was seen.
     """
 
-    arm: str
-    path: Path | None = None
+    config: RunConfig
+    arm: Arm = field(init=False)
+    folder: RunFolder = field(init=False)
     summary: dict[str, Any] | None = None
     error: Exception | None = None
+    index_share: float | None = None
+
+    def lacks(self, prompts: Iterable[TokenizedSample]) -> bool:
+        """Whether it goes on, and has not done all samples of a batch."""
+        done = self.folder.done
+        return self.error is None and any(prompt.sample.id not in done for prompt in prompts)
 
 
 def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
@@ -87,10 +93,12 @@ def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
     """
     bind_methods()
     with threads(config.threads):
-        arm, console = prepare(config), Console()
+        single, console = ArmRun(config), Console()
+        single.arm = arm = prepare(config)
         with open_folder(arm, shard) as folder:
-            sweep = Sweep({0: (arm, folder)}, console, shard, by_itself=True)
-            summary = concluded(folder, sweep.run(), arm)
+            single.folder = folder
+            work = Sweep([single], console, shard, by_itself=True).run()
+            summary = concluded(folder, work, arm)
         _say(arm, folder, summary, console, shard)
     return summary
 
@@ -130,16 +138,16 @@ def run_shared(
     Exception
         what ended an arm; the others have finished.
     """
-    outcomes = run_arms(configs, console)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.summary for outcome in outcomes if outcome.summary is not None]
+    runs = run_arms(configs, console)
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+    return [run.summary for run in runs if run.summary is not None]
 
 
 def run_arms(
     configs: Sequence[RunConfig], console: Console | None = None, shard: Shard = WHOLE
-) -> list[Outcome]:
+) -> list[ArmRun]:
     """Run configs together to their end, or from where they were interrupted.
 
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
@@ -169,46 +177,33 @@ def run_arms(
             f"{len(configs)} arms, {size} at a time: no more files can be open (ulimit -n)",
             soft_wrap=True,
         )
-    outcomes: list[Outcome] = []
+    runs = [ArmRun(config) for config in configs]
     with threads(configs[0].threads):
-        for start in range(0, len(configs), size):
-            at_once = configs[start : start + size]
-            outcomes += [Outcome(arm_name(config)) for config in at_once]
-            loaded = _at_once(at_once, outcomes[start:], console, shard, loaded)
-    return outcomes
+        for start in range(0, len(runs), size):
+            loaded = _at_once(runs[start : start + size], console, shard, loaded)
+    return runs
 
 
-def _at_once(
-    configs: Sequence[RunConfig],
-    outcomes: Sequence[Outcome],
-    console: Console,
-    shard: Shard,
-    loaded: Any,
-) -> Any:
+def _at_once(runs: Sequence[ArmRun], console: Console, shard: Shard, loaded: Any) -> Any:
     """Run as many arms as can hold their folders at once, from one prefill of each sample; returns
     their model, to run others with.
     """
     with ExitStack() as open_folders:
-        running: dict[int, tuple[Arm, RunFolder]] = {}
-        for index, (config, outcome) in enumerate(zip(configs, outcomes, strict=True)):
+        for run in runs:
             try:
-                arm = _decoding(prepare(config, loaded), console)
-                loaded = arm.loaded
-                running[index] = arm, open_folders.enter_context(open_folder(arm, shard))
-                outcome.path = running[index][1].path
+                run.arm = _decoding(prepare(run.config, loaded), console)
+                loaded = run.arm.loaded
+                run.folder = open_folders.enter_context(open_folder(run.arm, shard))
             except (ConfigError, ResultsError) as error:
-                outcome.error = error
-        if not running:
-            return loaded
-        sweep = Sweep(running, console, shard)
-        work = sweep.run()
-        for index, (arm, folder) in running.items():
-            outcome = outcomes[index]
-            outcome.error = sweep.ended.get(index)
+                run.error = error
+        running = [run for run in runs if run.error is None]
+        if running:
+            work = Sweep(running, console, shard).run()
+        for run in running:
             try:
-                outcome.summary = None if outcome.error else concluded(folder, work, arm)
+                run.summary = None if run.error else concluded(run.folder, work, run.arm)
             except ResultsError as error:
-                outcome.error = error
+                run.error = error
     return loaded
 
 
@@ -260,42 +255,34 @@ class BatchProgress:
     prompts
         the batch's.
     waiting
-        the arms that lack it, by their number.
+        the arms that lack it.
     counts
         its end is progress; not of a part that is tried again in one arm.
     """
 
     prompts: Sequence[TokenizedSample]
-    waiting: dict[int, Arm]
+    waiting: Sequence[ArmRun]
     counts: bool = True
 
     def __post_init__(self) -> None:
         self.to_come = len(self.waiting)  # arms in which it has not ended
         self.ready = [prompt for prompt in self.prompts if prompt.can_run]
+        self.lengths = [len(prompt.ids) for prompt in self.ready]
+        self.columns = len(self.ready) * max(self.lengths, default=0)  # tokens, padding included
 
     @property
     def done(self) -> float:
-        """The share of its arms in which it has ended; 0 once it has in all."""
+        """The share of its arms in which it has ended, of one that goes on."""
         return 1 - self.to_come / len(self.waiting) if self.to_come else 0.0
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of the prompts that can run."""
-        return [len(prompt.ids) for prompt in self.ready]
-
-    @property
-    def columns(self) -> int:
-        """Tokens of the prompts that can run, padding included."""
-        return len(self.ready) * max(self.lengths)
-
-    def one_by_one(self, waiting: dict[int, Arm], counts: bool) -> Iterator[list[BatchProgress]]:
+    def one_by_one(self, waiting: Sequence[ArmRun], counts: bool) -> Iterator[list[BatchProgress]]:
         """Its prompts, each by itself, for some arms."""
         for prompt in self.prompts:
             yield [BatchProgress([prompt], waiting, counts)]
 
 
 class Sweep:
-    """Arms that run: brings batches of samples to them, and records to their folders.
+    """Brings batches of samples to arms, and records to their folders.
 
     Where memory runs out or logits are NaN a batch fails: each of its samples is tried again by
     itself, and a sample by itself scores 0. Other errors end the arm.
@@ -303,18 +290,13 @@ class Sweep:
     Parameters
     ----------
     running
-        the arms and their folders, by their number; all decode together, or none does.
+        the arms; all decode together, or none does.
     console
         where progress is drawn.
     shard
         which of the samples to run.
     by_itself
         it is a run's: of one arm, which reads its prompts itself, and whose errors are the run's.
-
-    Attributes
-    ----------
-    ended
-        what ended an arm.
     """
 
     report: Reporter
@@ -322,36 +304,30 @@ class Sweep:
 
     def __init__(
         self,
-        running: Mapping[int, tuple[Arm, RunFolder]],
+        running: Sequence[ArmRun],
         console: Console,
         shard: Shard = WHOLE,
         by_itself: bool = False,
     ) -> None:
-        self._running, self.ended = running, dict[int, Exception]()
-        self._console, self._by_itself = console, by_itself
-        self._first, _ = next(iter(running.values()))  # samples are the same for all
-        self._shard, self._together = shard, self._first.decode == "together"
+        self._running, self._console = running, console
+        self._shard, self._by_itself = shard, by_itself
+        self._first = running[0].arm  # samples are the same for all
+        self._together = self._first.decode == "together"
         self._again = deque[list[BatchProgress]]()
-        self._index: dict[int, float] = {}  # what an arm's index took of a prompt's keys and values
         # what the last prefill took a token, for these arms
-        self._token_bytes = defaultdict[tuple[int, ...], float](lambda: math.inf)
+        self._token_bytes = defaultdict[tuple[ArmRun, ...], float](lambda: math.inf)
 
     def run(self) -> Work:
-        """Every sample through every arm that lacks it.
-
-        Returns
-        -------
-        Work
-            What was to do.
+        """Every sample through every arm that lacks it; returns what was to do.
 
         Raises
         ------
         ConfigError
             a sample cannot run as the protocol asks; those that were brought before it have ended.
         """
-        first, folders = self._first, [folder for _, folder in self._running.values()]
+        first, folders = self._first, [run.folder for run in self._running]
         with beating(folders):
-            compile_for([arm for arm, _ in self._running.values()], self._console)
+            compile_for([run.arm for run in self._running], self._console)
             done = set.intersection(*(set(folder.done) for folder in folders))
             self._work = work = work_of(first, first.config.task.limit, done, self._shard)
             for folder in folders:
@@ -366,12 +342,17 @@ class Sweep:
         return work
 
     def _bring_all(self, groups: Iterator[list[list[TokenizedSample]]]) -> None:
-        while len(self.ended) < len(self._running):
+        while any(run.error is None for run in self._running):
             try:
                 if self._again:
                     self._bring(self._again.popleft())
                 elif (group := next(groups, None)) is not None:
-                    self._bring([BatchProgress(batch, self._lacking(batch)) for batch in group])
+                    self._bring(
+                        [
+                            BatchProgress(batch, [run for run in self._running if run.lacks(batch)])
+                            for batch in group
+                        ]
+                    )
                 elif self._together and self._batch.rows:
                     self._batch.step()
                 else:
@@ -381,34 +362,21 @@ class Sweep:
                     self._batch.clear()
                 raise
 
-    def _lacking(self, prompts: Sequence[TokenizedSample]) -> dict[int, Arm]:
-        """The arms that go on and have not done all samples of a batch."""
-        return {
-            index: arm
-            for index, (arm, folder) in self._running.items()
-            if index not in self.ended
-            and any(prompt.sample.id not in folder.done for prompt in prompts)
-        }
-
     def _bring(self, group: list[BatchProgress]) -> None:
         """Take batches that one prefill can serve to the arms that lack them."""
-        arms = {index: arm for batch in group for index, arm in batch.waiting.items()}
-        if self._together:
-            self._clear(group[0], arms)
-        shared, failed = self._prefill(group, arms)
+        runs = [run for run in self._running if any(run in batch.waiting for batch in group)]
+        shared, failed = self._prefill(group, runs)
         if failed and self._together and self._batch.rows:
             # for want of memory, it may be, that others have until they leave
             self._batch.clear()
             self._again.append(group)
             return
-        if failed and any(len(batch.prompts) > 1 for batch in group):
+        if failed and len(group[0].prompts) > 1:
             for batch in group:
                 self._again.extend(batch.one_by_one(batch.waiting, batch.counts))
             return
-        if self._together and shared is not None and group[0].ready[0].sample.forced:
-            self._start_reference(group[0], shared)
-        for index, arm in arms.items():
-            self._start(group, index, arm, shared, failed)
+        for run in runs:
+            self._start([batch for batch in group if run in batch.waiting], run, shared, failed)
         for batch in group:
             if not batch.waiting:
                 self._advance(batch)
@@ -419,31 +387,26 @@ class Sweep:
         """The share of a batch in the work of this start."""
         return sum(self._work.share(prompt.sample) for prompt in batch.prompts)
 
-    # -- prefills ----------------------------------------------------------------------------------
-
-    def _clear(self, batch: BatchProgress, arms: Mapping[int, Arm]) -> None:
-        """Wait until there is room for the prefill of a batch, by what the last one for these arms
-        took; before the first, until nothing else goes on.
-        """
-        if batch.ready and arms:
-            size = PREFILLING * self._token_bytes[tuple(arms)] * batch.columns
-            self._batch.clear(size, len(batch.ready))
-
     def _prefill(
-        self, group: list[BatchProgress], arms: Mapping[int, Arm]
+        self, group: Sequence[BatchProgress], runs: Sequence[ArmRun]
     ) -> tuple[SharedPrompts | None, str]:
         """The prefill from which all arms begin, or why that failed.
 
         Of a run by itself each generation has its own, whose time is part of that to the first
-        token, unless more is asked of the prefill, or it is full attention's, too.
+        token, unless more is asked of the prefill, or it is full attention's, too. Among others it
+        waits until there is room, by what the last one for these arms took; the first one until
+        nothing else goes on.
         """
-        first = group[0]
-        served = [arm for arm in arms.values() if arm.backend.has_engine]
+        first, key = group[0], tuple(runs)
+        served = [run.arm for run in runs if run.arm.backend.has_engine]
         self.report.begin()
         if not (served and first.ready):
             return None, ""
-        if self._by_itself and len(group) == 1 and not first.ready[0].sample.forced:
+        forced = first.ready[0].sample.forced
+        if self._by_itself and len(group) == 1 and not forced:
             return None, ""
+        if self._together:
+            self._batch.clear(PREFILLING * self._token_bytes[key] * first.columns, len(first.ready))
         longest = max(batch.ready[0].new_tokens for batch in group)
         try:
             shared = SharedPrompts(served, first.ready, self.report.tokens, longest)
@@ -451,67 +414,45 @@ class Sweep:
             if not is_failed_sample(error):
                 raise
             return None, f"{type(error).__name__}: {error}"
-        self._token_bytes[tuple(arms)] = shared.nbytes / first.columns
+        self._token_bytes[key] = shared.nbytes / first.columns
+        if self._together and forced:  # what is compared goes on ahead of those that compare
+            begin = partial(shared.begin_reference, self._first.loaded, first.ready[0])
+            admission = Admission(lambda *_: None, memory={shared: shared.nbytes})
+            self._batch.admit(partial(self._expected, begin), 1, admission)
         return shared, ""
-
-    def _start_reference(self, batch: BatchProgress, shared: SharedPrompts) -> None:
-        """Have what forced tokens are compared with join, ahead of those that compare."""
-        begin = partial(shared.begin_reference, self._first.loaded, batch.ready[0])
-        admission = Admission(lambda *_: None, memory={shared: shared.nbytes})
-        self._batch.admit(partial(self._expected, begin), 1, admission)
-
-    # -- generations -------------------------------------------------------------------------------
 
     def _start(
         self,
-        group: list[BatchProgress],
-        index: int,
-        arm: Arm,
+        batches: Sequence[BatchProgress],
+        run: ArmRun,
         shared: SharedPrompts | None,
         failed: str,
     ) -> None:
-        """Have batches go through an arm, or fail there, after a prefill or why that failed."""
-        lacking = [batch for batch in group if index in batch.waiting]
-        for batch, job in zip(lacking, self._jobs(lacking, arm, shared), strict=True):
-            if failed and not self._has_room_alone(batch, arm):
-                metric = arm.task.metric
-                failures = [prompt.failure(metric, failed) for prompt in batch.prompts]
-                self._end(batch, index, partial(list, failures))
-            elif self._together and shared is not None and index not in self.ended:
-                self._join(batch, index, job, shared)
-            else:
-                self.report.part = sum(self._share(other) * other.done for other in group)
-                if not self._by_itself:
-                    self.report.name(arm_name(arm.config))
-                self.report.begin(max(batch.lengths) if shared else 0)
-                self._end(batch, index, job.run)
-
-    def _jobs(
-        self, batches: Iterable[BatchProgress], arm: Arm, shared: SharedPrompts | None
-    ) -> list[PromptJob]:
-        """A job for each batch, which goes on from the one before."""
-        jobs: list[PromptJob] = []
+        """Have batches go through an arm, each from what it has made of the prompts for the one
+        before, or fail there, where their prefill has.
+        """
+        arm, jobs = run.arm, list[PromptJob]()
         for batch in batches:
             before = jobs[-1] if jobs else None
             jobs.append(PromptJob(arm, batch.prompts, shared, self.report.tokens, before))
-        return jobs
-
-    def _has_room_alone(self, batch: BatchProgress, arm: Arm) -> bool:
-        """Whether an arm may have room where a shared prefill has none, which holds all keys and
-        values on the device.
-        """
-        home, forced = arm.method.needs.home, batch.ready[0].sample.forced
-        return not (self._together or home == "device" or forced)
+        for batch, job in zip(batches, jobs, strict=True):
+            if failed and (self._together or not job.has_room_alone):
+                failures = [prompt.failure(arm.task.metric, failed) for prompt in batch.prompts]
+                self._end(batch, run, partial(list, failures))
+            elif self._together and shared is not None and run.error is None:
+                self._join(batch, run, job, shared)
+            else:
+                if not self._by_itself:
+                    self.report.name(arm_name(arm.config))
+                    self.report.part = sum(self._share(part) * part.done for part in batches)
+                self.report.begin(max(batch.lengths) if shared else 0)
+                self._end(batch, run, job.run)
 
     def _join(
-        self, batch: BatchProgress, index: int, job: PromptJob, shared: SharedPrompts
+        self, batch: BatchProgress, run: ArmRun, job: PromptJob, shared: SharedPrompts
     ) -> None:
-        """Have an arm's generation join those that decode together."""
-        arm, rows, lengths = job.arm, len(job.prompts), batch.lengths
-        size = arm.row_bytes(lengths, job.room, self._index.get(index, INDEX))
-        size += shared.prefilled.copy_bytes
-        if job.copies:  # what is kept, and a copy, share no page with the prompt
-            size = 2 * (size + shared.prefilled.nbytes)
+        """Have a generation join those that decode together."""
+        rows = len(job.prompts)
 
         def ended(sequence: engine_batch.Sequence | None, error: Exception | None) -> None:
             if sequence is not None:  # which may have ended early
@@ -522,15 +463,16 @@ class Sweep:
                     raise error or AssertionError("a generation ends with an error, or is over")
                 scored = job.records(sequence)
                 index_bytes = scored[-1]["audit"].get("index_bytes", 0)
-                share = index_bytes / (batch.columns * arm.token_bytes)
-                self._index[index] = max(share, self._index.get(index, 0.0))
+                share = index_bytes / (batch.columns * run.arm.token_bytes)
+                run.index_share = max(share, run.index_share or 0.0)
                 return scored
 
-            self._end(batch, index, records)
-            if index in self.ended:
-                self._batch.drop(index)
+            self._end(batch, run, records)
+            if run.error is not None:
+                self._batch.drop(run)
 
-        admission = Admission(ended, index, {shared: shared.nbytes, job: size})
+        size = job.memory(INDEX if run.index_share is None else run.index_share)
+        admission = Admission(ended, run, {shared: shared.nbytes, job: size})
         self._batch.admit(partial(self._expected, job.begin), rows, admission)
 
     def _expected(self, begin: Callable[[], engine_batch.Sequence]) -> engine_batch.Sequence:
@@ -539,33 +481,28 @@ class Sweep:
         self.report.joint_decode.expected += len(sequence.generated) * sequence.to_come
         return sequence
 
-    # -- what was measured -------------------------------------------------------------------------
-
-    def _end(self, batch: BatchProgress, index: int, records: Callable[[], Records]) -> None:
+    def _end(self, batch: BatchProgress, run: ArmRun, records: Callable[[], Records]) -> None:
         """A batch has ended in an arm: make its records and keep them; what goes wrong ends this
         arm alone.
         """
-        arm, folder = self._running[index]
         try:
-            for record in [] if index in self.ended else self._made(batch, index, arm, records):
-                if record["id"] not in folder.done:
-                    folder.add(record, self.report.share + self._share(batch))
+            for record in self._made(batch, run, records) if run.error is None else []:
+                if record["id"] not in run.folder.done:
+                    run.folder.add(record, self.report.share + self._share(batch))
                     self.report.failed(record)
                     if self._by_itself:
-                        self._remark(arm, record, batch)
+                        self._remark(run.arm, record, batch)
         except Exception as error:
             if self._by_itself:
                 raise
-            self.ended[index] = error
+            run.error = error
             with suppress(ResultsError):  # where nothing can be written, that is the error
-                folder.leave(interrupted=True)
-            self._console.print(f"{arm_name(arm.config)} ends: {type(error).__name__}: {error}")
+                run.folder.leave(interrupted=True)
+            self._console.print(f"{arm_name(run.config)} ends: {type(error).__name__}: {error}")
         batch.to_come -= 1
         self._advance(batch)
 
-    def _made(
-        self, batch: BatchProgress, index: int, arm: Arm, records: Callable[[], Records]
-    ) -> Records:
+    def _made(self, batch: BatchProgress, run: ArmRun, records: Callable[[], Records]) -> Records:
         """The records of a batch; where it fails its samples are tried again, or the only one
         scores 0.
         """
@@ -575,16 +512,15 @@ class Sweep:
             if not is_failed_sample(error):
                 raise
             if len(batch.prompts) > 1:
-                self._again.extend(batch.one_by_one({index: arm}, counts=False))
+                self._again.extend(batch.one_by_one([run], counts=False))
                 return []
             failed = f"{type(error).__name__}: {error}"
-            return [batch.prompts[0].failure(arm.task.metric, failed)]
+            return [batch.prompts[0].failure(run.arm.task.metric, failed)]
 
     def _advance(self, batch: BatchProgress) -> None:
         """Progress, where a batch has ended in all arms."""
-        if batch.counts and not batch.to_come:
-            for prompt in batch.prompts:
-                self.report.advance(self._work.share(prompt.sample))
+        for prompt in batch.prompts if batch.counts and not batch.to_come else ():
+            self.report.advance(self._work.share(prompt.sample))
 
     def _remark(self, arm: Arm, record: dict[str, Any], batch: BatchProgress) -> None:
         """Say of a run by itself, once, what its first samples show of its settings."""
