@@ -10,8 +10,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvbench.backends.hf.loading import EOS, byte_tokenizer
-from kvbench.backends.hf.replay import template_of
 from kvbench.config import ConfigError
+from kvbench.engine.replay import Template
 from kvbench.measure.render import render
 from kvbench.models import prompts
 from kvbench.tasks import Sample
@@ -85,7 +85,7 @@ def test_a_refusal_names_the_folder_and_the_file_of_the_template(tmp_path: Path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     message = refusal(tokenizer)
     assert str(tmp_path) in message and "chat_template.jinja" in message and "protocol.chat=off" in message
-    for use in (counter, lambda tokenizer: template_of(tokenizer, "kvzip")):
+    for use in (counter, lambda tokenizer: Template.of(tokenizer, "kvzip")):
         with pytest.raises(ConfigError, match="ZeroDivisionError"):
             use(tokenizer)
 
@@ -121,7 +121,7 @@ def test_a_raw_prompt_ends_with_its_text_whatever_the_tokenizer_appends():
     rendered = render(asking, tokenizer, chat=False)
     assert tokenizer.decode(rendered.ids[rendered.question_start :]) == "colour? It is"
     assert prompts.treatment(tokenizer, chat=False) == {"left_out": 2}
-    assert prompts.raw_ids("", tokenizer) == [bos] and template_of(tokenizer, "kvzip").bos == bos
+    assert prompts.raw_ids("", tokenizer) == [bos] and Template.of(tokenizer, "kvzip").bos == bos
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from kvbench.backends.hf.layers import attention_modules
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.model import engine_for, method_named, output_weight, use_kvbench_attention
 from kvbench.backends.hf.prefilled import prefill_once
-from kvbench.backends.hf.replay import template_of
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.vllm.plan import Plan
 from kvbench.budget import Budget
@@ -67,12 +66,12 @@ def test_a_context_is_cut_into_chunks_that_are_asked_for_by_what_came_before_the
 @pytest.mark.parametrize("bos", [False, True])
 def test_a_template_is_what_is_around_a_users_text(bos: bool) -> None:
     tokenizer, sample = byte_level(bos, TEMPLATE), Sample(id="one", prompt="Sky: blue.", answers=(), max_new_tokens=1)
-    template = template_of(tokenizer, "x")
+    template = Template.of(tokenizer, "x")
     assert tokenizer.decode(template.header) == "<s><|user|>"
     assert tokenizer.decode(template.suffix) == "\n[26 Jul 2024]<|assistant|>"
     wrapped, raw = (render(sample, tokenizer, chat).ids for chat in (True, False))
     assert template.prefix(wrapped) == len(template.header) and template.prefix(raw) == bos
-    without = template_of(byte_level(bos), "x")
+    without = Template.of(byte_level(bos), "x")
     assert (without.header, without.suffix, without.prefix(raw)) == ((), (), bos)
 
 
@@ -87,7 +86,7 @@ def looped(loaded: Any, rows: Sequence[Sequence[int]], method: Method, **options
 
 def check(loaded: Any, rows: Sequence[Sequence[int]], layers: dict[int, Prompt]) -> None:
     """Queries, keys and norms are those of one pass over the prompt and what is read after it."""
-    passes = list(template_of(loaded.tokenizer, "x").passes(rows, REPLAY))
+    passes = list(Template.of(loaded.tokenizer, "x").passes(rows, REPLAY))
     assert len(passes) > len(rows)
     for number, (row, start, stop, ids) in enumerate(passes):
         norms: list[torch.Tensor] = []

@@ -46,11 +46,9 @@ class Generation:
     ----------
     tokens
         new token ids of each row, a stop token included.
-    ttft_s
-        seconds from the start to the first new token (prefill, index build, question); without the
-        prefill where that was shared.
-    tt2t_s
-        seconds from the start to the second new token, or None.
+    ttft_s, tt2t_s
+        seconds from the start to the first new token (prefill, index build, question), without the
+        prefill where that was shared; to the second one, if there is one.
     step_ms
         milliseconds of each decode step.
     prefill_ms, breakdown_ms
@@ -282,16 +280,8 @@ def generate(
     prefill_chunk: int | None = None,
     **options: Any,
 ) -> Generation:
-    """Generate for a batch of prompts, alone and with a clock.
-
-    A step makes the host wait for the device once, for its tokens.
-
-    Parameters
-    ----------
-    runner, prompts, engine, prefilled, prefill_chunk
-        see `Sequence`.
-    options
-        see `GenerationRequest`.
+    """Generate for a batch of prompts, alone and with a clock; arguments as of `Sequence` and
+    `GenerationRequest`. A step makes the host wait for the device once, for its tokens.
 
     Raises
     ------
@@ -310,16 +300,8 @@ Ended = Callable[[Sequence | None, Exception | None], object]
 
 
 class Admission(NamedTuple):
-    """What a sequence takes in a batch, and whose it is.
-
-    Attributes
-    ----------
-    ended
-        called once, when it joins or later.
-    owner
-        for `Batch.drop`.
-    memory
-        bytes of what it takes; what several share takes them once, as long as any of them goes on.
+    """What is called once a sequence has ended, when it joins a batch or later; whose it is (see
+    `Batch.drop`); and what it holds in memory, with its bytes, which what several share takes once.
     """
 
     ended: Ended
@@ -328,17 +310,8 @@ class Admission(NamedTuple):
 
 
 class Batch:
-    """Sequences that decode in one pass, as many as memory has room for; where the model's cannot
-    share one, a single sequence.
-
-    Parameters
-    ----------
-    runner
-        the model's.
-    room
-        bytes that they may take.
-    stepped
-        called after each pass with its rows and its seconds.
+    """Sequences that decode in one pass, as many as have room in so many bytes; a single one where
+    the model's cannot share a pass. `stepped` is called after each with its rows and its seconds.
     """
 
     def __init__(

@@ -41,35 +41,18 @@ class Repeated(Protocol):
 
 @dataclass(eq=False)
 class Piece:
-    """A stretch of a step that is one graph, and the part of the host that follows it.
-
-    Attributes
-    ----------
-    notes
-        times that the graph notes.
-    part
-        computes what the next piece reads; None: this is the last one.
-    out
-        where the next piece reads it.
-    """
+    """A stretch of a step that is one graph, and the part of the host that follows it."""
 
     graph: torch.cuda.CUDAGraph = field(default_factory=lambda: torch.cuda.CUDAGraph())
-    notes: GraphNotes = field(default_factory=list)
+    notes: GraphNotes = field(default_factory=list)  # times that the graph notes
+    # computes what the next piece reads, and where that reads it; None: this is the last one
     part: Callable[[], Tensor] | None = None
     out: Tensor | None = None
 
 
 class CapturedStep:
-    """The decode steps of one generation, or of several that share their passes.
-
-    Where the driver refuses to capture a step, it and those that follow run as ever.
-
-    Parameters
-    ----------
-    engine
-        whose steps they are.
-    device
-        that of the model.
+    """The decode steps of a generation. Where the driver refuses to capture one, it and those that
+    follow run as ever.
 
     Attributes
     ----------
@@ -96,14 +79,8 @@ class CapturedStep:
         return CapturedStep(memo[id(self._engine)], self._device)
 
     def __call__(self, inputs: Tensor, forward: Forward) -> Tensor:
-        """Logits of the next step.
-
-        Parameters
-        ----------
-        inputs
-            [2, B] on the CPU, token ids and positions.
-        forward
-            the model's pass, of these on the device; its parts of the host go through `outside`.
+        """Logits of the next step, of token ids and positions [2, B] on the CPU; `forward` is the
+        model's pass of these on the device, whose parts of the host go through `outside`.
         """
         ids, positions = self._uploaded(inputs)
         layout = self._engine.layout()

@@ -34,28 +34,18 @@ class Errors(dict[int, Exception]):
 
 
 class EngineGroup:
-    """What a forward pass asks of an engine in decode steps, answered by several that have read
-    their prompts: rows of the batch are theirs in turn.
+    """What a forward pass asks of an engine in decode steps, answered by several of one model that
+    have read their prompts: rows of the batch are theirs in turn.
 
     Where one of them raises an error its rows are zeros from there on, and it is asked nothing
-    more.
-
-    Parameters
-    ----------
-    engines
-        of one model.
-    windowed
-        the layers with a window, by index, which all rows fill.
-    errors
-        of the engines.
+    more. All rows fill the layers with a window, and end in the last column.
 
     Attributes
     ----------
     shape
         sizes of the model; lengths and batch are the first engine's alone.
     offsets
-        columns of padding before each row, where layers have a window: all rows end in the last
-        column.
+        columns of padding before each row, where layers have a window.
     """
 
     prefilled = True
@@ -106,13 +96,8 @@ class EngineGroup:
 class DecodePasses:
     """Passes over the rows of an engine, or of several, after their prompts.
 
-    Parameters
-    ----------
-    rows
-        that have read their prompts.
-    forward
-        the model's, from token ids and their positions, [B, q] each, and the tokens of each row
-        before them, to the logits [B, vocabulary] after the last ones.
+    `forward` is the model's: from token ids and their positions, [B, q] each, and how many tokens
+    each row has before them, to the logits [B, vocabulary] after the last ones.
     """
 
     def __init__(

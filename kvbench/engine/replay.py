@@ -1,5 +1,5 @@
-"""What a model reads when it reads prompts once more: token ids, made of the prompts and of a
-tokenizer's template.
+"""What a model reads when it reads prompts once more, for methods that ask what it looks at then
+(`Needs.replay`): token ids, made of the prompts and of a tokenizer's template.
 """
 
 from __future__ import annotations
@@ -7,10 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvbench.config import ConfigError
 from kvbench.method import Prompt, Replay
+from kvbench.models.prompts import chat_text, raw_ids
 
+if TYPE_CHECKING:
+    from kvbench.models.types import Tokenizer
+
+TEXTS = ("One.", "Two.")  # of two users: what the template makes of both begins alike
 PLAIN_SUFFIX = "\n"  # between a question and its answer where there is no template, as in kvpress
 
 
@@ -41,6 +47,33 @@ class Template:
     header: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     bos: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, name: str) -> Template:
+        """That of a tokenizer.
+
+        Raises
+        ------
+        ConfigError
+            there is none; `name` says what needs it.
+        """
+        if tokenizer is None:
+            raise ConfigError(
+                f"tokenizer=None: {name} needs the chat template and the ids of texts; pass the"
+                " tokenizer"
+            )
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+
+        bos = tokenizer.bos_token_id if tokenizer.bos_token_id in raw_ids("", tokenizer) else None
+        if not tokenizer.chat_template:
+            return cls(encode, bos=bos)
+        wrapped = [chat_text(content, tokenizer) for content in TEXTS]
+        header = commonprefix([encode(text) for text in wrapped])
+        suffix = encode(wrapped[0].rpartition(TEXTS[0])[2])
+        return cls(encode, tuple(header), tuple(suffix), bos)
 
     def prefix(self, ids: Sequence[int]) -> int:
         """How many tokens come before the context of a row."""

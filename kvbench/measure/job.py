@@ -32,19 +32,8 @@ from kvbench.tasks import Sample, Timed
 
 
 class SharedPrompts:
-    """One prefill of a batch of prompts, from which arms begin: side by side if they decode
-    together, else one after the other.
-
-    Parameters
-    ----------
-    arms
-        that may begin from it.
-    prompts
-        those of a batch that can run.
-    progress
-        called with tokens done and tokens in all.
-    room
-        tokens to have room for after the prompts, more than theirs.
+    """One prefill of the prompts of a batch that can run, from which arms begin: side by side if
+    they decode together, else one after the other.
 
     Attributes
     ----------
@@ -91,19 +80,15 @@ class SharedPrompts:
 
 
 class PromptJob:
-    """Prompts that one generation of an arm serves.
+    """Prompts that one generation of an arm serves; those that cannot run fail.
 
     Parameters
     ----------
-    arm
-        what generates.
-    prompts
-        of a batch; those that cannot run fail.
     shared
-        the prefill of those that can, to begin from; None: the generation reads them itself. Forced
+        the prefill of the others, to begin from; None: the generation reads them itself. Forced
         tokens need one.
     progress
-        called with tokens done and tokens in all, of a generation that is alone.
+        of a generation that is alone.
     before
         of the same arm and contexts, begun before this one, which goes on from a copy of what that
         one's method has made of them.
@@ -183,10 +168,9 @@ class PromptJob:
         Exception
             as `run`.
         """
-        loaded = self.arm.loaded
-        observed = machine.observed(loaded.device, loaded.devices)
-        self._machine = self._observed.enter_context(observed)
         arm = replace(self.arm, method=self.arm.config.method.build())
+        observed = machine.observed(arm.loaded.device, arm.loaded.devices)
+        self._machine = self._observed.enter_context(observed)
         return self._sequence(arm, self._request())
 
     def records(self, sequence: batch.Sequence) -> list[dict[str, Any]]:
@@ -365,32 +349,20 @@ def measured(generation: Generation, probed: bool, warmup: int = 0) -> dict[str,
     steps of the time per token. The times of a batch are those of each of its samples. Of a
     generation beside others there are only the engine's own parts of a step.
     """
+    together = {"decode": "together"} if generation.together else {}
     if probed:
-        return {
-            "probe": generation.probe,
-            **({"decode": "together"} if generation.together else {}),
-        }
+        return {"probe": generation.probe, **together}
+    breakdown = {"breakdown_ms": generation.breakdown_ms}
     if generation.together:
-        return {
-            "breakdown_ms": generation.breakdown_ms,
-            "shared_prefill": True,
-            "decode": "together",
-        }
+        return {**breakdown, "shared_prefill": True, **together}
     steps = generation.step_ms[warmup:]
     tpot: dict[str, float] | None = None
     if steps:
-        cuts = (
-            statistics.quantiles(steps, n=20, method="inclusive")
-            if len(steps) > 1
-            else [steps[0]] * 19
+        cuts = statistics.quantiles(
+            steps if len(steps) > 1 else steps * 2, n=20, method="inclusive"
         )
         tpot = {"mean": statistics.fmean(steps), "p50": statistics.median(steps), "p95": cuts[18]}
-    record: dict[str, Any] = {"tpot_ms": tpot, "breakdown_ms": generation.breakdown_ms}
     if generation.shared_prefill:
-        return {**record, "shared_prefill": True}
-    first = {
-        "ttft_s": generation.ttft_s,
-        "tt2t_s": generation.tt2t_s,
-        "prefill_ms": generation.prefill_ms,
-    }
-    return {**record, **first}
+        return {"tpot_ms": tpot, **breakdown, "shared_prefill": True}
+    first = {key: getattr(generation, key) for key in ("ttft_s", "tt2t_s", "prefill_ms")}
+    return {"tpot_ms": tpot, **breakdown, **first}

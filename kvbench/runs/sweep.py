@@ -70,14 +70,8 @@ class ArmRun:
 
 
 def run(config: RunConfig, shard: Shard = WHOLE) -> dict[str, Any]:
-    """Run one config to its end, alone and with a clock, or from where it was interrupted.
-
-    Parameters
-    ----------
-    config
-        checked.
-    shard
-        which of its samples to run.
+    """Run the samples of a shard through a checked config to their end, alone and with a clock, or
+    from where it was interrupted.
 
     Returns
     -------
@@ -148,18 +142,10 @@ def run_shared(
 def run_arms(
     configs: Sequence[RunConfig], console: Console | None = None, shard: Shard = WHOLE
 ) -> list[ArmRun]:
-    """Run configs together to their end, or from where they were interrupted.
+    """Run the samples of a shard through configs, alike but for method, budget, kv and probe, to
+    their end or from where they were interrupted.
 
     An arm that fails, or whose folder another process holds, ends alone and the others go on.
-
-    Parameters
-    ----------
-    configs
-        alike but for method, budget, kv and probe.
-    console
-        where progress is drawn.
-    shard
-        which of the samples to run.
 
     Raises
     ------
@@ -248,16 +234,8 @@ def _decoding(arm: Arm, console: Console) -> Arm:
 
 @dataclass
 class BatchProgress:
-    """A batch on its way through the arms.
-
-    Attributes
-    ----------
-    prompts
-        the batch's.
-    waiting
-        the arms that lack it.
-    counts
-        its end is progress; not of a part that is tried again in one arm.
+    """The prompts of a batch on their way through the arms that lack it; its end counts as
+    progress, unless it is a part that one arm tries again.
     """
 
     prompts: Sequence[TokenizedSample]
@@ -291,10 +269,8 @@ class Sweep:
     ----------
     running
         the arms; all decode together, or none does.
-    console
-        where progress is drawn.
-    shard
-        which of the samples to run.
+    console, shard
+        where progress is drawn, and which of the samples to run.
     by_itself
         it is a run's: of one arm, which reads its prompts itself, and whose errors are the run's.
     """

@@ -21,11 +21,11 @@ from kvbench.backends.hf.layers import (
     reading_of,
     shape_of,
 )
-from kvbench.backends.hf.replay import template_of
 from kvbench.backends.hf.rotary import RotaryOf
 from kvbench.budget import Budget
 from kvbench.config import ConfigError, MethodConfig, method_config, show
 from kvbench.engine.engine import Engine
+from kvbench.engine.replay import Template
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.method import HeadScores, Method, Shape
 from kvbench.models import heads, hub
@@ -329,7 +329,7 @@ def engine_requirements(
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")
     requirements: dict[str, Any] = {
         "rotary": None,
-        "template": template_of(tokenizer, name) if needs.prefix else None,
+        "template": Template.of(tokenizer, name) if needs.prefix else None,
     }
     if needs.positions == "cache" or needs.rotation:
         instead = "positions=original" if needs.positions == "cache" else "another method"

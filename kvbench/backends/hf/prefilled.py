@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.backends.hf.layers import shape_of
-from kvbench.backends.hf.replay import replayed, template_of
 from kvbench.backends.hf.rotary import refuse_recomputed
-from kvbench.backends.hf.runner import ModelRunner, windows_of
+from kvbench.backends.hf.runner import ModelRunner, replayed, windows_of
 from kvbench.budget import Budget
 from kvbench.engine.audit import method_bytes
 from kvbench.engine.engine import Engine
+from kvbench.engine.replay import Template
 from kvbench.engine.request import chosen_tokens
 from kvbench.memory.large import Original, shares_pages
 from kvbench.memory.store import LayerStore, Sealed
@@ -80,23 +80,13 @@ class Recorder(Method):
 
 
 class Prefilled:
-    """The snapshot of a dense prefill.
-
-    Parameters
-    ----------
-    logits
-        [B, vocabulary], of what comes after each row.
-    recorded
-        the method of the prefill.
-    engine
-        that made it, and lets go of its stores.
-    start
-        when it began, as of `time.perf_counter`.
-    copies
-        who begins has a copy of the prompt, so that many go on side by side.
+    """The snapshot of a dense prefill, see `prefill_once`; the engine that has made it lets go of
+    its stores.
 
     Attributes
     ----------
+    logits
+        [B, vocabulary], of what comes after each row.
     lengths
         prompt tokens of each row.
     seconds
@@ -185,20 +175,14 @@ def prefill_once(
     ----------
     model
         with "kvbench" attention.
-    prompts
-        token ids of each row.
-    needs
-        of the methods that will begin from the snapshot.
-    max_new_tokens
-        most tokens any of them will generate.
-    chunk
-        prompt columns in one forward pass; None: all.
+    prompts, chunk, progress
+        as of `kvbench.engine.batch.Sequence`.
+    needs, max_new_tokens
+        of the methods that will begin from the snapshot, and the most tokens that any generates.
     tokenizer
         the model's, for replays.
     copies
-        the methods may go on side by side, each with tokens of its own after the prompt.
-    progress
-        called with the prompt columns read, after each pass.
+        who begins has a copy of the prompt, so that many go on side by side.
     """
     start, needs = time.perf_counter(), list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
@@ -207,7 +191,7 @@ def prefill_once(
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     logits = ModelRunner(model).prefill(engine, prompts, chunk, progress)
     for replay in {need.replay for need in needs if need.replay is not None}:
-        passes = template_of(tokenizer, "a replay").passes(prompts, replay)
+        passes = Template.of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)
     return Prefilled(logits, recorder, engine, start, copies)
 

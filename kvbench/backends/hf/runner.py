@@ -1,4 +1,5 @@
-"""The forward passes of a model of transformers, for the decode loop in `kvbench.engine.batch`.
+"""The forward passes of a model of transformers, for the decode loop in `kvbench.engine.batch`:
+over prompts, over prompts once more where a method asks for that, and after them.
 
 Prompts of unequal length stand right-padded in one batch, each row with its own positions;
 causality keeps padding out of every real token's sight. Where layers have a window, which counts
@@ -7,7 +8,9 @@ columns, the padding is on the left, and a mask keeps it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from kvbench.attention import torch as dense
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.hooks import (
     Call,
@@ -23,11 +27,15 @@ from kvbench.backends.hf.hooks import (
     WindowedLayer,
     windowed_layers,
 )
-from kvbench.backends.hf.replay import read_again
+from kvbench.backends.hf.layers import attention_modules
 from kvbench.backends.hf.residuals import residuals_watched
-from kvbench.engine.engine import Engine, LayerMemory
+from kvbench.config import ConfigError
+from kvbench.engine.engine import Engine, LayerMemory, check_finite
 from kvbench.engine.passes import DecodePasses, EngineGroup, TokenRows
+from kvbench.engine.replay import Pass
+from kvbench.memory.device import Resident
 from kvbench.memory.transfer import uploaded
+from kvbench.method import Replayed
 
 
 class EngineCache(CountingCache):
@@ -60,13 +68,7 @@ def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
 
 
 class ModelRunner:
-    """See `kvbench.engine.passes.Runner`.
-
-    Parameters
-    ----------
-    model
-        with "kvbench" attention.
-    """
+    """The passes of a model with "kvbench" attention, see `kvbench.engine.passes.Runner`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -140,9 +142,8 @@ class ModelRunner:
         lengths: Sequence[int],
         columns: Sequence[int] = (),
     ) -> Tensor:
-        """Logits [B, len(columns), vocabulary] of columns of the pass; (): of the last one.
-
-        Rows have `lengths` tokens after it, or after their last pass.
+        """Logits [B, len(columns), vocabulary] of columns of the pass, (): of the last one. Rows
+        have `lengths` tokens once it, or the whole prompt, is read.
         """
         engine, end = cache.engine, cache.columns + ids.shape[1]
         # the last layer's device is another one than that of the ids
@@ -177,16 +178,8 @@ def _positions(engine: Engine, column: int, end: int) -> Tensor:
 
 
 class Share:
-    """The rows of one engine in a window that several fill.
-
-    Parameters
-    ----------
-    window
-        of all.
-    rows
-        which of it.
-    count
-        tokens of these rows that the window holds now, padding left out.
+    """The rows of one engine in a window that several fill, which holds `count` tokens of them now,
+    padding left out.
     """
 
     def __init__(self, window: WindowedLayer, rows: slice, count: int) -> None:
@@ -225,3 +218,110 @@ def _join(window: WindowedLayer, layer: int, engines: Sequence[Engine], longest:
 
 def _tokens(window: Any) -> tuple[Tensor, Tensor]:
     return window.tokens() if isinstance(window, Share) else (window.keys, window.values)
+
+
+# -- prompts that are read once more --------------------------------------------------------------
+
+
+def read_again(model: PreTrainedModel, engine: Engine) -> None:
+    """The replay of an engine whose layers wait for it; they begin after that.
+
+    Raises
+    ------
+    ConfigError
+        the prompts were no token ids.
+    """
+    replay, template = engine.method.needs.replay, engine.template
+    assert replay is not None and template is not None, (
+        "this engine was made without the tokenizer's template"
+    )
+    shown = next(prompt for prompt in engine.waiting.values() if prompt is not None)
+    whole = zip(shown.token_ids.tolist(), engine.shape.lengths, strict=True)
+    rows = [ids[:length] for ids, length in whole]
+    if min(map(min, rows)) < 0:
+        raise ConfigError(
+            f"inputs_embeds: {type(engine.method).__name__} reads prompts again; expected input_ids"
+        )
+    with engine.spans("replay"):
+        replays = replayed(model, engine, template.passes(rows, replay))
+    engine.begin_layers(replays)
+
+
+def replayed(
+    model: PreTrainedModel, engine: Engine, passes: Iterable[Pass]
+) -> dict[int, tuple[Replayed, ...]]:
+    """What passes over prompts, all of which are in the engine's stores, show of each layer with
+    full attention.
+    """
+    by_layer: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
+    for replay_pass in passes:
+        cache, norms = ReplayCache(engine, replay_pass.row), dict[int, Tensor]()
+        length = engine.shape.lengths[replay_pass.row]
+        end, offset = cache.columns + len(replay_pass.ids), engine.offsets[replay_pass.row]
+        ids = torch.tensor([replay_pass.ids], device=model.device)
+        positions = torch.arange(length, length + len(replay_pass.ids), device=ids.device)[None]
+        padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None
+        arguments = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
+        with _norms_noted(model, norms), rotary.angles_of([length + len(replay_pass.ids)]):
+            # its head is not asked
+            model.base_model(**arguments, past_key_values=cache, use_cache=True)
+        for layer, (query, key) in cache.captured.items():
+            by_layer[layer].append(Replayed(*replay_pass[:3], query[0], key[0], norms[layer]))
+    return {layer: tuple(shown) for layer, shown in by_layer.items()}
+
+
+class ReplayCache(CountingCache):
+    """The cache of a pass that comes after one row of the prompts and leaves nothing in the
+    engine's stores; `captured` has queries and keys [1, H, q, D] of each layer with full attention.
+    """
+
+    def __init__(self, engine: Engine, row: int) -> None:
+        windowed = {layer: _row_of(windowed, row) for layer, windowed in engine.windowed.items()}
+        super().__init__(engine.shape.layers, windowed)
+        self.scaling, self._stores = engine.shape.scaling, engine.stores
+        self._row, self._length = row, engine.shape.lengths[row]
+        self.count(engine.offsets[row] + self._length)
+        self.captured: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before the pass, and those of it in a layer that has been read."""
+        return self.columns
+
+    def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
+        """Attention over the whole row, and over what comes in this pass."""
+        check_finite(call.layer, query, call.key, False)
+        self.captured[call.layer] = query, call.key
+        device = self._stores[call.layer].device
+        rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
+        past = Resident(device.key[rows], device.value[rows], None)
+        return dense.turn(query, call.key, call.value, past, call.scaling, call.sinks)
+
+
+def _row_of(windowed: Any, row: int) -> WindowedLayer:
+    """A row of what a layer with a window holds."""
+    window = WindowedLayer(windowed.sliding_window)
+    window.begin_from(windowed)
+    assert window.keys is not None and window.values is not None
+    window.keys, window.values = window.keys[row : row + 1], window.values[row : row + 1]
+    return window
+
+
+@contextmanager
+def _norms_noted(model: PreTrainedModel, norms: dict[int, Tensor]) -> Iterator[None]:
+    """Meanwhile note, by layer, the norms [q] of what the tokens of a pass of one row give to its
+    attention module.
+    """
+
+    def note(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        norms[layer] = states[0].float().norm(dim=-1)
+
+    handles = [
+        module.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
+        for layer, module in enumerate(attention_modules(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -19,7 +19,7 @@ from kvbench.backends.hf.given import check_length
 from kvbench.backends.hf.hooks import CountingCache, begin_attending, end_attending, mailbox
 from kvbench.backends.hf.layers import card_of
 from kvbench.backends.hf.model import refuse_compiled, refuse_compiled_layers, refuse_training
-from kvbench.backends.hf.replay import read_again
+from kvbench.backends.hf.runner import read_again
 from kvbench.config import ConfigError
 
 
