@@ -128,8 +128,8 @@ class DecodePasses:
         lengths = self.rows.lengths
         positions = torch.tensor(lengths)[:, None] + torch.arange(ids.shape[1])
         self.rows.start_turn(ids)  # type: ignore[union-attr]
-        inputs = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
-        return self._forward(*inputs, lengths)
+        ids, positions = uploaded(torch.stack([ids, positions]), self.rows.shape.device)
+        return self._forward(ids, positions, lengths)
 
 
 class PrefillSource(Protocol):

@@ -195,7 +195,7 @@ class PromptJob:
                 ModelRunner(arm.loaded.model),
                 arm.engine(self._rows, self.room, [prompt.name for prompt in self.prompts]),
                 self._rows,
-                self._shared and self._shared.prefilled,
+                self._shared.prefilled if self._shared else None,
                 arm.protocol.prefill_chunk,
                 partial(request.note, max(map(len, self._rows))),
             )

@@ -153,6 +153,11 @@ class WindowedLayer(DynamicSlidingWindowLayer):
         sizes: tuple[int, int] = super().get_mask_sizes(query_length)
         return sizes
 
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, Hkv, n, D] of the tokens that the next one may attend."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
     def begin_from(self, other: WindowedLayer) -> None:
         """Hold what another layer holds: an update writes to no tensor that is there, so both may
         go on.

@@ -117,13 +117,24 @@ class ModelRunner:
         return DecodePasses(rows, forward)
 
     def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
-        """The engines' windows in one: of unequal rows the shorter ones have padding before
-        them.
+        """The engines' windows in one, of which each has its `Share` from now on: of unequal rows
+        the shorter ones have padding before them.
         """
         longest = max(length for engine in engines for length in engine.lengths)
         windowed = windowed_layers(engines[0].shape.windows)
         for layer, window in windowed.items():
-            _join(window, layer, engines, longest)
+            parts = [windows_of(engine)[layer].tokens() for engine in engines]
+            width = max(key.shape[2] for key, _ in parts)
+            window.keys, window.values = (
+                torch.cat([pad(part, (0, 0, width - part.shape[2], 0)) for part in states])
+                for states in zip(*parts, strict=True)
+            )
+            window.is_initialized, window.cumulative_length = True, longest
+            window.dtype, window.device = window.keys.dtype, window.keys.device
+            begin = 0
+            for engine, (key, _) in zip(engines, parts, strict=True):
+                rows = slice(begin, begin := begin + len(key))
+                engine.windowed = {**engine.windowed, layer: Share(window, rows, key.shape[2])}
         return windowed
 
     def alone(self) -> str | None:
@@ -188,36 +199,15 @@ class Share:
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, Hkv, n, D], in place."""
-        window = self._window
-        assert window.keys is not None and window.values is not None
-        count = min(window.keys.shape[2], self._count + window.cumulative_length - self._before)
-        return window.keys[self._rows, :, -count:], window.values[self._rows, :, -count:]
+        keys, values = self._window.tokens()
+        count = self._count + self._window.cumulative_length - self._before
+        return keys[self._rows, :, -count:], values[self._rows, :, -count:]
 
     def resident_bytes(self) -> int:
         """Bytes of the keys and values that the next token may attend."""
         return sum(part.nbytes for part in self.tokens())
 
     allocated_bytes = resident_bytes
-
-
-def _join(window: WindowedLayer, layer: int, engines: Sequence[Engine], longest: int) -> None:
-    """Fill a layer's window with those of engines, which have a `Share` of it from now on."""
-    parts = [_tokens(engine.windowed[layer]) for engine in engines]
-    width = max(key.shape[2] for key, _ in parts)
-    window.keys, window.values = (
-        torch.cat([pad(part, (0, 0, width - part.shape[2], 0)) for part in states])
-        for states in zip(*parts, strict=True)
-    )
-    window.is_initialized, window.cumulative_length = True, longest
-    window.dtype, window.device = window.keys.dtype, window.keys.device
-    begin = 0
-    for engine, (key, _) in zip(engines, parts, strict=True):
-        rows = slice(begin, begin := begin + len(key))
-        engine.windowed = {**engine.windowed, layer: Share(window, rows, key.shape[2])}
-
-
-def _tokens(window: Any) -> tuple[Tensor, Tensor]:
-    return window.tokens() if isinstance(window, Share) else (window.keys, window.values)
 
 
 # -- prompts that are read once more --------------------------------------------------------------
@@ -276,7 +266,7 @@ class ReplayCache(CountingCache):
     """
 
     def __init__(self, engine: Engine, row: int) -> None:
-        windowed = {layer: _row_of(windowed, row) for layer, windowed in engine.windowed.items()}
+        windowed = {layer: _row_of(part, row) for layer, part in windows_of(engine).items()}
         super().__init__(engine.shape.layers, windowed)
         self.scaling, self._stores = engine.shape.scaling, engine.stores
         self._row, self._length = row, engine.shape.lengths[row]
@@ -297,12 +287,11 @@ class ReplayCache(CountingCache):
         return dense.turn(query, call.key, call.value, past, call.scaling, call.sinks)
 
 
-def _row_of(windowed: Any, row: int) -> WindowedLayer:
+def _row_of(windowed: WindowedLayer, row: int) -> WindowedLayer:
     """A row of what a layer with a window holds."""
     window = WindowedLayer(windowed.sliding_window)
     window.begin_from(windowed)
-    assert window.keys is not None and window.values is not None
-    window.keys, window.values = window.keys[row : row + 1], window.values[row : row + 1]
+    window.keys, window.values = (part[row : row + 1] for part in windowed.tokens())
     return window
 
 
