@@ -29,10 +29,16 @@ from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 
 
 class Recorder(Method):
-    """Keeps what the prefill shows of every layer, for the methods that begin from it."""
+    """Keeps what the prefill shows of every layer, for the methods with these needs that begin from
+    it.
+    """
 
-    def __init__(self, needs: Needs) -> None:
-        self.needs = needs
+    def __init__(self, needs: Collection[Needs]) -> None:
+        self.needs = Needs(
+            query_window=max((need.query_window for need in needs), default=0),
+            attention_sums=any(need.attention_sums for need in needs),
+            layer_similarity=any(need.layer_similarity for need in needs),
+        )
         self.prompts: dict[int, Prompt] = {}
         self.similarity: torch.Tensor | None = None
         self.replays: dict[Replay, dict[int, tuple[Replayed, ...]]] = {}
@@ -109,10 +115,9 @@ class Prefilled:
         self.seconds = time.perf_counter() - start
         self.logits, self.lengths, self._capacity = logits, engine.shape.lengths, engine.capacity
         self._recorded, self._windowed = recorded, engine.windowed
-        sealed = {layer: Sealed.of(store) for layer, store in engine.stores.items()}
+        sealed = map(Sealed.of, engine.stores.values())
+        blocks = [block for part in sealed for block in (part.key, part.value)]
         engine.release()
-        self._lengths = {layer: part.lengths for layer, part in sealed.items()}
-        blocks = [block for part in sealed.values() for block in (part.key, part.value)]
         whole = sum(block.nbytes for block in blocks)
         left_out = torch.empty(0, device="meta")  # the keys and values of what methods are shown
         self.nbytes = whole + method_bytes(recorded, [left_out])
@@ -143,10 +148,11 @@ class Prefilled:
         prompts = {layer: recorded.shown_to(method, layer) for layer in recorded.prompts}
         for store in self._lent:
             store.close()
-        blocks = iter(self._blocks())
+        blocks, lengths = self._blocks(), list(self.lengths)
+        layers = zip(engine.shape.full_layers, blocks[::2], blocks[1::2], strict=True)
         stores = [
-            engine.adopt(layer, Sealed(next(blocks), next(blocks), lengths), prompts[layer])
-            for layer, lengths in self._lengths.items()
+            engine.adopt(layer, Sealed(key, value, lengths), prompts[layer])
+            for layer, key, value in layers
         ]
         self._lent = [] if self._copies else stores
         for layer, windowed in windows_of(engine).items():
@@ -187,19 +193,10 @@ def prefill_once(
     start, needs = time.perf_counter(), list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     refuse_recomputed(model, shape.lengths, max_new_tokens)
-    recorder = Recorder(union(needs))
+    recorder = Recorder(needs)
     engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
     logits = ModelRunner(model).prefill(engine, prompts, chunk, progress)
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = Template.of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)
     return Prefilled(logits, recorder, engine, start, copies)
-
-
-def union(needs: Collection[Needs]) -> Needs:
-    """What a prefill must record to serve all of `needs`."""
-    return Needs(
-        query_window=max((need.query_window for need in needs), default=0),
-        attention_sums=any(need.attention_sums for need in needs),
-        layer_similarity=any(need.layer_similarity for need in needs),
-    )
