@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from kvbench.backends.hf import loading as models
 from kvbench.backends.hf.streamed import FEW, StreamedAttention, StreamedLinear, StreamedMLP, StreamedNorm, stream
 from kvbench.measure.hardware import read_weight_bytes, weight_bytes
-from kvbench.memory import large
+from kvbench.memory import transfer
 
 SIZES = st.sampled_from([1, 15, 16, 33, 96, 130])
 
@@ -101,15 +101,13 @@ def test_a_streamed_feed_forward_part_computes_what_the_plain_one_does(
     assert bool(((own(x).double() - exact(x64)).abs() <= most + 1e-6).all())
 
 
-@pytest.mark.parametrize("region", [256, 2**20])
-def test_weights_move_together_and_keep_storages_of_their_own(region: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "REGION", region)
+def test_weights_move_together_and_keep_storages_of_their_own() -> None:
     weights = [torch.randn(3), torch.randn(0), torch.randn(40, 7), torch.randn(5, 4).to(torch.bfloat16).t()]
     before, where = [weight.clone() for weight in weights], [weight.data_ptr() for weight in weights]
-    large.move(weights)
+    transfer.move_weights(weights)
     for weight, old in zip(weights, before, strict=True):
         assert torch.equal(weight, old) and weight.untyped_storage().nbytes() == weight.nbytes
-        assert weight.data_ptr() % large.LINE == 0 or not weight.nbytes
+        assert weight.data_ptr() % transfer.LINE == 0 or not weight.nbytes
     assert all(weight.data_ptr() != old for weight, old in zip(weights, where, strict=True) if weight.nbytes)
 
 
@@ -117,13 +115,13 @@ def test_a_system_without_large_pages_leaves_weights_where_they_are(monkeypatch:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     weight = torch.randn(3)
     where = weight.data_ptr()
-    large.move([weight])
+    transfer.move_weights([weight])
     assert weight.data_ptr() == where
 
 
 @pytest.mark.parametrize("count", [4, 2**20 - 1, 2**20 + 5])
 def test_zeros_are_zeros_of_their_size_in_pages_of_either_kind(count: int) -> None:
-    found = large.zeros((1, count), torch.bfloat16)
+    found = transfer.zeros((1, count), torch.bfloat16)
     assert found.shape == (1, count) and not found.count_nonzero() and found.untyped_storage().nbytes() == 2 * count
     found[0, -1] = 3
     assert found.sum() == 3

@@ -24,8 +24,8 @@ from kvbench.engine.batch import Batch, collecting_later, generate
 from kvbench.engine.batch import Sequence as Decoded
 from kvbench.engine.engine import Engine
 from kvbench.engine.request import GenerationRequest, QuestionTokens, Stops
-from kvbench.memory import large
-from kvbench.memory.large import Original
+from kvbench.memory import transfer
+from kvbench.memory.transfer import Original
 from kvbench.method import Method, Needs, Selection
 
 STEPS = 7
@@ -251,9 +251,9 @@ def test_copies_of_an_original_know_nothing_of_each_other(sizes: list[int], data
 
 
 def test_where_no_pages_are_shared_every_copy_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large, "shares_pages", lambda device: False)
+    monkeypatch.setattr(transfer, "shares_pages", lambda device: False)
     part = torch.arange(6.0)
-    one, other = (large.Original([part]).copy()[0] for _ in range(2))
+    one, other = (Original([part]).copy()[0] for _ in range(2))
     one.fill_(7)
     assert torch.equal(other, torch.arange(6.0)) and torch.equal(part, torch.arange(6.0))
 

@@ -23,8 +23,8 @@ from kvbench.engine.audit import method_bytes
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Template
 from kvbench.engine.request import chosen_tokens
-from kvbench.memory.large import Original, shares_pages
 from kvbench.memory.store import LayerStore, Sealed
+from kvbench.memory.transfer import Original, shares_pages
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 
 

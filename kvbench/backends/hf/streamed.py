@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 
 from kvbench.kernels import layers as kernels
 from kvbench.kernels.library import why_missing
-from kvbench.memory import large
+from kvbench.memory.transfer import move_weights
 
 FEW = 8  # rows up to which the kernels are no slower
 # outputs whose weights are widened at once: they are multiplied while a cache holds them
@@ -178,4 +178,4 @@ def stream(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) in STREAMED and _is_plain(module):
             module.__class__ = STREAMED[type(module)]
-    large.move(model.parameters())
+    move_weights(model.parameters())
