@@ -113,7 +113,7 @@ def offload(shape: Shape, context: int, budget: int, turnover: float) -> dict[st
         result[name] = medians(
             {"ms": lambda store=store, turn=turn: store.locate(next(turn))}, shape.device
         )
-        moved = (budget - reused) * shape.batch * shape.kv_heads * store.device.entry_bytes
+        moved = (budget - reused) * shape.batch * shape.kv_heads * store.device.codecs.nbytes
         result[name]["moved_gib_s"] = moved / 2**30 / (result[name]["ms"] / 1e3)
     if "uva" in result:
         result["uva_over_bulk"] = result["uva"]["ms"] / result["bulk"]["ms"]

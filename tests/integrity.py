@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from kvbench.kernels.coded import GROUP
-from kvbench.memory.device import NO_TOKEN, PAGE, DeviceTier, ascending
+from kvbench.memory.device import NO_TOKEN, PAGE, DeviceTier
 from kvbench.memory.grouped import WINDOW, GroupedTier
 from kvbench.memory.host import HostTier
 from kvbench.memory.stage import Stage
-from kvbench.memory.store import DEVICE, DROPPED, HOST, LayerStore
+from kvbench.memory.store import LayerStore
+
+DROPPED, DEVICE, HOST = range(3)
 
 
 def check(store: LayerStore) -> None:
@@ -29,14 +31,40 @@ def check(store: LayerStore) -> None:
         beyond = torch.arange(store.host.capacity) >= lengths
         assert not bool((store.host.present & beyond).any()), "the host holds no token that was not seen"
         assert store.host.total == int(store.host.present.sum()), "the tokens of the host are counted"
-    tiers = store.tiers()
+    tiers = tiers_of(store)
     there = tiers[(torch.arange(tiers.shape[2]) < lengths).expand_as(tiers)]
     if store.home == "host":
         assert bool((there == HOST).all()), "a token whose home is the host is there"
-    elif store._on_drop == "offload":
+    elif store.how.on_drop == "offload":
         assert bool((there != DROPPED).all()), "a token that left the device is on the host"
     elif device.ids is None:
         assert bool((there == DEVICE).all()), "a token that nobody dropped is on the device"
+
+
+def tiers_of(store: LayerStore) -> torch.Tensor:
+    """[B, Hkv, longest row] int8: `DEVICE`, `HOST` or `DROPPED` of each token seen (`DROPPED` beyond a row)."""
+    tiers = torch.zeros(*store.device.used.shape, max(store.lengths), dtype=torch.int8)
+    device_ids = store.device.token_ids().cpu()
+    at = (device_ids >= 0).nonzero(as_tuple=True)
+    tiers[at[0], at[1], device_ids[at]] = DEVICE
+    if store.host is not None:
+        on_host = store.host.present[:, :, : tiers.shape[2]]
+        assert not bool((on_host & (tiers == DEVICE)).any()), "a token lives in one tier"
+        tiers[on_host] = HOST
+    return tiers
+
+
+def everything(store: LayerStore, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, ascending, keys and values of all tokens that one KV head still has in any tier, on the CPU."""
+    (ids, order), rows = store.remaining_ids()[row, head].sort(), store.remaining()
+    order, ids = order[ids >= 0], ids[ids >= 0]
+    return ids, rows.key[row, head].cpu()[order], rows.value[row, head].cpu()[order]
+
+
+def ascending(lists: torch.Tensor) -> bool:
+    """Each of lists [B, H, n] is distinct ids >= 0 in ascending order, then `NO_TOKEN` only."""
+    rises = (lists[..., 1:] > lists[..., :-1]) | (lists[..., 1:] == NO_TOKEN)
+    return bool((lists >= 0).all()) and bool(rises.all())
 
 
 def check_device(tier: DeviceTier) -> None:
@@ -66,16 +94,15 @@ def check_grouped(tier: GroupedTier) -> None:
 
 def check_host(tier: HostTier) -> None:
     assert tier.key.shape[:3] == tier.value.shape[:3], "a key has a value"
-    if tier._decoded is not None:  # rows that are turned differ in their last bits by how many they are
+    if tier.decoded_bytes:  # rows that are turned differ in their last bits by how many they are
         keys = tier.codecs.key.decode(tier.key)
-        assert torch.allclose(tier._decoded, keys, rtol=2**-7, atol=1e-5), "keys read in place are those held"
+        assert torch.allclose(tier.blocks[2], keys, rtol=2**-7, atol=1e-5), "keys read in place are those held"
     assert tier.slot_of.shape == tier.present.shape == tier.key.shape[:3], "a slot for every token id"
     identity = torch.arange(tier.capacity).expand_as(tier.slot_of)
     assert torch.equal(tier.slot_of.sort(dim=2).values, identity), "no two tokens have one slot"
     assert tier.arranged or torch.equal(tier.slot_of, identity), "slots keep the order of the ids until arranged"
-    for landing in tier._landing:
-        for row, length in enumerate(landing.lengths):
-            assert bool(tier.present[row, :, length].all()), "a token that is landing lives here"
+    for row, length in enumerate(tier._landing.lengths if tier._landing else ()):
+        assert bool(tier.present[row, :, length].all()), "a token that is landing lives here"
 
 
 def check_stage(stage: Stage) -> None:
@@ -87,9 +114,6 @@ def check_stage(stage: Stage) -> None:
     pending = stage._pending
     if pending is not None:
         check_staged(pending.ids.cpu(), host)
-        rows = sum(value.numel() for _, value in pending.blocks) // host.value.shape[3]
-        assert stage._in_place or pending.source.shape == pending.ids.shape, "what comes has a source"
-        assert bool((pending.source < max(rows, 1)).all()), "a source is a row of the blocks"
 
 
 def check_staged(ids: torch.Tensor, host: HostTier) -> None:

@@ -32,6 +32,7 @@ from kvbench.budget import Budget
 from kvbench.config import choices, shipped
 from kvbench.engine.batch import generate
 from kvbench.engine.engine import Engine
+from kvbench.memory import transfer
 from kvbench.memory.store import LayerStore
 
 TABLE = Path(__file__).parent / "goldens" / "launches.json"
@@ -115,7 +116,7 @@ def attributed(tape: Tape, case: Case) -> Iterator[Any]:
             mock.patch.object(flashinfer_twin, name, tape.inside("kernel", getattr(flashinfer_twin, name), 1))
             for name in ("_rmsnorm", "_fused_add_rmsnorm", "_silu_and_mul", "_turned")
         ),
-        mock.patch.object(twin.transfer, "_launch", tape.inside("kernel", twin.transfer._launch, 1)),
+        mock.patch.object(transfer.fetch, "_operator", tape.inside("kernel", transfer.fetch._operator, 1)),
         mock.patch.object(twin.Twin, "copy", tape.noted(up, twin.Twin.copy)),
         mock.patch.object(twin.Twin, "sync", tape.noted(lambda *_: "waits", twin.Twin.sync)),
     ]

@@ -26,14 +26,13 @@ from driver import (
     slow,
     stream,
 )
-from integrity import check
+from integrity import DROPPED, check, everything, tiers_of
 from test_hf import generated, random_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 from kvbench import KVCache
 from kvbench.backends.hf.loading import Loaded
 from kvbench.config import ASSETS, ConfigError
-from kvbench.memory.store import DROPPED
 from kvbench.method import Method, Needs, Selection
 from kvbench.tasks.passkey import QUESTION, Passkey
 
@@ -161,10 +160,10 @@ def test_a_turn_attends_all_that_is_stored_and_itself(case: Case) -> None:
     """Against a loop over tokens in float64, with what is in any tier; StreamingLLM at places in the cache."""
     fixed = stream(70, 51, steps=8)
     engine = begun(fixed, case, 49).engine
-    kept = {layer: store.tiers() != DROPPED for layer, store in engine.stores.items()}
+    kept = {layer: tiers_of(store) != DROPPED for layer, store in engine.stores.items()}
     weights = {layer: engine.method.turn_weights(layer) for layer in kept}
     stores, both = engine.stores, (0, 1)
-    held = {(layer, row, head): stores[layer].everything(row, head) for layer in kept for row in both for head in both}
+    held = {(layer, row, head): everything(stores[layer], row, head) for layer in kept for row in both for head in both}
     engine.start_turn(new_ids(fixed, 1, 7))
     queries, keys, values = tokens_of(fixed, 1, 7)
     for layer in kept:
@@ -209,7 +208,7 @@ def test_a_turn_leaves_a_method_as_its_tokens_one_by_one_do(case: Case, accounti
     assert last == [(one.layer, one.lengths, one.index.tolist()) for one in steps.seen[-len(last) :]]
     assert len(last) == 6 and turn.audit["over_rule"] is False
     for mine, theirs in zip(turn.engine.stores.values(), steps.engine.stores.values(), strict=True):
-        assert torch.equal(mine.tiers(), theirs.tiers())
+        assert torch.equal(tiers_of(mine), tiers_of(theirs))
         check(mine)
 
 

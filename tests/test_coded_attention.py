@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from driver import CLOSE, slow
+from integrity import DROPPED, everything, tiers_of
 
 from kvbench.attention import cpu
 from kvbench.attention import executor as attention
 from kvbench.memory.kinds import KV, kv_of
-from kvbench.memory.store import DROPPED, LayerStore
+from kvbench.memory.store import LayerStore
 from kvbench.method import Extra, Selection, Shape
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_tokens_of_unequal_heads_are_attended_as_a_whole(kv: KV, head_dim: int, 
     store = store_of(kv, head_dim, dtype, RAGGED)
     query = random(HEADS * GROUP, head_dim, seed=2, dtype=dtype)
     found = cpu.attend(query.view(1, -1, 1, head_dim), store, None, 0.25, probabilities=True)
-    agrees(found, attended(0.25 * query, [store.device.tokens(0, head)[1:] for head in range(HEADS)]), dtype)
+    agrees(found, attended(0.25 * query, [everything(store, 0, head)[1:] for head in range(HEADS)]), dtype)
 
 
 @DTYPES
@@ -129,14 +130,14 @@ def check_lists(store: LayerStore, dtype: torch.dtype, own_keys: bool = False) -
     index = random(HEADS, TOKENS + 4, seed=7).argsort()[:, :300]
     index[random(*index.shape, seed=8) < -1] = -1
     if store.host is None and store.device.ids is not None:  # what was dropped is not named
-        index[(store.tiers()[0].gather(1, index.clamp(min=0)) == DROPPED)] = -1
+        index[(tiers_of(store)[0].gather(1, index.clamp(min=0)) == DROPPED)] = -1
     query, weight = random(HEADS * GROUP, head_dim, seed=2, dtype=dtype), random(HEADS * GROUP, 300, seed=3)
     own = random(1, HEADS, 300, head_dim, seed=4, dtype=dtype) if own_keys else None
     extra = Extra(*random(2, 1, HEADS, 5, head_dim, seed=5, dtype=dtype), random(1, HEADS * GROUP, 5, seed=6))
     selection = Selection(index[None], log_weight=weight[None], keys=own, extra=extra)
     rows = []
     for head in range(HEADS):
-        ids, key, value = store.everything(0, head)
+        ids, key, value = everything(store, 0, head)
         place = torch.searchsorted(ids, index[head].clamp(min=0))
         key, value = key[place] if own is None else own[0, head], value[place]
         rows.append([torch.cat([key, extra.key[0, head]]), torch.cat([value, extra.value[0, head]])])

@@ -117,7 +117,7 @@ def test_what_is_attended_in_place_is_counted_when_the_clock_has_stopped() -> No
     cpu.attend(query_of(store), store, Selection(torch.tensor([[[50, 4, 9]]])), 0.3)
     assert not moved
     store.count_fetched()
-    assert moved == [2 * 2 * store.device.entry_bytes], "two tokens of two heads; the newest is on the device"
+    assert moved == [2 * 2 * store.device.codecs.nbytes], "two tokens of two heads; the newest is on the device"
     assert store.resident_ids().tolist() == [[[4, 9, 50]] * 2]
 
 
@@ -128,7 +128,7 @@ def test_what_is_prefetched_counts_once() -> None:
     store.prefetch(index)
     cpu.attend(query_of(store), store, Selection(index), 0.3)
     store.count_fetched()
-    assert sum(moved) == 4 * store.device.entry_bytes
+    assert sum(moved) == 4 * store.device.codecs.nbytes
     key, value = store.gather(index.expand(1, 2, 2))
     for found, held in ((key, store.host.key), (value, store.host.value)):
         assert torch.equal(found, held[:, :, [4, 9]]), "staged without its rows, a token is read from the host"

@@ -15,6 +15,7 @@ from driver import (
     drive,
     stream,
 )
+from integrity import everything
 
 from kvbench.attention import executor as attention
 from kvbench.memory.store import LayerStore
@@ -69,7 +70,7 @@ def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection,
     group = query.shape[1] // store.kv_heads
     kv_head = head // group
     of_head = {1: 0, store.kv_heads: kv_head, query.shape[1]: head}[selection.index.shape[1]]
-    ids, stored_keys, stored_values = store.device.tokens(row, kv_head)
+    ids, stored_keys, stored_values = everything(store, row, kv_head)
     logits, values = [], []
     for rank, token in enumerate(selection.index[row, of_head].tolist()):
         if token < 0:

@@ -14,6 +14,7 @@ import twin
 from driver import CLOSE, SMALL, Case, drive, each_method_in_turn, same_attended, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import everything
 
 from kvbench.attention import executor as attention
 from kvbench.attention.executor import reference
@@ -87,7 +88,7 @@ def some(store: LayerStore, heads: int, count: int, seed: int = 0) -> torch.Tens
     for row, length in enumerate(store.lengths):
         for head in range(heads):
             kv_head = head * store.kv_heads // heads
-            there = store.everything(row, kv_head)[0] if heads > 1 else torch.arange(length)
+            there = everything(store, row, kv_head)[0] if heads > 1 else torch.arange(length)
             ids = there[torch.randperm(len(there), generator=rng)][:count]
             ids = ids[: int(torch.randint(1, count + 1, (), generator=rng))]
             rows.append(torch.nn.functional.pad(ids, (0, count - len(ids)), value=-1))

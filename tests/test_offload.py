@@ -20,7 +20,7 @@ from kvbench.engine.engine import Engine
 from kvbench.measure.job import is_failed_sample
 from kvbench.memory import transfer
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.host import Arrival, HostTier, rows_in
+from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.transfer import fetch
 from kvbench.method import Method, Needs, Prompt, Shape
 from kvbench.spans import Spans
@@ -100,20 +100,14 @@ def test_nobody_waits_for_a_new_token_before_it_is_read(cuda: twin.Twin) -> None
     prompt, new = block(2, 2, 16, 4), block(2, 2, 3, 4, seed=1)
     tier = hosted(2, 2, 4, 12)
     tier.write_prompt(prompt.to(CUDA), prompt.to(CUDA), [5, 3])
-    key, row, head = new.to(CUDA), torch.tensor([1, 0]), torch.tensor([0, 1])
+    key = new.to(CUDA)
     tier.append([5, 3], key[:, :, :1], -key[:, :, :1])
     cuda.finish()
     with cuda.no_sync():
         tier.append([6, 4], key[:, :, 1:2], -key[:, :, 1:2])
-    read = tier.read(row, head, torch.tensor([3, 5]))
-    assert not tier.key[0, 0, 6].equal(new[0, 0, 1]), "an older one does not wait for the newest"
-    assert torch.equal(
-        torch.stack(rows_in(read, tier.moving(False), 2)), torch.stack([new[row, head, 0], -new[row, head, 0]])
-    )
-    read = tier.read(row, head, torch.tensor([4, 6]))
-    assert torch.equal(
-        torch.stack(rows_in(read, tier.moving(False), 2)), torch.stack([new[row, head, 1], -new[row, head, 1]])
-    )
+    assert tier.key[0, 0, 5].equal(new[0, 0, 0]) and not tier.key[0, 0, 6].equal(new[0, 0, 1])
+    rows = tier.gather(torch.tensor([[5, 6], [3, 4]])[:, None].expand(2, 2, 2))
+    assert torch.equal(rows[0], new[:, :, :2]) and torch.equal(rows[1], -new[:, :, :2])
 
 
 def test_an_arrival_is_waited_for_by_who_asks(cuda: twin.Twin) -> None:
@@ -122,7 +116,7 @@ def test_an_arrival_is_waited_for_by_who_asks(cuda: twin.Twin) -> None:
     there = prompt.to(CUDA)
     cuda.syncs.clear()
     tier.write_prompt(there, there, [16])
-    arrival = Arrival(tier.key, tier.value, tier.codecs, tier.copied)
+    arrival = Arrival(tier, 16)
     assert not cuda.syncs and not tier.key.equal(prompt)
     assert arrival.result()[0].equal(prompt)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from driver import CLOSE, Driven, Inline, Stream, drive, each_accounting, same_attended, stream
+from integrity import everything, tiers_of
 
 import kvbench.engine.engine
 from kvbench.backends.hf.cache import KVCache
@@ -149,7 +150,7 @@ def test_keys_and_values_survive_every_move_bit_for_bit() -> None:
     for layer, store in driven.engine.stores.items():
         for row, prompt in enumerate(fixed.lengths):
             for head in range(2):
-                ids, keys, values = store.everything(row, head)
+                ids, keys, values = everything(store, row, head)
                 assert ids.tolist() == list(range(prompt + fixed.steps)), "device and host hold each token once"
                 assert torch.equal(keys, fixed.keys[layer, row, head, : len(ids)])
                 assert torch.equal(values, fixed.values[layer, row, head, : len(ids)])
@@ -162,7 +163,7 @@ def test_device_and_host_hold_each_token_once_after_every_step() -> None:
     def check_tiers() -> None:
         store = method.view._stores[0]
         for row, length in enumerate(store.lengths):
-            tiers = store.tiers()[row, :, :length]
+            tiers = tiers_of(store)[row, :, :length]
             assert bool((tiers > 0).all())
             seen.append(int((tiers == 2).sum()))
 
@@ -535,7 +536,7 @@ def test_lilo_compresses_both_and_counts_all() -> None:
     assert set(method.residents[0].prompt[0, 0].tolist()) <= set(kept), "L1 stays as it is"
     assert 0.25 < driven.audit["ratio_end"] < 0.3
     assert not driven.audit["over_rule"]
-    assert all(store.everything(0, 0)[0].tolist() == list(range(600)) for store in driven.engine.stores.values())
+    assert all(everything(store, 0, 0)[0].tolist() == list(range(600)) for store in driven.engine.stores.values())
 
 
 @pytest.mark.parametrize("scenario", ["silo", "lilo"])

@@ -9,6 +9,7 @@ import torch
 from driver import CLOSE, Driven, LlamaRotary, Stream, drive, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import tiers_of
 
 from kvbench.backends.hf.model import method_named
 from methods.shadowkv import low_rank
@@ -91,7 +92,7 @@ def attended(fixed: Stream, driven: Driven, rank: int | None) -> torch.Tensor:
                 near = ((u[:, :rank] * s[:rank]) @ v[:rank]).unflatten(1, (-1, dim)).transpose(0, 1)
                 rebuilt = rotary.turn(near, rotary.angles(place))
             for head, ids in enumerate(at.sets(row)):
-                own, on_device = keys[head].clone(), driven.engine.stores[at.layer].tiers()[row, head] == 1
+                own, on_device = keys[head].clone(), tiers_of(driven.engine.stores[at.layer])[row, head] == 1
                 if rank is not None:
                     own[:length] = torch.where(on_device[:length, None], own[:length], rebuilt[head])
                 chosen = sorted(ids)
@@ -127,7 +128,7 @@ def test_only_values_of_chosen_chunks_move_up(executor: str) -> None:
     steps, heads, entry = 6, 2, 2 * 16 * 4
     fixed = stream(150, steps=steps)
     driven = drive(fixed, method_named("shadowkv", outliers=2, rank=0.25), 48, executor=executor)
-    device = {layer: store.tiers()[0] == 1 for layer, store in driven.engine.stores.items()}
+    device = {layer: tiers_of(store)[0] == 1 for layer, store in driven.engine.stores.items()}
     staged: dict[tuple[int, int], set[int]] = {}
     moved = 0
     for at in driven.seen:

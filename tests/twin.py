@@ -547,12 +547,14 @@ def device(count: int = 1) -> Iterator[Twin]:
         "graph": graph,
         "mem_get_info": lambda device=None: (CAPACITY - cuda.reserved, CAPACITY),
     }
+    kernel = one_operation(cuda.kernel(transfer.fetch.reference))
+    fetched = lambda _, func, *args: (kernel if on_device(args[0]) else transfer.fetch.reference)(*args)  # noqa: E731
     record_stream = lambda tensor, stream: tensor.untyped_storage().twin.recorded.add(stream)  # noqa: E731
     with (
         mock.patch.multiple(torch.cuda, **patched),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(transfer, "_free", defaultdict(list)),  # what is pinned here is so nowhere else
-        mock.patch.object(transfer, "_launch", one_operation(cuda.kernel(transfer.fetched))),
+        mock.patch.dict(HANDLERS, {torch.ops.kvbench.fetch.default: fetched}),
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(ThreadPoolExecutor, "submit", submit_inside),
         cuda,

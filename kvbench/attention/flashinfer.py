@@ -21,7 +21,7 @@ import torch
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, is_list, prefill
 from kvbench.config import first_line
-from kvbench.memory.device import PAGE, DeviceTier, Pool
+from kvbench.memory.device import PAGE, DeviceTier, Pool, list_tokens
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
@@ -117,7 +117,8 @@ class FlashInfer:
             1,
             scaling,
         )
-        if index.is_cuda and store.stage is None and plan.list_tokens(index, store.device):
+        if index.is_cuda and store.stage is None:
+            plan.list_tokens(index, store.device)
             return plan.attend(query, store.device.pool, None)
         here = store.locate(index.reshape(batch, kv_heads, -1))
         plan.write(here.slots.reshape(batch * heads, count))
@@ -258,12 +259,11 @@ class AttentionPlan:
         self.listed = None
         self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
 
-    def list_tokens(self, index: torch.Tensor, tier: DeviceTier) -> bool:
-        """List the tokens of index [B, Hs, M], in pages of one, and how many there are; False: the
-        tier has none that can be listed.
-        """
+    def list_tokens(self, index: torch.Tensor, tier: DeviceTier) -> None:
+        """List the tokens of index [B, Hs, M], in pages of one, and how many there are."""
         self.listed = None
-        return tier.list_tokens(index, self._indices.view(-1, self._pages), self._last_page_len)
+        written = self._indices.view(-1, self._pages), self._last_page_len
+        list_tokens(index, tier.ids, tier.filled, tier.first, *written)
 
     def attend(
         self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int | None

@@ -8,10 +8,13 @@ counts no moved bytes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.memory.store import DEVICE, LayerStore
+from kvbench.memory.device import Resident
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection
 
 
@@ -25,15 +28,17 @@ def attend(
     """See `kvbench.attention.executor.Executor`."""
     if selection is None:
         store.resident()  # refuses where nothing is resident to attend
+        tokens = StoredTokens.of(store.device.token_ids(), store.device.resident())
     else:
         selection = store.with_stored_keys(selection)
+        tokens = StoredTokens.of(store.remaining_ids(), store.remaining())
     batch, query_heads = query.shape[:2]
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
     for row in range(batch):
         for head in range(query_heads):
             vector, group = query[row, head, 0].float().cpu(), query_heads // store.kv_heads
-            attended, weight = _head(vector, store, selection, row, head, group, scaling)
+            attended, weight = _head(vector, tokens, selection, row, head, group, scaling)
             out[row, head, 0] = attended.to(query.dtype)
             weights.append(weight)
     if not probabilities:
@@ -42,9 +47,30 @@ def attend(
     return out, padded.view(batch, query_heads, -1).to(query.device)
 
 
+class StoredTokens(NamedTuple):
+    """Tokens of a store, on the CPU: ids [B, Hkv, n], -1 for none, keys and values [B, Hkv, n, D]
+    in float32.
+    """
+
+    ids: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, stored: Resident) -> StoredTokens:
+        """With the ids of what is stored."""
+        return cls(ids.cpu(), stored.key.float().cpu(), stored.value.float().cpu())
+
+    def of_head(self, row: int, head: int) -> StoredTokens:
+        """Those of one KV head, [n] and [n, D], by id."""
+        ids, order = self.ids[row, head].sort()
+        order, ids = order[ids >= 0], ids[ids >= 0]
+        return StoredTokens(ids, self.key[row, head, order], self.value[row, head, order])
+
+
 def _head(
     query: torch.Tensor,
-    store: LayerStore,
+    tokens: StoredTokens,
     selection: Selection | None,
     row: int,
     head: int,
@@ -53,18 +79,15 @@ def _head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [D] of one query head, and the weight of each entry in the order of its selection."""
     kv_head = head // group
-    tokens = store.everything(row, kv_head)
-    ids, key = tokens.ids, tokens.key.float()
-    value = tokens.value.float()
+    stored = tokens.of_head(row, kv_head)
+    ids, key = stored.ids, stored.key
+    value = stored.value
     if selection is None:
-        here = store.tiers()[row, kv_head, ids] == DEVICE
-        key, value = key[here], value[here]
         weight = (key @ query * scaling).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
-    index = selection.index[
-        row, head if heads == store.kv_heads * group else min(kv_head, heads - 1)
-    ]
+    by_query = heads == tokens.ids.shape[1] * group
+    index = selection.index[row, head if by_query else min(kv_head, heads - 1)]
     index_of = {int(token): at for at, token in enumerate(ids)}
     logits = torch.full((ids.shape[0],), -torch.inf)
     order: list[int] = []

@@ -83,7 +83,7 @@ def _count_lists(lists, named, distinct):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ignore[no-untyped-def]
+def plan_lists(index, staged, newest, ids):  # type: ignore[no-untyped-def]
     """What `kvbench.memory.stage.plan_stage` plans, of lists [B, Hs, M] and staged [L, V], L = B *
     Hkv.
 
@@ -93,21 +93,17 @@ def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ign
         [B], of each row the id of the token that is on the device anyway, or -1.
     ids
         [L, U], written where there is something.
-    source, slots, missing
-        [L, U], [L, Hs / Hkv * M] and [2, L * M], likewise, list and id of each missing one; or [0,
-        0] each, if nobody asks.
 
     Returns
     -------
     value
-        missing tokens, ids of the longest list, whether all are there, how many are held, and how
-        many there are.
+        ids of the longest list, tokens that are neither staged nor the newest, whether there is one
+        everywhere, and how many are staged.
     """
     words = _words(index)
     lists, heads = len(ids), len(ids) // len(index)
     lists_per_head = max(1, index.shape[1] // heads)
-    first = staged.size + lists * (newest[0] >= 0)
-    moving = longest = hits = total = 0
+    moving = longest = hits = 0
     complete = True
     for at in range(lists):
         row, head = at // heads, min(at % heads * lists_per_head, index.shape[1] - 1)
@@ -124,45 +120,10 @@ def plan_lists(index, staged, newest, ids, source, slots, missing):  # type: ign
                 while place < staged.shape[1] and staged[at, place] < token:
                     place += 1
                 if place < staged.shape[1] and staged[at, place] == token:
-                    origin = at * staged.shape[1] + place
                     hits += 1
-                elif token == newest[row]:
-                    origin = staged.size + at
-                else:
-                    origin = first + moving
-                    if len(missing):
-                        missing[0, moving], missing[1, moving] = at, token
+                elif token != newest[row]:
                     moving += 1
-                if len(source):
-                    source[at, used] = origin
                 ids[at, used] = token
                 used += 1
-        if len(slots):
-            _look_up(index[row, head : head + lists_per_head], ids[at, :used], slots[at])
-        longest, total = max(longest, used), total + used
-    return moving, longest, complete, hits, total
-
-
-@inner
-def _look_up(lists, ids, slots):  # type: ignore[no-untyped-def]
-    """slots [n * M], where each id of lists [n, M] is in the ascending ids; what is below 0 is
-    left.
-    """
-    for which in range(len(lists)):
-        for column in range(lists.shape[1]):
-            token = lists[which, column]
-            if token >= 0:
-                slots[which * lists.shape[1] + column] = place(ids, token)
-
-
-@inner
-def place(ids, token):  # type: ignore[no-untyped-def]
-    """np.searchsorted(ids, token), which takes longer to compile."""
-    first, end = 0, len(ids)
-    while first < end:
-        middle = (first + end) // 2
-        if ids[middle] < token:
-            first = middle + 1
-        else:
-            end = middle
-    return first
+        longest = max(longest, used)
+    return longest, moving, complete, hits

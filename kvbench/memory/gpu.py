@@ -1,4 +1,4 @@
-"""Triton kernels of a device tier, see `kvbench.memory.slots`."""
+"""Triton kernels of a device tier, see `kvbench.memory.device` and `kvbench.memory.transfer`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def put_token(
     key: Tensor,
     value: Tensor,
 ) -> None:
-    """See `kvbench.memory.slots.put_token`."""
+    """See `kvbench.memory.device.put_token`."""
     heads = filled.shape[1]
     _put_token[(len(filled),)](
         keys,
@@ -143,7 +143,7 @@ def _locate_tokens(  # type: ignore[no-untyped-def]
 def locate_tokens(
     index: Tensor, ids: Tensor | None, filled: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kvbench.memory.slots.locate_tokens`."""
+    """See `kvbench.memory.device.locate_tokens`."""
     heads, count = index.shape[1:]
     slots = torch.empty(index.shape, dtype=torch.int64, device=index.device)
     present = torch.empty(index.shape, dtype=torch.bool, device=index.device)
@@ -209,7 +209,7 @@ def _list_tokens(  # type: ignore[no-untyped-def]
 def list_tokens(
     index: Tensor, ids: Tensor | None, filled: Tensor, first: Tensor, listed: Tensor, last: Tensor
 ) -> None:
-    """See `kvbench.memory.slots.list_tokens`."""
+    """See `kvbench.memory.device.list_tokens`."""
     lists, count = index.shape[1:]
     room = 0 if ids is None else ids.shape[2]
     _list_tokens[(len(index) * lists, max(1, triton.cdiv(count, AT_ONCE)))](
@@ -230,3 +230,23 @@ def list_tokens(
         debug=True,  # the assertion is checked, and that alone
         sanitize_overflow=False,
     )
+
+
+@triton.jit
+def _fetch(near, far, here, host, out, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    at, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    local, remote = tl.load(near + at), tl.load(far + at)
+    near_size = tl.where(local >= 0, size, 0)
+    row = tl.load(here + local * size + lane, mask=lane < near_size, other=0)
+    far_size = tl.where(remote >= 0, size - near_size, 0)
+    distant = tl.load(host + remote * size + lane, mask=lane < far_size, other=0)
+    tl.store(out + at * size + lane, tl.where(lane < near_size, row, distant), mask=lane < size)
+
+
+def fetch(near: Tensor, far: Tensor, here: Tensor, host: Tensor) -> Tensor:
+    """See `kvbench.memory.transfer.fetch`."""
+    count, size = len(near), host.shape[1]
+    out = torch.empty(count, size, dtype=host.dtype, device=near.device)
+    if count:
+        _fetch[(count,)](near, far, here, host, out, size, WIDTH=triton.next_power_of_2(size))
+    return out

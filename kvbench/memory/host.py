@@ -9,18 +9,17 @@ waits for the device only where it needs the result.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.kernels import tokens as kernels
 from kvbench.memory.codecs import Codecs
-from kvbench.memory.device import HeadTokens, more_slots, rows
+from kvbench.memory.device import NO_TOKEN, more_slots, rows
 from kvbench.memory.transfer import pinned_zeros, side_stream, zeros
 
 
@@ -29,14 +28,10 @@ class HostTier:
 
     Parameters
     ----------
-    rows
-        B and Hkv.
-    codecs
-        how it holds keys and values.
-    device
-        that its tokens go to.
-    capacity
-        token ids to make room for.
+    rows, capacity
+        B and Hkv, and token ids to make room for.
+    codecs, device
+        how it holds keys and values, and where tokens go to.
     grows
         more may come; the blocks are then reallocated.
     read_in_place
@@ -44,16 +39,13 @@ class HostTier:
 
     Attributes
     ----------
-    key, value
-        [B, Hkv, capacity, width], pinned where there is a GPU.
-    codecs
-        how they hold keys and values.
+    blocks
+        keys and values [B, Hkv, capacity, width], as `codecs` hold them, and decoded keys where
+        there are some; pinned where there is a GPU.
     slot_of
         [B, Hkv, capacity] int64, slot of each token id.
-    present
-        [B, Hkv, capacity] bool, token ids that live here.
-    total
-        how many these are.
+    present, total
+        [B, Hkv, capacity] bool, token ids that live here, and how many these are.
     arranged
         slots are no longer in the order of the ids.
     copied
@@ -72,22 +64,21 @@ class HostTier:
     ) -> None:
         self.codecs, self._grows = codecs, grows
         self._device = device
-        size = (*rows, capacity)
-        self.key, self.value = (self._zeros((*size, codec.width), codec.stored) for codec in codecs)
-        twice = read_in_place and codecs.key.stored != codecs.key.dtype
-        self._decoded = (
-            self._zeros((*size, codecs.key.head_dim), codecs.key.dtype) if twice else None
-        )
+        size, key = (*rows, capacity), codecs.key
+        kinds = [(codec.width, codec.stored) for codec in codecs]
+        if read_in_place and key.stored != key.dtype:
+            kinds.append((key.head_dim, key.dtype))
+        self.blocks = [self._zeros((*size, width), dtype) for width, dtype in kinds]
         self.slot_of = torch.arange(capacity).repeat(*rows, 1)
         self.present = torch.zeros(size, dtype=torch.bool)
         self.total = 0
         self.arranged = False
         self.copied: torch.cuda.Event | None = None
-        self._landing: deque[_Landing] = deque()
+        self._landing: _Landing | None = None
 
     def _zeros(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self._device.type != "cuda":
-            return zeros(size, dtype, torch.device("cpu"))
+            return zeros(size, dtype)
         block = pinned_zeros(size, dtype, self)
         # bytes of an earlier use may be no numbers
         return block.zero_() if dtype == torch.uint8 else block
@@ -96,65 +87,61 @@ class HostTier:
         """A tier of its own, pinned where this one is."""
         self.settle()
         twin = memo[id(self)] = copy.copy(self)
-        twin.key, twin.value = (
-            twin._zeros(block.shape, block.dtype).copy_(block) for block in (self.key, self.value)
-        )
-        if self._decoded is not None:
-            twin._decoded = twin._zeros(self._decoded.shape, self._decoded.dtype).copy_(
-                self._decoded
-            )
+        twin.blocks = [twin._zeros(block.shape, block.dtype).copy_(block) for block in self.blocks]
         twin.slot_of, twin.present = self.slot_of.clone(), self.present.clone()
-        twin._landing = deque()
         return twin
+
+    @property
+    def key(self) -> torch.Tensor:
+        """Keys as they are held."""
+        return self.blocks[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Values as they are held."""
+        return self.blocks[1]
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.present.shape[1]
 
     @property
     def capacity(self) -> int:
         """Token ids that there is room for."""
-        return self.key.shape[2]
-
-    @property
-    def plain_keys(self) -> torch.Tensor:
-        """[B, Hkv, capacity, D], the keys decoded; in place where they are not coded, or are read
-        in place.
-        """
-        return self.codecs.key.decode(self.key) if self._decoded is None else self._decoded
+        return self.present.shape[2]
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes that a key takes in one KV head beside its coded form."""
-        return 0 if self._decoded is None else self._decoded.shape[3] * self._decoded.element_size()
+        return sum(block.shape[3] * block.itemsize for block in self.blocks[2:])
 
-    def blocks(self) -> list[torch.Tensor]:
-        """All that is held."""
-        return [self.key, self.value] + ([] if self._decoded is None else [self._decoded])
+    def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows as `blocks` hold them."""
+        return (key, value, self.codecs.key.decode(key)) if self.decoded_bytes else (key, value)
 
     def write_prompt(self, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D].
-
-        They are coded first. From a GPU they are copied on a side stream, beside what the device
-        computes next.
+        """Code and store the first `lengths[b]` tokens of each row of blocks [B, Hkv, capacity, D];
+        from a GPU on a side stream, beside what the device computes next.
         """
         for row, length in enumerate(lengths):
             self.present[row, :, :length] = True
         self.total = key.shape[1] * sum(lengths)
         parts = self._with_decoded(*self.codecs.encode(key, value))
-        if not key.is_cuda:
-            for block, part in zip(self.blocks(), parts, strict=True):
-                for row, length in enumerate(lengths):
-                    block[row, :, :length] = part[row, :, :length]
-            return
-        side = side_stream(key.device)
-        side.wait_stream(torch.cuda.current_stream(key.device))
+        side = side_stream(key.device) if key.is_cuda else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
             for row, length in enumerate(lengths):
                 # each a contiguous block: one copy without a buffer between
                 for head in range(key.shape[1]):
-                    for block, part in zip(self.blocks(), parts, strict=True):
+                    for block, part in zip(self.blocks, parts, strict=True):
                         block[row, head, :length].copy_(part[row, head, :length], non_blocking=True)
+        if side is not None:
             self.copied = side.record_event()
-        for part in parts:
-            # freed earlier, it is not used again before the copies are through
-            part.record_stream(side)
+            for part in parts:
+                # freed earlier, it is not used again before the copies are through
+                part.record_stream(side)
 
     def arrived(self) -> None:
         """Wait until the prompt is here."""
@@ -186,94 +173,85 @@ class HostTier:
         buffers = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in new]
         for buffer, part in zip(buffers, new, strict=True):
             buffer.copy_(part, non_blocking=True)
-        self._landing.append(
-            _Landing(tuple(lengths), buffers, torch.cuda.current_stream(key.device).record_event())
-        )
+        event = torch.cuda.current_stream(key.device).record_event()
+        self._landing = _Landing(tuple(lengths), buffers, event)
 
     def _land(self) -> None:
-        """Put new tokens that have left the device into their slots; waits for the last of them."""
-        while self._landing:
-            landing = self._landing.popleft()
+        """Put new tokens that leave the device into their slots, once they have."""
+        landing, self._landing = self._landing, None
+        if landing is not None:
             if not landing.event.query():
                 landing.event.synchronize()
             self._put(landing.lengths, *landing.tokens)
 
     def _put(self, lengths: Sequence[int], *rows: torch.Tensor) -> None:
-        """Put keys and values [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU,
-        into their slots.
-        """
+        """Put rows [B, Hkv, ..., width] of each row's token `lengths[b]`, on the CPU, in place."""
         ids = torch.tensor(lengths)
-        for block, source in zip(self.blocks(), self._with_decoded(*rows), strict=True):
+        for block, source in zip(self.blocks, self._with_decoded(*rows), strict=True):
             kernels.put_in_place(source.contiguous(), block, self.slot_of, self.present, ids)
 
-    def _with_decoded(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows as `blocks` hold them."""
-        return (key, value) if self._decoded is None else (key, value, self.codecs.key.decode(key))
-
     def write(self, ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store tokens; ids [B, Hkv, M] (-1 = none), key and value [B, Hkv, M, width] of either
-        side, as held here.
-        """
-        at = (ids >= 0).cpu().nonzero(as_tuple=True)
-        row, head = at[:2]
-        token = ids.cpu()[at]
-        slot = self.slot_of[row, head, token]
-        on_device = tuple(axis.to(key.device) for axis in at)
-        for block, source in zip(
-            self.blocks(), self._with_decoded(key[on_device], value[on_device]), strict=True
-        ):
-            block[row, head, slot] = source.cpu()
-        self.total += int((~self.present[row, head, token]).sum())
-        self.present[row, head, token] = True
+        """Store token ids [B, Hkv, M] (-1 = none), of either side, with rows as held here."""
+        tokens, there = _places(ids), ids >= 0
+        slots = *tokens[:2], self.slot_of[tokens]
+        sources = self._with_decoded(key[there], value[there])
+        for block, source in zip(self.blocks, sources, strict=True):
+            block[slots] = source.cpu()
+        self.total += int((~self.present[tokens]).sum())
+        self.present[tokens] = True
 
     def remove(self, ids: torch.Tensor) -> None:
-        """Mark token ids [B, Hkv, M] (-1 = none) as gone from here; no other token gets their
-        slots.
-        """
-        at = (ids >= 0).nonzero(as_tuple=True)
-        gone = at[0].cpu(), at[1].cpu(), ids[at].cpu()
-        self.total -= int(self.present[gone].sum())
-        self.present[gone] = False
+        """Mark token ids [B, Hkv, M] (-1 = none) as gone; no other token gets their slots."""
+        tokens = _places(ids)
+        self.total -= int(self.present[tokens].sum())
+        self.present[tokens] = False
 
     def reserve(self, capacity: int) -> None:
-        """Make room for token ids up to capacity - 1.
+        """Make room for token ids up to capacity - 1."""
+        before = self.capacity
+        if capacity <= before:
+            return
+        self.settle()
+        capacity = more_slots(capacity, before, self._grows)
+        for at, block in enumerate(self.blocks):
+            grown = self._zeros((*block.shape[:2], capacity, block.shape[3]), block.dtype)
+            grown[:, :, :before] = block
+            self.blocks[at] = grown
+        fresh = torch.arange(before, capacity).expand(*self.slot_of.shape[:2], -1)
+        self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
+        self.present = pad(self.present, (0, capacity - before))
 
-        Raises
-        ------
-        RuntimeError
-            the tier may not grow.
+    def arrange(self, order: torch.Tensor) -> None:
+        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a
+        permutation of 0 .. S - 1.
         """
-        if capacity > self.capacity:
-            self._grow(more_slots(capacity, self.capacity, self._grows))
+        self.settle()
+        order = order.cpu()
+        count = order.shape[2]
+        slots = torch.arange(count).expand_as(order)
+        if not torch.equal(order.sort(dim=2).values, slots):
+            raise ValueError(
+                f"arrange needs each of the tokens 0 to {count - 1} once in every KV head"
+            )
+        if not torch.equal(self.slot_of[:, :, :count].sort(dim=2).values, slots):
+            raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
+        source = self.slot_of.gather(2, order)
+        for block in self.blocks:
+            block[:, :, :count] = rows(block, source)
+        self.slot_of.scatter_(2, order, slots)
+        self.arranged = True
 
-    def read(
-        self, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values_only: bool = False
-    ) -> torch.Tensor:
-        """Of single tokens, all three [n] on the CPU, what `rows_in` finds in one
-        (pinned) buffer.
+    def slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """Slots of token ids [B, Hkv, M] on the CPU, any of -1 and `NO_TOKEN`; LookupError: of one
+        that is not here.
         """
-        if not bool(self.present[row, head, token].all()):
-            lost = token[~self.present[row, head, token]][0].item()
-            raise LookupError(f"token {lost} is not in the store: dropped earlier, or not seen yet")
-        self.arrived()
-        if any(
-            bool((token >= torch.tensor(landing.lengths)[row]).any()) for landing in self._landing
-        ):
-            self._land()
-        slot = self.slot_of[row, head, token]
-        pinned = self._device.type == "cuda"
-        blocks, flat = (
-            self.moving(values_only),
-            (row * self.key.shape[1] + head) * self.capacity + slot,
-        )
-        buffer = torch.empty(sum(_sizes(blocks, len(token))), dtype=torch.uint8, pin_memory=pinned)
-        for block, out in zip(blocks, rows_in(buffer, blocks, len(token)), strict=True):
-            torch.index_select(block.view(-1, block.shape[3]), 0, flat, out=out)
-        return buffer
-
-    def moving(self, values_only: bool) -> list[torch.Tensor]:
-        """The blocks from which `read` takes rows."""
-        return [self.value] if values_only else [self.key, self.value]
+        token, real = ids.clamp(0, self.capacity - 1), (ids >= 0) & (ids != NO_TOKEN)
+        lost = real & ((ids != token) | ~self.present.gather(2, token))
+        if bool(lost.any()):
+            raise LookupError(
+                f"token {ids[lost][0].item()} is not in the store: dropped earlier, or not seen yet"
+            )
+        return self.slot_of.gather(2, token)
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite
@@ -283,75 +261,17 @@ class HostTier:
         slot = self.slot_of.gather(2, index.clamp(min=0))
         return rows(self.key, slot), rows(self.value, slot)
 
-    def tokens(self, row: int, head: int) -> HeadTokens:
-        """Those of one KV head."""
-        self.settle()
-        ids = self.present[row, head].nonzero()[:, 0]
-        slot = self.slot_of[row, head, ids]
-        block = self.key[row, head, slot], self.value[row, head, slot]
-        return HeadTokens(ids, *self.codecs.decode(*block))
 
-    def _grow(self, capacity: int) -> None:
-        self.settle()
-        old_capacity, more = self.capacity, capacity - self.capacity
-        for name in ("key", "value", "_decoded")[: len(self.blocks())]:
-            old = getattr(self, name)
-            grown = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
-            grown[:, :, :old_capacity] = old
-            setattr(self, name, grown)
-        fresh = torch.arange(old_capacity, capacity).expand(*self.slot_of.shape[:2], more)
-        self.slot_of = torch.cat([self.slot_of, fresh], dim=2)
-        self.present = torch.nn.functional.pad(self.present, (0, more))
-
-    def arrange(self, order: torch.Tensor) -> None:
-        """Set the physical order: slot s holds token order[b, h, s]; order [B, Hkv, S], a
-        permutation of 0 .. S - 1.
-        """
-        self.settle()
-        order = order.cpu()
-        count = order.shape[2]
-        if not torch.equal(order.sort(dim=2).values, torch.arange(count).expand_as(order)):
-            raise ValueError(
-                f"arrange needs each of the tokens 0 to {count - 1} once in every KV head"
-            )
-        source = self.slot_of.gather(2, order)
-        occupied = self.slot_of[:, :, :count].sort(dim=2).values
-        if not torch.equal(occupied, torch.arange(count).expand_as(occupied)):
-            raise ValueError(f"arrange named {count} tokens, fewer than an earlier arrange")
-        for tensor in self.blocks():
-            rows = source[..., None].expand(*source.shape, tensor.shape[3])
-            tensor[:, :, :count] = tensor.gather(2, rows)
-        self.slot_of.scatter_(2, order, torch.arange(count).expand_as(order))
-        self.arranged = True
+def _places(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Row, KV head and id of each of token ids [B, Hkv, M] that is one, on the CPU."""
+    ids = ids.cpu()
+    at = (ids >= 0).nonzero(as_tuple=True)
+    return *at[:2], ids[at]
 
 
-def _sizes(blocks: Sequence[torch.Tensor], count: int) -> list[int]:
-    """Bytes of so many rows of each of blocks [..., width] in a buffer; each part begins where any
-    number may.
-    """
-    return [-(-count * block.shape[3] * block.itemsize // 16) * 16 for block in blocks]
-
-
-def rows_in(buffer: torch.Tensor, blocks: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """So many rows of each of blocks [..., width], [n, width], in the bytes of a buffer on either
-    side.
-    """
-    parts = zip(buffer.split(_sizes(blocks, count)), blocks, strict=True)
-    return [
-        part.view(block.dtype)[: count * block.shape[3]].view(count, -1) for part, block in parts
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class _Landing:
-    """A step's new tokens on their way from the device.
-
-    Attributes
-    ----------
-    lengths
-        their ids, one a row.
-    tokens
-        keys and values [B, Hkv, width], pinned; there once `event` is over.
+class _Landing(NamedTuple):
+    """A step's new tokens on their way from the device: their ids, one a row, and keys and values
+    [B, Hkv, width] in pinned memory, there once the event is over.
     """
 
     lengths: tuple[int, ...]
@@ -360,27 +280,20 @@ class _Landing:
 
 
 class Arrival(Future[tuple[torch.Tensor, torch.Tensor]]):
-    """Held keys and values in host memory; `result` waits until their copies have arrived, in the
-    thread that asks.
+    """The first `count` keys and values of a tier, in place; `result` waits until their copies have
+    arrived, in the thread that asks.
     """
 
-    def __init__(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        codecs: Codecs,
-        copied: torch.cuda.Event | None,
-    ) -> None:
+    def __init__(self, host: HostTier, count: int) -> None:
         super().__init__()
-        self._copied, self._codecs = copied, codecs
-        self.set_result((key, value))
+        self._host, self._count = host, count
 
     def result(self, timeout: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values), decoded; waits as long as it takes."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._plain
+        self._host.arrived()
+        return self._rows
 
     @cached_property
-    def _plain(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._codecs.decode(*super().result())
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = self._host.blocks[:2]
+        return self._host.codecs.decode(*(block[:, :, : self._count] for block in blocks))

@@ -90,9 +90,7 @@ class KV(NamedTuple):
         return self.kinds("device")[0] in GROUPED
 
     def of_layer(self, layer: int, layers: int, windows: int) -> KV:
-        """That of one of so many layers, of which some have a window; then none is left native for
-        its place.
-        """
+        """That of one of so many layers; where some have a window none is left native."""
         ends = 0 if windows else min(self.native_layers, layers // 2)
         return NATIVE if layer < ends or layer >= layers - ends else self
 
@@ -124,40 +122,27 @@ class KV(NamedTuple):
         with a window (None: not known yet).
         """
         key, value = self.kinds("device")
-        kinds = self.named - {"native"}
+        kinds, turned = self.named - {"native"}, self.rotate != "none"
         if value in GROUPED and key not in GROUPED:
-            yield (
-                f"kv.value={value}: codes values with their keys, in groups of tokens; expected"
-                f" kv.key={value}, or int4"
-            )
-        if self.rotate != "none" and not kinds:
-            yield (
-                f"kv.rotate={self.rotate}: turns rows before they are coded, and kv=native codes"
-                " none; expected none"
-            )
-        if self.rotate != "none" and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
+            why = "codes values with their keys, in groups of tokens"
+            yield f"kv.value={value}: {why}; expected kv.key={value}, or int4"
+        if turned and not kinds:
+            why = "turns rows before they are coded, and kv=native codes none"
+            yield f"kv.rotate={self.rotate}: {why}; expected none"
+        if turned and (turning := sorted(kinds & {*PUBLISHED, *PAPERS})):
             yield f"kv.rotate={self.rotate}: {turning[0]} turns rows itself; expected none"
-        if (
-            self.coded
-            and layers
-            and all(self.of_layer(layer, layers, windows) == NATIVE for layer in range(layers))
-        ):
-            yield (
-                f"kv.native_layers={self.native_layers}: no layer of the model's {layers} would be"
-                " coded; expected fewer"
-            )
+        of_layers = {self.of_layer(layer, layers or 0, windows) for layer in range(layers or 0)}
+        if self.coded and of_layers == {NATIVE}:
+            why = f"no layer of the model's {layers} would be coded"
+            yield f"kv.native_layers={self.native_layers}: {why}; expected fewer"
         if head_dim is None:
             return
-        if (self.rotate != "none" or kinds & HADAMARD) and head_dim & (head_dim - 1):
-            yield (
-                f"kv={self}: turns rows by a Hadamard matrix, of a power of two; the model's heads"
-                f" have {head_dim} channels"
-            )
+        if (turned or kinds & HADAMARD) and head_dim & (head_dim - 1):
+            why = "turns rows by a Hadamard matrix, of a power of two"
+            yield f"kv={self}: {why}; the model's heads have {head_dim} channels"
         elif kinds - {"fp8", "int8"} and head_dim % 32:
-            yield (
-                f"kv={self}: packs 32 channels, and the model's heads have {head_dim}; expected"
-                " native | fp8 | int8"
-            )
+            why = f"packs 32 channels, and the model's heads have {head_dim}"
+            yield f"kv={self}: {why}; expected native | fp8 | int8"
 
     def unfit_for(self, method: Method, name: str, counted: bool) -> Iterator[str]:
         """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside
@@ -165,25 +150,20 @@ class KV(NamedTuple):
         """
         needs = method.needs
         evicts = method.evicts == "always" or (method.evicts == "counted" and counted)
-        if self.grouped and (needs.home != "device" or needs.on_drop == "offload"):
-            yield (
-                f"kv={self}: {name} keeps tokens on the host, which leave their groups; expected"
-                f" {_listed(ROWS)}"
-            )
-        elif self.grouped and evicts:
-            yield (
-                f"kv={self}: {name} drops tokens out of their groups as it generates; expected"
-                f" {_listed(ROWS)}"
-            )
+        why = None
+        if needs.home != "device" or needs.on_drop == "offload":
+            why = "keeps tokens on the host, which leave their groups"
+        elif evicts:
+            why = "drops tokens out of their groups as it generates"
+        if self.grouped and why:
+            yield f"kv={self}: {name} {why}; expected {_listed(ROWS)}"
 
 
 NATIVE = KV()
 
 
 def native_layers(kind: str) -> int:
-    """First and last layers that a kind leaves native as published: vLLM's `turboquant_*` two, if
-    no layer has a window.
-    """
+    """First and last layers that a kind leaves native as published, where none has a window."""
     return 2 if kind in PUBLISHED else 0
 
 
@@ -203,29 +183,24 @@ def kv_of(choice: str | Mapping[str, Any]) -> KV:
     ConfigError
         there is no such kind, or no such key.
     """
+    keys = ", ".join(KV._fields)
     if isinstance(choice, str):
         if choice not in EVERY:
             raise ConfigError(f"kv={choice}: expected {_listed(EVERY)}")
-        return KV(
-            choice, choice if choice in ROWS else "native", native_layers=native_layers(choice)
-        )
+        host = choice if choice in ROWS else "native"
+        return KV(choice, host, native_layers=native_layers(choice))
     if not isinstance(choice, Mapping):
-        raise ConfigError(
-            f"kv={show(choice)}: expected {_listed(EVERY)}, or some of {', '.join(KV._fields)}"
-        )
+        raise ConfigError(f"kv={show(choice)}: expected {_listed(EVERY)}, or some of {keys}")
     for key, value in choice.items():
         if key not in KV._fields:
-            raise ConfigError(
-                f"kv.{key}={show(value)}: no such key; one of {', '.join(KV._fields)}"
-            )
+            raise ConfigError(f"kv.{key}={show(value)}: no such key; one of {keys}")
         expected = KINDS.get(key)
         if expected and value not in expected and not (value is None and key in SIDES):
             raise ConfigError(f"kv.{key}={show(value)}: expected {_listed(expected)}")
     kv = KV(**choice)
     if type(kv.native_layers) is not int or kv.native_layers < 0:
-        raise ConfigError(
-            f"kv.native_layers={show(kv.native_layers)}: expected a whole number, 0 or more"
-        )
+        shown = show(kv.native_layers)
+        raise ConfigError(f"kv.native_layers={shown}: expected a whole number, 0 or more")
     return kv
 
 

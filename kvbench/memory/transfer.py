@@ -20,9 +20,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any
 
 import torch
+
+from kvbench.kernels.operators import operator
 
 LARGE_PAGE = 2**21
 LINE = 64  # bytes of a cache's line, in which a weight begins
@@ -83,12 +84,8 @@ def _large_pages(size: int) -> mmap.mmap:
 def zeros(
     size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Zeros on a device (None: the CPU), on a CPU in large pages where they fill one.
-
-    Raises
-    ------
-    RuntimeError
-        the system gives no more memory.
+    """Zeros on a device (None: the CPU), on a CPU in large pages where they fill one; as torch does
+    it raises RuntimeError where the system gives no more memory.
     """
     nbytes, on_cpu = math.prod(size) * dtype.itemsize, device is None or device.type == "cpu"
     if not on_cpu or nbytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -103,7 +100,7 @@ def move_weights(weights: Iterable[torch.Tensor]) -> None:
     weights = [weight for weight in weights if weight.nbytes]
     if not weights or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    # a page is in memory once it is written, so what was moved is in memory twice no longer
+    # pages come as they are written: a weight is in memory twice while it moves, and no other
     region, begin = _large_pages(sum(map(_lines, weights))), 0
     for weight in weights:
         moved = torch.frombuffer(region, dtype=torch.uint8, count=weight.nbytes, offset=begin)
@@ -126,11 +123,6 @@ class Original:
     ----------
     parts
         contiguous, on one device; their memory is not used any more.
-
-    Raises
-    ------
-    RuntimeError
-        the system gives no more memory.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -148,7 +140,7 @@ class Original:
         self._whole.clear()
 
     def copy(self) -> list[torch.Tensor]:
-        """The tensors anew; raises as the constructor does."""
+        """The tensors anew."""
         return [part.clone() for part in self._whole] or self._mapped(PRIVATE)
 
     def _mapped(self, flags: int) -> list[torch.Tensor]:
@@ -171,15 +163,14 @@ def shares_pages(device: torch.device) -> bool:
 
 
 def pinned_zeros(size: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-    """Pinned memory for as long as `owner` lives; finite everywhere, zero when it is new.
-
-    Raises
-    ------
-    RuntimeError
-        the system gives or pins no more memory.
-    """
+    """Pinned memory for as long as `owner` lives; finite everywhere, zero when it is new."""
     nbytes = -(-max(1, math.prod(size)) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    block = _free[nbytes].pop() if _free[nbytes] else _registered(nbytes)
+    try:
+        block = _free[nbytes].pop() if _free[nbytes] else _register(nbytes)
+    except RuntimeError:
+        # blocks of other sizes, of earlier generations, may take the memory that is missing
+        release()
+        block = _register(nbytes)
     weakref.finalize(owner, _free[nbytes].append, block)
     return block.view(dtype)[: math.prod(size)].view(*size)
 
@@ -190,15 +181,6 @@ def release() -> None:
         for block in blocks:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.data_ptr()))
         blocks.clear()
-
-
-def _registered(nbytes: int) -> torch.Tensor:
-    try:
-        return _register(nbytes)
-    except RuntimeError:
-        # blocks of other sizes, of earlier generations, may take the memory that is missing
-        release()
-        return _register(nbytes)
 
 
 def _register(nbytes: int) -> torch.Tensor:
@@ -214,10 +196,11 @@ def _register(nbytes: int) -> torch.Tensor:
 # -- rows that the device reads itself -------------------------------------------------------------
 
 
+@operator("kvbench.memory.gpu")
 def fetch(
     near: torch.Tensor, far: torch.Tensor, here: torch.Tensor, host: torch.Tensor
 ) -> torch.Tensor:
-    """Each row from the device or from the host, [n, D] on the device: on a GPU by one kernel.
+    """Each row from the device or from the host, [n, D] on the device.
 
     Parameters
     ----------
@@ -230,41 +213,5 @@ def fetch(
     host
         [m, D], pinned where the device is a GPU; only the rows named are read.
     """
-    return _launch(near, far, here, host) if near.is_cuda else fetched(near, far, here, host)
-
-
-def fetched(
-    near: torch.Tensor, far: torch.Tensor, here: torch.Tensor, host: torch.Tensor
-) -> torch.Tensor:
-    """As `fetch`, in torch, with everything on one device."""
     rows = torch.where((far >= 0)[:, None], host[far.clamp(min=0)], 0)
     return torch.where((near >= 0)[:, None], here[near.clamp(min=0)], rows) if len(here) else rows
-
-
-def _launch(
-    near: torch.Tensor, far: torch.Tensor, here: torch.Tensor, host: torch.Tensor
-) -> torch.Tensor:
-    out = torch.empty(len(near), host.shape[1], dtype=host.dtype, device=near.device)
-    width = 1 << (host.shape[1] - 1).bit_length()
-    _kernel()[(len(near),)](near, far, here, host, out, host.shape[1], width)
-    return out
-
-
-@cache
-def _kernel() -> Any:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def fetch_rows(near, far, here, host, out, size, width: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0)
-        lane = tl.arange(0, width)
-        local, remote = tl.load(near + at), tl.load(far + at)
-        inside = lane < size
-        row = tl.load(here + local * size + lane, mask=inside & (local >= 0), other=0.0)
-        distant = tl.load(
-            host + remote * size + lane, mask=inside & (local < 0) & (remote >= 0), other=0.0
-        )
-        tl.store(out + at * size + lane, tl.where(local >= 0, row, distant), mask=inside)
-
-    return fetch_rows

@@ -13,14 +13,8 @@ from kvbench.method import View
 
 
 class Counted(NamedTuple):
-    """What the host counts of a step that a device makes by itself.
-
-    Attributes
-    ----------
-    again
-        counts it once more.
-    undo
-        takes it back.
+    """What the host counts of a step that a device makes by itself: `again` counts it once more,
+    `undo` takes it back.
     """
 
     again: Callable[[], object]
@@ -28,20 +22,10 @@ class Counted(NamedTuple):
 
 
 class StoreView(View):
-    """`View` over the stores of a generation.
+    """`View` over the stores of a generation; `read` is called with the bytes of each metered read.
 
-    Parameters
-    ----------
-    stores
-        of each layer.
-    read
-        called with the bytes of every metered read.
-
-    Attributes
-    ----------
-    repeats
-        where reads are noted, to be counted again with each repetition of a captured step; None:
-        nowhere.
+    Where `repeats` is a list, reads are noted there, to be counted again with each repetition of a
+    captured step.
     """
 
     repeats: list[Counted] | None = None
@@ -51,11 +35,11 @@ class StoreView(View):
         self._seen: dict[torch.device, tuple[list[int], torch.Tensor]] = {}
 
     def lengths(self, layer: int) -> tuple[int, ...]:
-        """Tokens seen by each row."""
+        """See `View`."""
         return tuple(self._stores[layer].lengths)
 
     def seen(self, layer: int) -> torch.Tensor:
-        """`lengths` as [B] int64 on the device; on a GPU the next token is counted in it."""
+        """See `View`; on a GPU the next token is counted in it."""
         store = self._stores[layer]
         if store.device.counters is not None:
             return store.device.counters.seen
@@ -66,57 +50,46 @@ class StoreView(View):
         return self._seen[device][1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys of `ids`, or of all tokens in the home tier, [B, Hkv, M, D], where they lie.
-
-        Metered.
-
-        Ids may be on the CPU, which counts them without a wait for the device.
-
-        Raises
-        ------
-        LookupError
-            an id that was dropped, or not seen yet.
-        """
+        """See `View`."""
         return self._read(layer, ids, 0)
 
     def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Values, as `keys`. Metered."""
+        """See `View`."""
         return self._read(layer, ids, 1)
 
     def host_keys(self, layer: int) -> torch.Tensor:
-        """All host keys in place, [B, Hkv, capacity, D] in physical order; waits until the prompt
-        is there.
+        """See `View`; waits until the prompt is there.
 
         Coded keys are in place for a method whose `Needs` say `host_keys`, else a decoded copy.
-
-        Raises
-        ------
-        ValueError
-            nothing of this layer has its home on the host.
         """
         host = self._stores[layer].host
         if host is None:
             raise ValueError("host_keys are those of host memory; declare Needs(home='host')")
         host.arrived()
-        return host.plain_keys
+        return host.blocks[2] if host.decoded_bytes else host.codecs.key.decode(host.key)
 
     def count_read(self, layer: int, keys: int) -> None:
-        """Meter `keys` keys, of one KV head each, that were read in `host_keys`."""
-        host = self._stores[layer].host
-        size = (
-            self._stores[layer].sizes[0]
-            if host is None
-            else host.decoded_bytes or host.codecs.key.nbytes
-        )
-        self._metered(keys * size)
+        """See `View`."""
+        store = self._stores[layer]
+        codecs = store.device.codecs if store.host is None else store.host.codecs
+        decoded = 0 if store.host is None else store.host.decoded_bytes
+        self._metered(keys * (decoded or codecs.key.nbytes))
 
     def resident(self, layer: int) -> torch.Tensor:
-        """Ids of the tokens on the device, ascending, [B, Hkv, M] with trailing -1."""
+        """See `View`."""
         return self._stores[layer].resident_ids()
 
     def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
-        """Keep `ids` on the device and no others; see `LayerStore.keep`."""
+        """See `LayerStore.keep`."""
         self._stores[layer].keep(ids, room)
+
+    def prefetch(self, layer: int, ids: torch.Tensor) -> None:
+        """See `LayerStore.prefetch`."""
+        self._stores[layer].prefetch(ids)
+
+    def arrange(self, layer: int, order: torch.Tensor) -> None:
+        """See `HostTier.arrange`."""
+        self._stores[layer].arrange(order)
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
     def write(
@@ -126,17 +99,7 @@ class StoreView(View):
         values: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
     ) -> None:
-        """Other values, or keys, [B, Hkv, M, D] for token ids [B, Hkv, M] (-1 = none) that `keep`
-        left on the device.
-
-        Raises
-        ------
-        ValueError
-            it has dropped nothing, so that the memory may be shared; or the device's tokens are
-            coded.
-        LookupError
-            a token that is not on the device.
-        """
+        """See `View`."""
         device, there = self._stores[layer].device, ids >= 0
         if not device.writable:
             raise ValueError(
@@ -152,14 +115,6 @@ class StoreView(View):
         for block, rows in ((device.pool.key, keys), (device.pool.value, values)):
             if rows is not None:
                 block[slots] = rows[there].to(block.dtype)
-
-    def prefetch(self, layer: int, ids: torch.Tensor) -> None:
-        """Begin to bring up host tokens; see `LayerStore.prefetch`."""
-        self._stores[layer].prefetch(ids)
-
-    def arrange(self, layer: int, order: torch.Tensor) -> None:
-        """Set the physical order of the host tier; see `HostTier.arrange`."""
-        self._stores[layer].arrange(order)
 
     def _read(self, layer: int, ids: torch.Tensor | None, which: int) -> torch.Tensor:
         store = self._stores[layer]

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvbench.engine.engine import Engine
 from kvbench.memory.codecs import Codecs
 from kvbench.memory.host import HostTier
-from kvbench.memory.transfer import fetch, fetched
+from kvbench.memory.transfer import fetch
 from kvbench.spans import Spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +41,7 @@ def test_the_device_reads_pinned_rows_itself(dtype: torch.dtype) -> None:
     host = tier.key.view(-1, 80)
     near, far = torch.tensor([0, -1, -1, 4, -1]), torch.tensor([-1, 3, -1, -1, 999])
     rows = fetch(near.cuda(), far.cuda(), here, host)
-    assert torch.equal(rows.cpu(), fetched(near, far, here.cpu(), host))
+    assert torch.equal(rows.cpu(), fetch.reference(near, far, here.cpu(), host))
 
 
 def test_spans_add_up_to_the_time_that_passed() -> None:

@@ -15,7 +15,7 @@ import torch
 from kvbench.attention import torch as attention
 from kvbench.config import bind_methods
 from kvbench.kernels.operators import Operator
-from kvbench.memory import slots
+from kvbench.memory import device, transfer
 from kvbench.memory.device import NO_TOKEN
 
 bind_methods()
@@ -165,22 +165,26 @@ def storing() -> Iterator[Call]:
         counters = (first + filled).flatten(), filled, torch.tensor([90, 31])
         for lists in (None, ids):
             name = f"{key_size}-{value_size}-{lists is not None}"
-            yield Call(slots.put_token, name, fresh(*pool, lists, *counters, *token))
+            yield Call(device.put_token, name, fresh(*pool, lists, *counters, *token))
     for lists in (None, ids):
         drawn = torch.randint(0, 1000, (2, 3, 300), generator=torch.Generator().manual_seed(1))
         drawn = torch.where(filled[..., None] > 0, drawn % filled.clamp(min=1)[..., None], -1)
         drawn = drawn.masked_fill(integers(2, 3, 300) > 3, -1)
         index = drawn if lists is None else torch.where(drawn < 0, -1, 2 * drawn + 1)
-        yield Call(slots.locate_tokens, f"{lists is not None}", fresh(index, lists, filled, first))
+        yield Call(device.locate_tokens, f"{lists is not None}", fresh(index, lists, filled, first))
         trailing = index.sort(dim=2, descending=True).values
         for group in (1, 3):
             to_write = torch.full((6 * group, 130), 7, dtype=torch.int32), torch.zeros(6 * group, dtype=torch.int32)
             of_heads = trailing.view(2, 3, 300)[..., :100].repeat_interleave(group, dim=1)
             of_heads[0, 0], of_heads[1, 1, 60:] = -1, -1
             arguments = fresh(of_heads, lists, filled, first, *to_write)
-            yield Call(slots.list_tokens, f"{lists is not None}-{group}", arguments)
+            yield Call(device.list_tokens, f"{lists is not None}-{group}", arguments)
         of_all = index[:1, :1].expand(2, 3, -1) * 0 - 1
-        yield Call(slots.locate_tokens, f"{lists is not None}-none", lambda a=of_all, b=lists: (a, b, filled, first))
+        yield Call(device.locate_tokens, f"{lists is not None}-none", lambda a=of_all, b=lists: (a, b, filled, first))
+    near, far = torch.tensor([[0, -1, -1, 4, -1], [-1, 3, -1, -1, 19]])
+    for here, dtype in ((5, torch.bfloat16), (5, torch.uint8), (0, torch.float32)):
+        both = [integers(count, 80, low=0, seed=count, dtype=dtype) for count in (here, 20)]
+        yield Call(transfer.fetch, f"{here}-{dtype}", fresh(near if here else near.clamp(max=-1), far, *both))
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------

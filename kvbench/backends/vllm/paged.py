@@ -215,7 +215,7 @@ class PagedTier(DeviceTier):
         """Bytes of the blocks of so many tokens."""
         return -(-length // self.memory.size) * self.memory.block_bytes
 
-    def resident(self) -> Resident:
+    def resident(self, whole: bool = False) -> Resident:
         """Keys and values of the tokens that are attended, [1, Hkv, n, D], copied.
 
         See `DeviceTier.resident`.
