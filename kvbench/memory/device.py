@@ -107,12 +107,9 @@ def of_kv_heads(index: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 def without(index: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
     """Token ids [B, H, n], -1 for each that its row and head also have in `gone` [B, H, M]."""
-    return torch.where(torch.isin(_globally(index), _globally(gone)), -1, index)
-
-
-def _globally(index: torch.Tensor) -> torch.Tensor:
-    """Token ids [B, H, M] as numbers that differ between rows and heads; -1 stays -1."""
-    return torch.where(index < 0, -1, flat(index, 1 << 40))
+    # as numbers that differ between rows and heads
+    ours, theirs = (torch.where(ids < 0, -1, flat(ids, 1 << 40)) for ids in (index, gone))
+    return torch.where(torch.isin(ours, theirs), -1, index)
 
 
 def with_free_slots(ids: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -90,7 +90,6 @@ class GroupedTier(DeviceTier):
         return self._coded.key.nbytes, self._coded.value.nbytes
 
     def blocks(self) -> list[torch.Tensor]:
-        """All that is held."""
         return [*self.pool, self.parameters, *self.window]
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
@@ -117,7 +116,6 @@ class GroupedTier(DeviceTier):
         self.coded.view(-1)[head] += GROUP
 
     def reserve(self, slots: int) -> None:
-        """See `DeviceTier.reserve`."""
         if slots <= self.reserved:
             return
         self.reserved = more_slots(slots, self.reserved, self._grows)

@@ -114,7 +114,6 @@ class FrequentBlocks:
         self._clock = 0
 
     def after(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """See `LastSteps.after`."""
         self._rows = self._rows or [{} for _ in lengths]
         fresh = ids if self._before is None else without(ids, self._before)
         self._before = ids
@@ -137,15 +136,6 @@ class FrequentBlocks:
         times, _ = blocks.get(block, (0, 0))
         self._clock += 1
         blocks[block] = times + self._counts, self._clock
-
-
-def keeper_of(cache: DeviceCache) -> LastSteps | FrequentBlocks | None:
-    """The policy, with what it remembers of one layer; None where nothing stays but what the last
-    step attended.
-    """
-    if cache.policy == "last":
-        return LastSteps(cache.steps) if cache.steps > 1 else None
-    return FrequentBlocks(cache)
 
 
 # -- the plan of a selection -----------------------------------------------------------------------
@@ -218,7 +208,12 @@ class Stage:
         plan_stage(torch.zeros(1, 1, 1, dtype=torch.int64), 1, None, None)  # before the clock runs
         self.newest: Rows | None = None
         self._host, self._device, self._how = host, device, how
-        self._keeper = keeper_of(how.cache)
+        # the policy, where more stays than the last step attended
+        self._keeper: LastSteps | FrequentBlocks | None = None
+        if how.cache.policy != "last":
+            self._keeper = FrequentBlocks(how.cache)
+        elif how.cache.steps > 1:
+            self._keeper = LastSteps(how.cache.steps)
         self._retained: torch.Tensor | None = None  # [B, Hkv, n] ids that stay, by the keeper
         self._staged: Staged | None = None
         self._pending: Staged | None = None  # what was prefetched
@@ -253,20 +248,20 @@ class Stage:
             seen = uploaded(torch.tensor(lengths), self._device)[:, None, None]
             torch._assert_async((index < seen).all())
             ids = with_free_slots(distinct(lists_of(index)), whole_pages(index.shape[2]))
-            self._staged = self._bring(ids, seen)
+            staged = self._bring(ids, seen)
         else:
             index = index.cpu()
             if index.numel() and (last := int(index.max())) >= self._host.capacity:
                 raise LookupError(f"token {last} is not in the store: not seen yet")
             plan = self._plan(index, self._newest(lengths), lengths)
-            self._staged, ids = self._bring_planned(plan, lengths), plan.ids
+            staged, ids = self._bring_planned(plan, lengths), plan.ids
         slots = flat(find(ids, index.clamp(min=0))[0], ids.shape[2])
         present: torch.Tensor | None = index >= 0
         if not by_device:
             slots = uploaded(slots.masked_fill(index < 0, -1), self._device)
             present, slots = None if plan.complete else slots >= 0, slots.clamp(min=0)
-        self._wait_for(self._staged)
-        rows = self._staged.rows or self._host.gather(index_of(ids))
+        self._take(staged)
+        rows = staged.rows or self._host.gather(index_of(ids))
         return Located(Pool.of(*rows), slots, present, self._host.codecs)
 
     def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -290,7 +285,7 @@ class Stage:
         newest = self._newest(lengths)
 
         def bring() -> None:
-            self._staged = self._bring_planned(self._plan(index(), newest, lengths), lengths)
+            self._take(self._bring_planned(self._plan(index(), newest, lengths), lengths))
 
         self._noted.append(bring)
 
@@ -328,8 +323,13 @@ class Stage:
 
     def _receive(self) -> None:
         if self._pending is not None:
-            self._staged, self._pending = self._pending, None
-            self._wait_for(self._staged)
+            self._take(self._pending)
+            self._pending = None
+
+    def _take(self, staged: Staged) -> None:
+        """These are staged from now on."""
+        self._wait_for(staged)
+        self._staged = staged._replace(event=None)
 
     def _newest(self, lengths: Sequence[int]) -> Newest:
         """Of each row, the id of the token in `newest`."""

@@ -420,7 +420,12 @@ class LayerStore:
         used = (ids != NO_TOKEN).sum(dim=2).cpu()
         ids = ids[:, :, : int(used.max())]
         retained = index_of(ids)
-        key, value = self._stored_rows(retained)
+        if self.stage is None or self.how.rebuilds_keys:
+            located = self.device.locate(retained)
+        else:
+            with self.how.spans("transfer"):
+                located = self._locate_in_both(self.stage, retained, self.device.codecs)
+        key, value = located.stored_rows()
         if self.how.on_drop == "offload":
             host, stage = self._open_host()
             leaving = self.device.codecs.recoded(*self.device.stored_rows()[:2], host.codecs)
@@ -428,13 +433,6 @@ class LayerStore:
             host.remove(retained)
             stage.forget()
         self.device.keep(ids, used, key, value, room)
-
-    def _stored_rows(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `gather`, in the rows that the device holds them in."""
-        if self.stage is None or self.how.rebuilds_keys:
-            return self.device.locate(index).stored_rows()
-        with self.how.spans("transfer"):
-            return self._locate_in_both(self.stage, index, self.device.codecs).stored_rows()
 
     # -- bytes -------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ class Counted(NamedTuple):
 
 
 class StoreView(View):
-    """`View` over the stores of a generation; `read` is called with the bytes of each metered read.
+    """`View`, which says what its methods do, over the stores of a generation; `read` is called
+    with the bytes of each metered read.
 
     Where `repeats` is a list, reads are noted there, to be counted again with each repetition of a
     captured step.
@@ -35,7 +36,6 @@ class StoreView(View):
         self._seen: dict[torch.device, tuple[list[int], torch.Tensor]] = {}
 
     def lengths(self, layer: int) -> tuple[int, ...]:
-        """See `View`."""
         return tuple(self._stores[layer].lengths)
 
     def seen(self, layer: int) -> torch.Tensor:
@@ -50,11 +50,9 @@ class StoreView(View):
         return self._seen[device][1]
 
     def keys(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """See `View`."""
         return self._read(layer, ids, 0)
 
     def values(self, layer: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """See `View`."""
         return self._read(layer, ids, 1)
 
     def host_keys(self, layer: int) -> torch.Tensor:
@@ -69,26 +67,21 @@ class StoreView(View):
         return host.blocks[2] if host.decoded_bytes else host.codecs.key.decode(host.key)
 
     def count_read(self, layer: int, keys: int) -> None:
-        """See `View`."""
         store = self._stores[layer]
         codecs = store.device.codecs if store.host is None else store.host.codecs
         decoded = 0 if store.host is None else store.host.decoded_bytes
         self._metered(keys * (decoded or codecs.key.nbytes))
 
     def resident(self, layer: int) -> torch.Tensor:
-        """See `View`."""
         return self._stores[layer].resident_ids()
 
     def keep(self, layer: int, ids: torch.Tensor, room: int | None = None) -> None:
-        """See `LayerStore.keep`."""
         self._stores[layer].keep(ids, room)
 
     def prefetch(self, layer: int, ids: torch.Tensor) -> None:
-        """See `LayerStore.prefetch`."""
         self._stores[layer].prefetch(ids)
 
     def arrange(self, layer: int, order: torch.Tensor) -> None:
-        """See `HostTier.arrange`."""
         self._stores[layer].arrange(order)
 
     @torch.inference_mode()  # tensors made in this mode can be written in it alone
@@ -99,7 +92,6 @@ class StoreView(View):
         values: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
     ) -> None:
-        """See `View`."""
         device, there = self._stores[layer].device, ids >= 0
         if not device.writable:
             raise ValueError(
