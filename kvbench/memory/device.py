@@ -67,9 +67,7 @@ def find_tokens(
     here; `ids` and `filled` as in `put_token`.
     """
     slots = index.clamp(min=0)
-    here = slots < filled[..., None]
-    if ids is not None:
-        slots, here = find(ids, slots)
+    slots, here = (slots, slots < filled[..., None]) if ids is None else find(ids, slots)
     here = here & (index >= 0)
     return slots.masked_fill(~here, 0), here
 

@@ -241,17 +241,21 @@ class HostTier:
         self.slot_of.scatter_(2, order, slots)
         self.arranged = True
 
+    def here(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which of token ids [B, Hkv, M] on the CPU live here."""
+        token = ids.clamp(0, self.capacity - 1)
+        return self.present.gather(2, token) & (ids == token)
+
     def slots(self, ids: torch.Tensor) -> torch.Tensor:
         """Slots of token ids [B, Hkv, M] on the CPU, any of -1 and `NO_TOKEN`; LookupError: of one
         that is not here.
         """
-        token, real = ids.clamp(0, self.capacity - 1), (ids >= 0) & (ids != NO_TOKEN)
-        lost = real & ((ids != token) | ~self.present.gather(2, token))
+        lost = (ids >= 0) & (ids != NO_TOKEN) & ~self.here(ids)
         if bool(lost.any()):
             raise LookupError(
                 f"token {ids[lost][0].item()} is not in the store: dropped earlier, or not seen yet"
             )
-        return self.slot_of.gather(2, token)
+        return self.slot_of.gather(2, ids.clamp(0, self.capacity - 1))
 
     def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As they are held, [B, Hkv, M, width] each, token ids [B, Hkv, M] on the CPU; any finite

@@ -267,9 +267,8 @@ class Stage:
     def prefetch(self, index: torch.Tensor, lengths: Sequence[int]) -> None:
         """Begin to bring up what of index [B, Hkv or 1, M], on the CPU, is in the tier."""
         index = index.expand(-1, self._host.heads, -1)
-        token = index.clamp(0, self._host.capacity - 1)
-        there = self._host.present.gather(2, token) & (index == token)
-        index, newest = torch.where(there, index, -1), self._newest(lengths)
+        index = torch.where(self._host.here(index), index, -1)
+        newest = self._newest(lengths)
 
         def begin() -> None:
             self._pending = self._bring_planned(self._plan(index, newest), lengths)

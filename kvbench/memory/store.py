@@ -31,6 +31,7 @@ from kvbench.memory.device import (
     lists_of,
     of_kv_heads,
     repeated,
+    rows_at,
     whole_pages,
     without,
 )
@@ -254,7 +255,7 @@ class LayerStore:
         """Token ids [B, Hs, M] as lists of KV heads, -1 for those that do not live on the host."""
         assert self.host is not None
         index = of_kv_heads(index, self.kv_heads)
-        return torch.where(self.host.present.gather(2, index.clamp(min=0)), index, -1)
+        return torch.where(self.host.here(index), index, -1)
 
     def locate(self, index: torch.Tensor) -> Located:
         """Where token ids [B, Hkv, M] (-1 = none) lie on the device, on which or on the CPU the
@@ -382,7 +383,8 @@ class LayerStore:
             return selection
         index = uploaded(selection.index, selection.keys.device).expand(-1, self.kv_heads, -1)
         slots, on_device = self.device.find(index)
-        stored = self.device.codecs.key.decode(self.device.at(slots)[0])
+        rows = rows_at(self.device.pool.key, slots + self.device.first[..., None])
+        stored = self.device.codecs.key.decode(rows)
         rebuilt = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
         return replace(selection, keys=torch.where(on_device[..., None], stored, rebuilt))
 
