@@ -294,8 +294,8 @@ class LayerStore:
         pairs = zip(near, theirs.recoded(*there, codecs), strict=True)
         both = Pool.of(*(torch.where(on_device[..., None], *pair) for pair in pairs))
         order = torch.arange(count, device=on_device.device).expand(*index.shape)
-        asked = None if present is None else present[..., :count]
-        return Located(both, flat(order, ids.shape[2]), asked, codecs)
+        present = None if present is None else present[..., :count]
+        return Located(both, flat(order, ids.shape[2]), present, codecs)
 
     def prefetch(self, index: torch.Tensor) -> None:
         """Begin to bring up host tokens of index [B, Hkv or 1, M] on the CPU for the next `locate`,
@@ -341,7 +341,8 @@ class LayerStore:
         if mask is None:
             mask = torch.ones(near.key.shape[:3], dtype=torch.bool, device=device)
         pairs = zip((near.key, near.value, mask), (*far, there), strict=True)
-        both = Resident(*(torch.cat([own, uploaded(more, device)], dim=2) for own, more in pairs))
+        parts = (torch.cat([block, uploaded(more, device)], dim=2) for block, more in pairs)
+        both = Resident(*parts)
         whole = bool(there.all()) and not self.device.used.any()
         return both._replace(mask=None) if whole else both
 
