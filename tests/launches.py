@@ -37,7 +37,7 @@ from kvbench.memory.store import LayerStore
 
 TABLE = Path(__file__).parent / "goldens" / "launches.json"
 LAYERS, LENGTH, BUDGET, STEPS = 4, 600, 128, 6
-# A layer has the first four, a step the others: `once` is what the model does around its layers.
+# A layer has the first four, a step the others: `once` is what is done around the layers, or for all of them.
 PARTS = ("model", "append", "select", "executor", "once", "up", "down", "waits")
 KERNELS = 2  # of an attention of FlashInfer's: the chunks, and what joins them
 # Kernels that an operator launches, where it is not one.
@@ -49,8 +49,9 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts, self.counts = ["once"], Counter[str]()
-        self._operations: list[tuple[str, list[torch.Tensor]]] = []
+        self.parts, self.counts = ["once"], Counter[tuple[str, int]]()  # by part and layer
+        self.layer = 0
+        self._operations: list[tuple[tuple[str, int], list[torch.Tensor]]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -65,14 +66,14 @@ class Tape(TorchDispatchMode):
         if func._schema.is_mutable or not all(tensor.untyped_storage()._cdata in before for tensor in made):
             kernels = OF_OPERATORS.get(func._opname, 1)
             kernels += 2 * (func._opname == "best_tokens" and args[10] is not None)  # ranks members of clusters, too
-            self._operations.extend(kernels * [(self.parts[-1], [*given, *made])])
+            self._operations.extend(kernels * [((self.parts[-1], self.layer), [*given, *made])])
         return out
 
     def inside(self, part: str, call: Callable[..., Any], launches: int = 0) -> Callable[..., Any]:
         """A function whose operations are of this part; of a kernel they are so many launches of the part around it."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.counts[self.parts[-1]] += launches
+            self.counts[self.parts[-1], self.layer] += launches
             self.parts.append(part)
             try:
                 return call(*args, **kwargs)
@@ -86,16 +87,34 @@ class Tape(TorchDispatchMode):
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if current_thread() is main_thread():  # what a search waits for no step waits for
-                self.counts[name(*args)] += 1
+                self.counts[name(*args), self.layer] += 1
             return self.inside("kernel", call)(*args, **kwargs)
 
         return counted
 
-    def total(self) -> Counter[str]:
-        """What was counted, now that all tensors are known to be of the device or not."""
+    def of_layer(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of a layer of the model."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.layer = layer
+            return self.inside("model", forward)(*args, **kwargs)
+
+        return counted
+
+    def table(self, layers: int) -> dict[str, float]:
+        """What was counted, now that all tensors are known to be of the device or not: of a layer, and of a step.
+
+        What the first layer has more than every other a step does once, whichever layer asks for it.
+        """
         for part, tensors in self._operations:
             self.counts[part] += any(map(twin.on_device, tensors))
-        return self.counts
+        of_layers = {part: [self.counts[part, layer] for layer in range(layers)] for part in PARTS}
+        row = {part: float(sum(counts)) for part, counts in of_layers.items()}
+        for part in PARTS[:4]:
+            more = max(0, of_layers[part][0] - max(of_layers[part][1:]))
+            row["once"] += more
+            row[part] = (row[part] - more) / layers
+        return row
 
 
 @contextlib.contextmanager
@@ -140,19 +159,18 @@ def launches(case: Case) -> dict[str, float]:
         start(engine, *args)
 
     def settled(engine: Engine) -> None:
-        nonlocal counts
         if steps == STEPS // 2:
             tape.__exit__(None, None, None)
-            counts = tape.total().copy()
+            row.update(tape.table(LAYERS))
         settle(engine)
 
-    counts: Counter[str] = Counter()
+    row = dict[str, float]()
     with pytest.MonkeyPatch.context() as monkeypatch, twin.device():
         flashinfer_twin.install(monkeypatch)
         flashinfer_twin.take_small_models(monkeypatch)
         model = load(shipped("model", "dummy-tiny"), device="cuda", dtype="bfloat16")
-        for layer in model.model.base_model.layers:
-            layer.forward = tape.inside("model", layer.forward)
+        for number, layer in enumerate(model.model.base_model.layers):
+            layer.forward = tape.of_layer(number, layer.forward)
         with attributed(tape, case) as method:
             arguments = model.model, [LENGTH], method, Budget(BUDGET), (), model.tokenizer
             scores = scores_of(model.model)
@@ -161,8 +179,8 @@ def launches(case: Case) -> dict[str, float]:
             monkeypatch.setattr(Engine, "start_step", started)
             monkeypatch.setattr(Engine, "settle", settled)
             generate(ModelRunner(model.model), [numbers(LENGTH)], engine, max_new_tokens=STEPS)
-        layers = model.model.config.num_hidden_layers
-    return {part: counts[part] / (layers if part in PARTS[:4] else 1) for part in PARTS}
+        assert model.model.config.num_hidden_layers == LAYERS
+    return row
 
 
 def preset_cases() -> list[Case]:

@@ -1,8 +1,8 @@
 """A model's layers on a GPU in few launches: FlashInfer's operators between products of weights.
 
-In transformers a layer of Llama's kind takes some forty launches beside its attention, here nine:
+In transformers a layer of Llama's kind takes some forty launches beside its attention, here eight:
 a norm is one, with the addition before it; so are queries, keys and values, their turn by the
-positions, gate and up, and SiLU with its product. An operator computes in float32 and rounds once,
+positions, gate and up, SiLU with its product, and the last product with its addition. An operator computes in float32 and rounds once,
 where transformers rounds in between.
 
 Whether a model has such layers is seen from its modules and then tried: of one token each layer
@@ -154,8 +154,9 @@ class FusedLayer:
         x = self.attention.o_proj(attended.reshape(len(hidden), -1))
         # hidden += x, and x becomes that, normed
         package.fused_add_rmsnorm(x, hidden, norm.weight, norm.variance_epsilon, enable_pdl=False)
-        x = package.silu_and_mul(F.linear(x, *self._gated), enable_pdl=False)
-        return (hidden + layer.mlp.down_proj(x)).view(shape)
+        x, down = package.silu_and_mul(F.linear(x, *self._gated), enable_pdl=False), layer.mlp.down_proj
+        hidden.addmm_(x, down.weight.T)  # the product is added as it is stored
+        return (hidden if down.bias is None else hidden + down.bias).view(shape)
 
     def as_before(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """What transformers' own layer makes of it."""
