@@ -188,8 +188,8 @@ def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
     asked = torch.tensor([[7], [0], [191], [33], [66], [99]])
     for page in (1, 16):
         plan = AttentionPlan(shape, 6, 2, 64 // page, page, 1.0)
-        plan.write(asked // page)
-        out = plan.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), pool, 1)
+        plan.write(asked // page, 1)
+        out, _ = plan.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), pool)
         assert torch.equal(out[..., 0, 0].view(6, 2), (asked // page * page).expand(6, 2).half())
 
 
@@ -197,7 +197,8 @@ def test_list_without_tokens_gives_zeros() -> None:
     shape = Shape(1, 2, 2, 64, (9,), torch.float16, torch.device("cpu"), 1.0, (0,))
     block = torch.ones(1, 2, 4096, 64, dtype=torch.float16)
     plan = AttentionPlan(shape, 2, 1, 256, 16, 1.0)
-    out = plan.attend(block[:, :, :1], Pool.of(block, block), torch.tensor([[0, 4096]]))
+    plan.write(torch.tensor([[0], [0]]), torch.tensor([[0, 4096]]))
+    out, _ = plan.attend(block[:, :, :1], Pool.of(block, block))
     assert out[0, :, 0, 0].tolist() == [0, 1]
 
 
@@ -243,19 +244,18 @@ def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     block = torch.zeros(1, 1, 512, 64, dtype=torch.float16)
     plan = AttentionPlan(shape, 1, 1, 512, 1, 1.0)
 
-    def attend(length: int) -> None:
-        plan.attend(block[:, :, :1], Pool.of(block, block), length)
+    def attend(length: int, page: int = 0) -> None:
+        plan.write(torch.tensor([[page]]), length)
+        plan.attend(block[:, :, :1], Pool.of(block, block))
 
     attend(512)
     with pytest.raises(IndexError, match="513 tokens long, 512 were planned"):
         attend(513)
     with pytest.raises(IndexError, match="-1 tokens"):
         attend(-1)
-    plan.write(torch.tensor([[512]]))
     with pytest.raises(IndexError, match="not one of 512"):
-        attend(1)
+        attend(1, page=512)
     plan._wrapper._kernel.tensor_cores = False
-    plan.write(torch.tensor([[3]]))
     with pytest.raises(IndexError, match="starts behind its end"):
         attend(1)
 
@@ -292,12 +292,14 @@ def test_torch_takes_what_a_list_cannot_say() -> None:
     store = filled(30, 20)
     query, index = queries(store), some(store, HEADS[1], 12)
     weight, keys = torch.randn(2, HEADS[0], 12), torch.randn(2, HEADS[1], 12, 8)
-    extra = Extra(torch.randn(2, HEADS[1], 1, 8), torch.randn(2, HEADS[1], 1, 8), torch.randn(2, HEADS[0], 1))
-    run = FlashInfer(shape_of(store, HEADS[0]))
+    entries = [torch.randn(2, HEADS[1], 3, 8), torch.randn(2, HEADS[1], 3, 8), torch.randn(2, HEADS[0], 3)]
+    entries[2][0, :, 1:] = -torch.inf
+    extra, run = Selection(index, extra=Extra(*entries)), FlashInfer(shape_of(store, HEADS[0]))
     assert run.used() == "flashinfer"
-    for selection in (Selection(index, log_weight=weight), Selection(index, keys=keys), Selection(index, extra=extra)):
+    for selection in (Selection(index, log_weight=weight), Selection(index, keys=keys)):
         same(run(query, store, selection, SCALE)[0], reference.attend(query, store, selection, SCALE)[0])
         assert run.used() == "torch"
+    same(run(query, store, extra, SCALE)[0], reference.attend(query, store, extra, SCALE)[0])
     _, weights = run(query, store, Selection(index), SCALE, probabilities=True)
     assert weights is not None
     same(weights, attend(query, store, Selection(index), SCALE, probabilities=True)[1])

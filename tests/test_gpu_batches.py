@@ -24,8 +24,8 @@ CASES = {case.id: case for case in METHODS}
 STEPS = 4
 # Methods whose attention torch computes, by what it has to give or take that FlashInfer does not.
 PROBABILITIES = {"cake", "h2o", "lru", "raas", "scope", "tova"}
-WEIGHTS_OR_KEYS = {"attention_matching", "magicpig", "razor", "shadowkv", "streaming_llm"}
-OPTIONS = {"random-always", "squeeze-cache", "h2o-query_head", "raas-unpinned", "scope-discontinuous", "scope-adaptive"}
+WEIGHTS_OR_KEYS = {"attention_matching", "magicpig", "shadowkv"}
+OPTIONS = {"random-always", "h2o-query_head", "raas-unpinned", "scope-discontinuous", "scope-adaptive"}
 
 
 @pytest.fixture

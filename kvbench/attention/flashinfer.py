@@ -11,16 +11,18 @@ What the comments here say of FlashInfer is from the source of flashinfer-python
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
 from kvbench.attention.torch import attend, is_list, prefill
 from kvbench.config import first_line
+from kvbench.kernels.operators import operator
 from kvbench.memory.device import PAGE, DeviceTier, Pool, list_tokens
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
@@ -34,8 +36,8 @@ class FlashInfer:
     """See `kvbench.attention.executor.Executor`; of one generation, since it keeps plans for its
     shapes.
 
-    A selection with a `log_weight`, `keys` or `extra`, and a call that asks for probabilities, is
-    the torch executor's.
+    A selection with a `log_weight` or `keys`, and a call that asks for probabilities, is the torch
+    executor's.
 
     Parameters
     ----------
@@ -63,13 +65,18 @@ class FlashInfer:
         probabilities: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One decode step's attention in one layer; see `kvbench.attention.executor.Executor`."""
-        if probabilities or (selection is not None and not is_list(selection)):
+        extra = None if selection is None else selection.extra
+        if probabilities or (selection is not None and not is_list(replace(selection, extra=None))):
             self._used.add("torch")
             return attend(query, store, selection, scaling, probabilities)
         self._used.add(self.name)
         if selection is None:
-            return self._resident(query, store, scaling), None
-        return self._selected(query, store, selection.index, scaling), None
+            return self._resident(query, store, scaling)[0], None
+        out, sums = self._selected(query, store, selection.index, scaling)
+        if extra is not None:
+            entries = extra.key, extra.value, extra.log_weight
+            out = with_extra(out, sums, query, *entries, scaling)
+        return out, None
 
     def used(self) -> str:
         """The executors that have computed decode steps so far: "flashinfer", "torch" or
@@ -77,7 +84,7 @@ class FlashInfer:
         """
         return ", ".join(sorted(self._used)) or self.name
 
-    def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> torch.Tensor:
+    def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> Attention:
         """Attend all slots filled, in pages of 16 slots in their order."""
         if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
@@ -90,20 +97,12 @@ class FlashInfer:
             PAGE,
             scaling,
         )
-        # the same in most layers and steps
-        laid_out = (device.capacity, *device.room.view(-1).tolist())
-        if plan.listed != laid_out:
-            pages = device.first.view(-1, 1) // PAGE + torch.arange(
-                device.capacity // PAGE, device=device.first.device
-            )
-            # a shorter list's last are not attended
-            plan.write(pages.clamp(max=len(device.pool.key) // PAGE - 1))
-            plan.listed = laid_out
-        return plan.attend(query, device.pool, device.filled)
+        plan.list_pages(device)
+        return plan.attend(query, device.pool)
 
     def _selected(
         self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    ) -> Attention:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
         heads, count = index.shape[1:]
         batch, kv_heads = len(index), self._shape.kv_heads
@@ -119,14 +118,13 @@ class FlashInfer:
         )
         if index.is_cuda and store.stage is None:
             plan.list_tokens(index, store.device)
-            return plan.attend(query, store.device.pool, None)
+            return plan.attend(query, store.device.pool)
         here = store.locate(index.reshape(batch, kv_heads, -1))
-        plan.write(here.slots.reshape(batch * heads, count))
+        present = None if here.present is None else here.present.reshape(batch * heads, count)
         # -1 is trailing, so that a list is its first part
-        lengths = (
-            count if here.present is None else here.present.reshape(batch * heads, count).sum(dim=1)
-        )
-        return plan.attend(query, here.pool, lengths)
+        lengths = count if present is None else present.sum(dim=1)
+        plan.write(here.slots.reshape(batch * heads, count), lengths)
+        return plan.attend(query, here.pool)
 
     def _plan(
         self, device: torch.device, requests: int, group: int, pages: int, page: int, scaling: float
@@ -181,6 +179,13 @@ class FlashInfer:
         return out
 
 
+class Attention(NamedTuple):
+    """Attention of a query to its list, [B, Hq, 1, D], and [B, Hq] float32 log2(sum of e^logit)."""
+
+    out: torch.Tensor
+    sums: torch.Tensor
+
+
 class AttentionPlan:
     """Fixed lists of `pages` pages for each of `requests` requests, of which any first part can be
     attended.
@@ -210,11 +215,6 @@ class AttentionPlan:
         pages of a list, and tokens of a page.
     scaling
         factor on the logits.
-
-    Attributes
-    ----------
-    listed
-        what the caller says that the lists are of; None after `write`.
     """
 
     def __init__(
@@ -225,7 +225,6 @@ class AttentionPlan:
         device = shape.device
         self._sizes = (requests, group, shape.head_dim)
         self._pages, self._page = pages, page
-        self.listed: tuple[int, ...] | None = None
         self._indices = torch.zeros(requests * pages, dtype=torch.int32, device=device)
         self._last_page_len = torch.empty(requests, dtype=torch.int32, device=device)
         # With use_cuda_graph the wrapper keeps to these buffers, and its run() needs nothing of the
@@ -254,40 +253,88 @@ class AttentionPlan:
             sm_scale=scaling,
         )
 
-    def write(self, pages: torch.Tensor) -> None:
-        """List pages [requests, M] of a pool."""
-        self.listed = None
-        self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
-
-    def list_tokens(self, index: torch.Tensor, tier: DeviceTier) -> None:
-        """List the tokens of index [B, Hs, M], in pages of one, and how many there are."""
-        self.listed = None
-        written = self._indices.view(-1, self._pages), self._last_page_len
-        list_tokens(index, tier.ids, tier.filled, tier.first, *written)
-
-    def attend(
-        self, query: torch.Tensor, pool: Pool, lengths: torch.Tensor | int | None
-    ) -> torch.Tensor:
-        """Attention of query [B, Hq, 1, D] to the first tokens of each list.
-
-        Parameters
-        ----------
-        pool
-            what the listed pages are numbers in.
-        lengths
-            how many tokens of each list, in any shape; a number: as many of each; None: as
-            `list_tokens` has written.
+    def write(self, pages: torch.Tensor, lengths: torch.Tensor | int) -> None:
+        """List pages [requests, M] of a pool, and how many tokens of each list there are: in any
+        shape, or of each as many.
         """
+        self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
         before = (self._pages - 1) * self._page  # tokens of all pages but the last
         if isinstance(lengths, int):
             self._last_page_len.fill_(lengths - before)
-        elif lengths is not None:
+        else:
             torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
+
+    def list_pages(self, tier: DeviceTier) -> None:
+        """List all that a tier holds."""
+        listed, pages = self._indices.view(-1, self._pages), len(tier.pool.key) // self._page
+        list_pages(tier.first, tier.filled, listed, self._last_page_len, self._page, pages)
+
+    def list_tokens(self, index: torch.Tensor, tier: DeviceTier) -> None:
+        """List the tokens of index [B, Hs, M], in pages of one, and how many there are."""
+        written = self._indices.view(-1, self._pages), self._last_page_len
+        list_tokens(index, tier.ids, tier.filled, tier.first, *written)
+
+    def attend(self, query: torch.Tensor, pool: Pool) -> Attention:
+        """Attention of query [B, Hq, 1, D] to what is listed, pages of this pool."""
         pools = tuple(part.view(-1, 1, self._page, part.shape[1]) for part in pool)
         # enable_pdl would let the kernel start before the one that writes last_page_len has ended,
         # and it reads that before it waits (prefill.cuh, griddepcontrol.wait).
-        out = self._wrapper.run(query.reshape(self._sizes), pools, enable_pdl=False)
-        return out.view_as(query)
+        asked = query.reshape(self._sizes)
+        out, sums = self._wrapper.run(asked, pools, return_lse=True, enable_pdl=False)
+        return Attention(out.view_as(query), sums.view(query.shape[:2]))
+
+
+@operator("kvbench.attention.gpu", writes=("listed", "last"))
+def list_pages(
+    first: torch.Tensor,
+    filled: torch.Tensor,
+    listed: torch.Tensor,
+    last: torch.Tensor,
+    page: int,
+    pages: int,
+) -> None:
+    """Write lists of the pages of a pool that has so many, each from the start of its room on.
+
+    Parameters
+    ----------
+    first, filled
+        [B, Hkv], where the room of each begins, and tokens in it.
+    listed
+        [B * Hkv, n] int32; a shorter list's last are not attended.
+    last
+        [B * Hkv] int32, as `kvbench.memory.slots.list_tokens` writes it.
+    """
+    numbers = first.view(-1, 1) // page + torch.arange(listed.shape[1], device=first.device)
+    listed.copy_(numbers.clamp(max=pages - 1))
+    torch.sub(filled.reshape(-1), (listed.shape[1] - 1) * page, out=last)
+
+
+@operator("kvbench.attention.gpu")
+def with_extra(
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    log_weights: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention `out` of query [B, Hq, 1, D], its `sums` as of `Attention`, with more entries.
+
+    Parameters
+    ----------
+    keys, values
+        [B, Hkv, E, D].
+    log_weights
+        [B, Hq, E]; -inf where there is none.
+    """
+    grouped = query.float().view(*keys.shape[:2], -1, keys.shape[3])
+    logits = (grouped @ keys.float().transpose(2, 3)) * scaling
+    logits = logits + log_weights.float().view_as(logits)
+    before = sums.view(*logits.shape[:3], 1) * math.log(2)
+    weights = torch.cat([before, logits], dim=3).softmax(dim=3)
+    more = weights[..., 1:] @ values.float()
+    return (out.view_as(grouped) * weights[..., :1] + more).view_as(out).to(out.dtype)
 
 
 def planned(count: int) -> int:
@@ -332,7 +379,9 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     shape = Shape(1, 1, 1, head_dim, (1,), dtype, device, 1.0, ())
     key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
     try:
-        AttentionPlan(shape, 1, 1, 1, PAGE, 1.0).attend(key[:, :, :1], Pool.of(key, key), 1).cpu()
+        plan = AttentionPlan(shape, 1, 1, 1, PAGE, 1.0)
+        plan.write(torch.zeros(1, 1, dtype=torch.int32, device=device), 1)
+        plan.attend(key[:, :, :1], Pool.of(key, key)).out.cpu()
     except Exception as error:
         # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run
         return f"does not run here ({first_line(error)})"

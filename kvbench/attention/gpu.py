@@ -1,4 +1,4 @@
-"""The Triton kernel of attention that is seen, see `kvbench.attention.torch`."""
+"""Triton kernels of attention: seen, see `kvbench.attention.torch`, and around FlashInfer's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 AT_ONCE = 32  # entries that a program reads
+PAGES = 1024  # pages that a program lists
 
 
 @triton.jit
@@ -17,6 +18,7 @@ def _attend_seen(  # type: ignore[no-untyped-def]
     values,
     slots,
     present,
+    log_weights,
     out,
     weights,
     scaling,
@@ -42,6 +44,9 @@ def _attend_seen(  # type: ignore[no-untyped-def]
         mask = here[:, None] & inside[None, :]
         key = tl.load(keys + slot[:, None] * size + lane[None, :], mask=mask, other=0.0)
         logit = tl.sum(key.to(tl.float32) * asks[None, :], axis=1) * scaling
+        if log_weights is not None:
+            place = log_weights + at * count + entry
+            logit += tl.load(place, mask=here, other=0.0).to(tl.float32)
         logit = tl.where(here, logit, float("-inf"))
         tl.store(weights + entry, logit, mask=entry < count)
         further = tl.maximum(largest, tl.max(logit))
@@ -65,7 +70,13 @@ def _attend_seen(  # type: ignore[no-untyped-def]
 
 
 def attend_seen(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, present: Tensor, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    present: Tensor,
+    log_weights: Tensor | None,
+    scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """See `kvbench.attention.torch.attend_seen`."""
     batch, query_heads = query.shape[:2]
@@ -79,6 +90,7 @@ def attend_seen(
         values,
         slots,
         present,
+        None if log_weights is None else log_weights.contiguous(),
         out,
         weights,
         scaling,
@@ -89,3 +101,93 @@ def attend_seen(
         AT_ONCE=AT_ONCE,
     )
     return out, weights
+
+
+@triton.jit
+def _list_pages(  # type: ignore[no-untyped-def]
+    first, filled, listed, last, page, pages, count, PAGES: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    number = tl.minimum(tl.load(first + at) // page + entry, pages - 1)
+    tl.store(listed + at * count + entry, number.to(tl.int32), mask=entry < count)
+    if tl.program_id(1) == 0:
+        tl.store(last + at, (tl.load(filled + at) - (count - 1) * page).to(tl.int32))
+
+
+def list_pages(
+    first: Tensor, filled: Tensor, listed: Tensor, last: Tensor, page: int, pages: int
+) -> None:
+    """See `kvbench.attention.flashinfer.list_pages`."""
+    lists, count = listed.shape
+    grid = lists, triton.cdiv(count, PAGES)
+    _list_pages[grid](first, filled, listed, last, page, pages, count, PAGES=PAGES)
+
+
+@triton.jit
+def _with_extra(  # type: ignore[no-untyped-def]
+    attended,
+    sums,
+    query,
+    keys,
+    values,
+    log_weights,
+    out,
+    scaling,
+    group,
+    count,
+    size,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    inside = lane < size
+    asks = tl.load(query + at * size + lane, mask=inside, other=0.0).to(tl.float32)
+    both = tl.load(attended + at * size + lane, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.load(sums + at) * 0.6931471805599453
+    total = tl.full([], 1.0, tl.float32)
+    for start in range(0, count, AT_ONCE):
+        entry = start + tl.arange(0, AT_ONCE)
+        weight = tl.load(log_weights + at * count + entry, mask=entry < count, other=float("-inf"))
+        place = (at // group * count + entry)[:, None] * size + lane[None, :]
+        mask = (entry < count)[:, None] & inside[None, :]
+        key = tl.load(keys + place, mask=mask, other=0.0).to(tl.float32)
+        logit = tl.sum(key * asks[None, :], axis=1) * scaling + weight.to(tl.float32)
+        further = tl.maximum(largest, tl.max(logit))
+        part, before = tl.exp(logit - further), tl.exp(largest - further)
+        value = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+        both = both * before + tl.sum(value * part[:, None], axis=0)
+        total = total * before + tl.sum(part)
+        largest = further
+    tl.store(out + at * size + lane, (both / total).to(out.dtype.element_ty), mask=inside)
+
+
+def with_extra(
+    out: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor,
+    scaling: float,
+) -> Tensor:
+    """See `kvbench.attention.flashinfer.with_extra`."""
+    batch, query_heads, size = query.shape[0], query.shape[1], query.shape[3]
+    both, count = torch.empty_like(out), keys.shape[2]
+    _with_extra[(batch * query_heads,)](
+        out.contiguous(),
+        sums.contiguous(),
+        query.contiguous(),
+        keys.contiguous(),
+        values.contiguous(),
+        log_weights.contiguous(),
+        both,
+        scaling,
+        query_heads // keys.shape[1],
+        count,
+        size,
+        WIDTH=triton.next_power_of_2(size),
+        AT_ONCE=min(16, triton.next_power_of_2(count)),
+    )
+    return both

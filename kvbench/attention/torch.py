@@ -34,16 +34,15 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    if probabilities and query.is_cuda and selection is not None and is_list(selection):
+    if query.is_cuda and selection is not None and (probabilities or selection.log_weight is not None):
         in_place = store.stage is None and store.device.pool.key.dtype == query.dtype
-        if in_place and selection.index.is_cuda:
+        plain = selection.keys is None and selection.extra is None
+        if in_place and plain and selection.index.is_cuda:
             located, size = _located(store, selection.index, query.shape[1])
             assert located.present is not None
             lists = located.slots.view(size), located.present.view(size)
-            seen: tuple[torch.Tensor, torch.Tensor] = attend_seen(
-                query, *located.pool, *lists, scaling
-            )
-            return seen
+            out, weights = attend_seen(query, *located.pool, *lists, selection.log_weight, scaling)
+            return out, weights if probabilities else None
     if selection is None:
         resident = store.resident()
         bias = None if resident.mask is None else resident.mask[:, :, None]
@@ -128,6 +127,7 @@ def attend_seen(
     values: torch.Tensor,
     slots: torch.Tensor,
     present: torch.Tensor,
+    log_weights: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [B, Hq, 1, D] to lists of slots, and the probabilities [B, Hq, M] float32.
@@ -138,13 +138,19 @@ def attend_seen(
         [T, D], the pool.
     slots, present
         [B, Hs, M], Hs = Hkv or Hq, and which of them count; one of each list at least.
+    log_weights
+        [B, Hq, M], added to the logits; None: nothing.
     """
     rows = query.reshape(*slots.shape[:2], -1, query.shape[3])
     key, value = (
         part.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for part in (keys, values)
     )
     bias = present[:, :, None]
+    if log_weights is not None:
+        log_weights = log_weights.float().view(*slots.shape[:2], -1, slots.shape[2])
+        bias = log_weights.masked_fill(~bias, -torch.inf)
     weights = _probabilities(rows, key, bias, scaling).view(*query.shape[:2], -1)
+    bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(query.shape), weights
 

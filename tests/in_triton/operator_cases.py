@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvbench.attention import flashinfer
 from kvbench.attention import torch as attention
 from kvbench.config import bind_methods
 from kvbench.kernels.operators import Operator
@@ -238,6 +239,20 @@ def attending() -> Iterator[Call]:
         for lists in {2, 2 * group}:
             drawn = torch.randint(0, 200, (2, lists, 70), generator=torch.Generator().manual_seed(3))
             present = torch.arange(70) < torch.tensor([[[70]], [[9]]])
-            arguments = query, *pool, drawn, present.expand_as(drawn).contiguous(), 0.03
+            weights = integers(2, 2 * group, 70, seed=10) if lists == 2 else None
+            arguments = query, *pool, drawn, present.expand_as(drawn).contiguous(), weights, 0.03
             close = 1e-2 if dtype == torch.bfloat16 else 1e-5  # the rounding of bfloat16
             yield Call(attention.attend_seen, f"{group}-{size}-{lists}", fresh(*arguments), close=close)
+        out, sums = integers(2, 2 * group, 1, size, seed=11, dtype=dtype), integers(2, 2 * group, seed=12)
+        sums[1, 0] = -5e4  # of a list without tokens
+        for count in (1, 20):
+            extra = [integers(2, 2, count, size, seed=seed, dtype=dtype) for seed in (13, 14)]
+            weights = integers(2, 2 * group, count, seed=15)
+            weights[0, 0, 1:] = -torch.inf
+            arguments = out, sums, query, *extra, weights, 0.03
+            yield Call(flashinfer.with_extra, f"{group}-{size}-{count}", fresh(*arguments), close=close)
+    for kv_heads, count in ((1, 3), (3, 1100)):
+        first = torch.arange(2 * kv_heads).view(2, kv_heads) * 160
+        listed = torch.full((2 * kv_heads, count), 7, dtype=torch.int32), torch.zeros(2 * kv_heads, dtype=torch.int32)
+        arguments = first, first // 2 + 3, *listed, 16, count + 20
+        yield Call(flashinfer.list_pages, f"{kv_heads}-{count}", fresh(*arguments))
