@@ -112,6 +112,8 @@ class RazorAttention(TwoKinds):
         # of each layer, the sums [2, B, Hkv, D] of the keys and of the values that its heads have
         # dropped
         self.dropped: dict[int, torch.Tensor] = {}
+        # on a GPU: of each layer the compensation tokens, and for which starts
+        self.compensating: dict[int, tuple[list[tuple[int, int]], Extra]] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Drop what lies between the sinks and the recent tokens, and remember its mean."""
@@ -120,7 +122,7 @@ class RazorAttention(TwoKinds):
         )
         for row, starts in enumerate(self.starts):
             for retrieves, start in enumerate(starts):
-                matching = self.retrieves[layer][row] == retrieves
+                matching = (self.retrieves[layer][row] == retrieves).to(sums.device)
                 for which, block in enumerate((prompt.keys, prompt.values)):
                     between = block[row, :, self.sinks : start].float()
                     sums[which, row] += between.sum(dim=1) * matching[:, None]
@@ -129,24 +131,28 @@ class RazorAttention(TwoKinds):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Remember what the new token pushes out of the recent ones."""
-        self._take_in(layer, self._first(layer, self.starts))
+        pairs = zip(self.starts, self.former_starts, strict=True)
+        most = max(now - before for pair in pairs for now, before in zip(*pair, strict=True))
+        if most > 0:
+            self._take_in(layer, most)
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The recent tokens, the sinks, and the compensation token of those between."""
         selection = super().select(layer, query)
         if not self.drops:
             return selection
-        return replace(selection, extra=self._compensation(layer, self._first(layer, self.starts)))
+        starts, extra = self.compensating.get(layer) or ([], None)
+        if extra is None or starts != self.starts:
+            extra = self._compensation(layer)
+            if query.is_cuda:
+                self.compensating[layer] = self.starts, extra
+        return replace(selection, extra=extra)
 
-    def _take_in(self, layer: int, now: torch.Tensor) -> None:
-        """Add to the sums the tokens that have just left the recent ones, which begin `now` [B,
-        Hkv].
-        """
-        pairs = zip(self.starts, self.former_starts, strict=True)
-        most = max(now - before for pair in pairs for now, before in zip(*pair, strict=True))
-        if most <= 0:
-            return
-        before = self._first(layer, self.former_starts)
+    def _take_in(self, layer: int, most: int) -> None:
+        """Add to the sums the tokens that have just left the recent ones, `most` of any head."""
+        device = self.dropped[layer].device
+        before = self._first(layer, self.former_starts).to(device)
+        now = self._first(layer, self.starts).to(device)
         ids = before[..., None] + torch.arange(most, device=now.device)
         departed = ids < now[..., None]
         ids = torch.where(departed, ids, -1)
@@ -154,10 +160,11 @@ class RazorAttention(TwoKinds):
             vectors = read(layer, ids).float() * departed[..., None]
             self.dropped[layer][which] += vectors.sum(dim=2)
 
-    def _compensation(self, layer: int, first: torch.Tensor) -> Extra:
+    def _compensation(self, layer: int) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where
         that is nothing.
         """
+        first = self._first(layer, self.starts).to(self.dropped[layer].device)
         count = (first - self.sinks).clamp(min=0).float()
         means = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)
         key, value = means[..., None, :]

@@ -14,7 +14,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.recent import sinks_and_recent
+from methods.blocks.recent import recent_and_sinks, sinks_and_recent
 
 # decode steps between two evictions: between them memory holds up to this many tokens more
 DROP_EVERY = 32
@@ -49,6 +49,8 @@ class StreamingLLM(Method):
         # of each layer, the tokens that each row attends at most, [B, 1], and the same on a GPU
         self.counts: dict[int, torch.Tensor] = {}
         self.counts_on: dict[int, torch.Tensor] = {}
+        if shape.device.type == "cuda":
+            self.sinks_on = shape.for_layers(torch.full((shape.batch,), self.sinks))
         capacities = torch.tensor(self.capacities)[:, None]
         for layer in shape.sparse_layers:
             self._share(layer, capacities)
@@ -96,7 +98,11 @@ class StreamingLLM(Method):
         """
         if layer in self.counts_on:
             most = int(self.counts[layer].max())
-            return sinks_and_recent(self.view.seen(layer), self.counts_on[layer], self.sinks, most)
+            sinks: torch.Tensor = self.sinks_on[layer]
+            ids: torch.Tensor = recent_and_sinks(
+                self.view.seen(layer), self.counts_on[layer], sinks, most
+            )
+            return ids
         lengths, counts = self.view.lengths(layer), self.counts[layer]
         most = max(map(min, lengths, counts[:, 0].tolist()))
         return sinks_and_recent(torch.tensor(lengths), counts, self.sinks, most)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.kernels.operators import operator
 from methods.blocks import list_kernels
 
 
 def sinks_and_recent(
     lengths: torch.Tensor, counts: torch.Tensor, sinks: int, most: int
 ) -> torch.Tensor:
-    """Ids of the first `sinks` tokens and of the most recent ones, `counts` in all; of fewer tokens
-    all.
+    """Ids of the first `sinks` tokens and of the most recent ones, `counts` in all, on a CPU; of
+    fewer tokens all.
 
     Parameters
     ----------
@@ -29,16 +30,23 @@ def sinks_and_recent(
     torch.Tensor
         [B, H, most], the newest first, the sinks last, trailing -1.
     """
-    if lengths.device.type == "cpu":
-        ids = torch.empty(*lengths.shape, counts.shape[1], most, dtype=torch.int64)
-        list_kernels.sinks_and_recent(lengths.numpy(), counts.numpy(), sinks, ids.numpy())
-        return ids
+    ids = torch.empty(*lengths.shape, counts.shape[1], most, dtype=torch.int64)
+    list_kernels.sinks_and_recent(lengths.numpy(), counts.numpy(), sinks, ids.numpy())
+    return ids
+
+
+@operator("methods.blocks.gpu.recent")
+def recent_and_sinks(
+    lengths: torch.Tensor, counts: torch.Tensor, sinks: torch.Tensor, most: int
+) -> torch.Tensor:
+    """`sinks_and_recent` of rows that have `sinks` [B] each."""
     newest = torch.arange(most, device=lengths.device)  # 0 is the current token
     lengths, counts = lengths[:, None, None], counts[..., None]
     recent = lengths - 1 - newest
     # after the recent tokens come the sinks, or what is left of a row that is shorter than its
     # count
-    index = torch.where(newest < counts - sinks, recent, torch.minimum(recent, counts - 1 - newest))
+    is_recent = newest < counts - sinks[:, None, None]
+    index = torch.where(is_recent, recent, torch.minimum(recent, counts - 1 - newest))
     return torch.where(newest < torch.minimum(lengths, counts), index, -1)
 
 

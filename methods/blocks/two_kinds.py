@@ -9,7 +9,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, HeadScores, Method, Prompt, Selection, Shape, Table, View
 from methods.blocks.ragged import padded, stacked
-from methods.blocks.recent import sinks_and_recent
+from methods.blocks.recent import recent_and_sinks, sinks_and_recent
 
 # decode steps between two evictions: between them memory holds up to this many tokens more
 DROP_EVERY = 32
@@ -81,20 +81,26 @@ class TwoKinds(Method):
         self.head_count = len(shape.sparse_layers) * shape.kv_heads
         rank = {head: number for number, head in enumerate(self.ranked)}
         counts = torch.tensor([self.fitting(length) for length in shape.lengths])[:, None]
-        self.retrieves: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv]
+        self.retrieves: dict[int, torch.Tensor] = {}  # of each layer, [B, Hkv] on the CPU
         self.kinds: dict[int, list[set[bool]]] = {}  # the same of each row, whichever head it is
         for layer in shape.sparse_layers:
             ranks = [rank.get((layer, head), self.head_count) for head in range(shape.kv_heads)]
-            retrieving = torch.tensor(ranks) < counts
-            self.retrieves[layer] = retrieving.to(shape.device_of(layer))
-            self.kinds[layer] = [set(row) for row in retrieving.tolist()]
-        # of each GPU, [2, B] `starts`, in the same memory in every step
-        self.starts_on = {
-            device: torch.zeros(2, shape.batch, dtype=torch.int64, device=device)
-            for device in {shape.device_of(layer) for layer in shape.sparse_layers}
-            if device.type == "cuda"
-        }
+            self.retrieves[layer] = torch.tensor(ranks) < counts
+            self.kinds[layer] = [set(row) for row in self.retrieves[layer].tolist()]
         self.sinks_of = [self.first_tokens(length) for length in shape.lengths]
+        # on a GPU: of each layer, tokens that its heads attend, [B, Hkv], in the same memory in
+        # every step, and the sinks of each row
+        self.counts_on: dict[int, torch.Tensor] = {}
+        self.sinks_on: dict[int, torch.Tensor] = {}
+        if shape.device.type == "cuda":
+            size = len(shape.sparse_layers), shape.batch, shape.kv_heads
+            self.counts_of = {
+                device: torch.zeros(size, dtype=torch.int64, device=device)
+                for device in {shape.device_of(layer) for layer in shape.sparse_layers}
+            }
+            for at, layer in enumerate(shape.sparse_layers):
+                self.counts_on[layer] = self.counts_of[shape.device_of(layer)][at]
+            self.sinks_on = shape.for_layers(torch.tensor(self.sinks_of))
         self.generated = 0
         self.starts = [(sinks, sinks) for sinks in self.sinks_of]
         self._move()
@@ -149,9 +155,10 @@ class TwoKinds(Method):
             self.starts.append(
                 (self._start(total, other, sinks), self._start(total, retrieval, sinks))
             )
-        for starts in self.starts_on.values():
-            values = torch.tensor(self.starts).T.contiguous()
-            starts.copy_(values.pin_memory(), non_blocking=True)
+        if self.counts_on:
+            counts = torch.stack([*map(self._counts, self.retrieves)]).pin_memory()
+            for on_device in self.counts_of.values():
+                on_device.copy_(counts, non_blocking=True)
 
     def _start(self, total: int, entries: int, sinks: int) -> int:
         """The first recent token of a head that attends `entries` of `total` tokens."""
@@ -172,24 +179,31 @@ class TwoKinds(Method):
         most = max(
             length - self.starts[row][kind] + self.sinks_of[row] for kind in self.kinds[layer][row]
         )
-        return most if self.retrieves[layer].is_cpu else padded(most)
+        return padded(most) if self.counts_on else most
 
     def _first(self, layer: int, starts: list[tuple[int, int]]) -> torch.Tensor:
-        """The first recent token of each head, [B, Hkv]."""
-        device = self.shape.device_of(layer)
-        if starts is self.starts and device in self.starts_on:
-            other, retrieval = self.starts_on[device][..., None]
-        else:
-            other, retrieval = torch.tensor(starts, device=device).T[..., None]
+        """The first recent token of each head, [B, Hkv] on the CPU."""
+        other, retrieval = torch.tensor(starts).T[..., None]
         return torch.where(self.retrieves[layer], retrieval, other)
+
+    def _counts(self, layer: int) -> torch.Tensor:
+        """Tokens that each head attends, [B, Hkv] on the CPU."""
+        pairs = zip(self.shape.lengths, self.sinks_of, strict=True)
+        totals = torch.tensor([length + self.generated + sinks for length, sinks in pairs])
+        return totals[:, None] - self._first(layer, self.starts)
 
     def _attended(self, layer: int) -> torch.Tensor:
         """Token ids [B, Hkv, M]: recent ones, the newest first, and the sinks."""
-        lengths, first = self.view.seen(layer), self._first(layer, self.starts)
+        lengths, counts = self.view.lengths(layer), self.counts_on.get(layer)
+        most = [self._longest(layer, row, length) for row, length in enumerate(lengths)]
+        if counts is not None:
+            seen = self.view.seen(layer)
+            ids: torch.Tensor = recent_and_sinks(seen, counts, self.sinks_on[layer], max(most))
+            return ids
+        counts, totals = self._counts(layer), torch.tensor(lengths)
         rows = []
-        for row, length in enumerate(self.view.lengths(layer)):
-            this_row, sinks = slice(row, row + 1), self.sinks_of[row]
-            most = self._longest(layer, row, length)
-            counts = lengths[this_row, None] - first[this_row] + sinks
-            rows.append(sinks_and_recent(lengths[this_row], counts, sinks, most)[0])
+        for row, sinks in enumerate(self.sinks_of):
+            this_row = slice(row, row + 1)
+            ids = sinks_and_recent(totals[this_row], counts[this_row], sinks, most[row])
+            rows.append(ids[0])
         return stacked(rows)

@@ -22,7 +22,7 @@ from kvbench.memory.device import NO_TOKEN
 bind_methods()
 
 from methods import rocketkv  # noqa: E402
-from methods.blocks import held, pages, products, topk  # noqa: E402
+from methods.blocks import held, pages, products, recent, topk  # noqa: E402
 
 
 @dataclass
@@ -48,6 +48,7 @@ def calls() -> Iterator[Call]:
     yield from ranking()
     yield from paging()
     yield from holding()
+    yield from ends()
     yield from storing()
     yield from scanning()
     yield from retrieving()
@@ -151,6 +152,15 @@ def holding() -> Iterator[Call]:
             return ids, numbers, counts, numbers[..., :width], limits
 
         yield Call(held.drop_least, f"{heads}-{room}-itself", of_itself)
+
+
+def ends() -> Iterator[Call]:
+    """Rows within their count, and beyond it; lists without sinks, or with nothing but sinks."""
+    for heads, most in ((1, 9), (3, 64)):
+        counts = torch.tensor([[9, 5, 40], [7, 64, 3]])[:, :heads].contiguous()
+        for sinks in ([4, 0], [3, 3]):
+            arguments = torch.tensor([50, 6]), counts, torch.tensor(sinks), most
+            yield Call(recent.recent_and_sinks, f"{heads}-{most}-{sinks}", fresh(*arguments))
 
 
 def storing() -> Iterator[Call]:
