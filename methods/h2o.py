@@ -16,7 +16,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
+from methods.blocks.held import ADD, Eviction, TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
 
@@ -83,7 +83,7 @@ class H2O(Evictor):
         the share leaves nothing to heavy hitters, or nothing to recent tokens.
     """
 
-    host_step = False
+    how = ADD
 
     recent: float = 0.5
     granularity: Granularity = "kv_head"
@@ -99,7 +99,7 @@ class H2O(Evictor):
         """Note how much of what stays of each row is recent."""
         super().begin(shape, budget, view, context)
         counts = [self.reserved(capacity) - budget.counts_generated for capacity in self.capacities]
-        self.recent_counts = shape.for_layers(torch.tensor(counts)[:, None, None])
+        self.recent_counts = shape.for_layers(torch.tensor(counts))
 
     def reserved(self, capacity: int) -> int:
         """The recent ones."""
@@ -110,11 +110,6 @@ class H2O(Evictor):
         sums = self.scorer.score(layer, prompt).gather(2, tokens.ids.clamp(min=0))
         tokens.numbers.copy_(sums.masked_fill(tokens.ids < 0, torch.inf))
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """Add it to the sums."""
-        tokens.numbers.add_(attention)
-
-    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
-        """The sums; recent tokens stay."""
-        recent = tokens.ids >= self.view.seen(layer)[:, None, None] - self.recent_counts[layer]
-        return super().worth(layer, tokens).masked_fill(recent, torch.inf)
+    def eviction(self, layer: int) -> Eviction:
+        """Recent tokens stay."""
+        return super().eviction(layer)._replace(recent=self.recent_counts[layer])

@@ -12,7 +12,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
+from methods.blocks.held import STAMP, Eviction
 from methods.blocks.scorer import Scorer
 
 
@@ -32,7 +32,7 @@ class LRU(Evictor):
     The attention of a group is averaged. Of equal stamps the earlier token goes first.
     """
 
-    host_step = False
+    how = STAMP
 
     def __init__(self) -> None:
         super().__init__(Newest())
@@ -40,10 +40,11 @@ class LRU(Evictor):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Note 1 / C of each row."""
         super().begin(shape, budget, view, context)
-        self.share = shape.for_layers(1 / torch.tensor(self.capacities)[:, None, None])
+        self.share = shape.for_layers(1 / torch.tensor(self.capacities))
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """Stamp the current token, and those it attends with more than 1 / C."""
-        now = (self.view.seen(layer) - 1)[:, None, None]
-        looked = (attention > self.share[layer]) | (tokens.ids == now)
-        tokens.numbers.copy_(torch.where(looked, now.float(), tokens.numbers))
+    def eviction(self, layer: int) -> Eviction:
+        """The stamp is the position of the current token, for what it attends with more than
+        1 / C.
+        """
+        share, first = self.share[layer], self.each(layer, 1)
+        return super().eviction(layer)._replace(origin=first, threshold=share)

@@ -16,7 +16,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
 from methods.blocks import list_kernels
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
+from methods.blocks.held import STAMP, Eviction, TokenLists
 from methods.blocks.topk import Granularity
 from methods.snapkv import SnapKV
 
@@ -56,7 +56,7 @@ class RaaS(Evictor):
         "kv_head", a list for the group; "query_head", one for each query head.
     """
 
-    host_step = False
+    how = STAMP
 
     alpha: float = 1e-4
     page_size: int = 16
@@ -92,56 +92,19 @@ class RaaS(Evictor):
         """Stamps before those of the steps, between -1 and 0: later ones for pages with
         more votes.
         """
-        stamps = self._of_pages(layer, tokens, -1 / (1 + tokens.numbers))
-        tokens.numbers.copy_(stamps.masked_fill(tokens.ids < 0, torch.inf))
+        stamps, ids = (-1 / (1 + tokens.numbers)).cpu(), tokens.ids.cpu().contiguous()
+        latest = torch.empty_like(stamps)
+        arrays = ids.numpy(), self.lengths[layer].cpu().numpy(), self.page_size
+        list_kernels.largest_of_pages(*arrays, stamps.numpy(), latest.numpy())
+        tokens.numbers.copy_(latest.masked_fill(ids < 0, torch.inf))
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """Stamp with the time of the step what was looked at, and the page that the current token
-        is in.
+    def eviction(self, layer: int) -> Eviction:
+        """The page with the oldest stamp goes; a pinned prompt stays.
+
+        Stamped with the time of the step are the pages that were looked at, and the one that the
+        current token is in.
         """
-        looked = attention.scatter(2, tokens.counts[..., None] - 1, torch.inf)
-        step = (self.view.seen(layer)[:, None, None] - self.lengths[layer]).float()
-        stamped = self._of_pages(layer, tokens, looked) > self.alpha
-        tokens.numbers.copy_(torch.where(stamped, step, tokens.numbers))
-
-    def make_room(self, layer: int, tokens: TokenLists) -> None:
-        """Evict the page with the oldest stamp."""
-        if tokens.width > min(self.limits):
-            worth, pages = self.worth(layer, tokens), self._pages(layer, tokens)
-            oldest = worth.argmin(dim=2, keepdim=True)
-            # of a page at an end the rest stays
-            goes = (pages == pages.gather(2, oldest)) & worth.isfinite()
-            size = goes.sum(dim=2, keepdim=True)
-            full = (tokens.counts > self.limit[layer])[..., None]
-            tokens.drop(oldest, size * full, max(self.limits))
-
-    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
-        """The stamps; a pinned prompt stays."""
-        if self.pinned:
-            return tokens.numbers.masked_fill(tokens.ids < self.lengths[layer], torch.inf)
-        return super().worth(layer, tokens)
-
-    def _pages(self, layer: int, tokens: TokenLists) -> torch.Tensor:
-        """The page of each token, [B, H, width]; there is one that begins with the first generated
-        token.
-        """
-        far = torch.iinfo(torch.int64).max // 2  # where there is no token
-        return torch.where(tokens.ids < 0, far, tokens.ids - self.lengths[layer]) // self.page_size
-
-    def _of_pages(self, layer: int, tokens: TokenLists, numbers: torch.Tensor) -> torch.Tensor:
-        """The largest number of each token's page, [B, H, width]."""
-        if self.page_size == 1:
-            return numbers
-        if numbers.device.type == "cpu":
-            largest = torch.empty_like(numbers)
-            ids, firsts = tokens.ids.contiguous().numpy(), self.lengths[layer].view(-1).numpy()
-            arrays = numbers.contiguous().numpy(), largest.numpy()
-            list_kernels.largest_of_pages(ids, firsts, self.page_size, *arrays)
-            return largest
-        pages = self._pages(layer, tokens)
-        number = torch.zeros_like(pages)  # of the page in its list
-        number[..., 1:] = (pages[..., 1:] != pages[..., :-1]).cumsum(dim=2)
-        most = torch.zeros_like(numbers).scatter_reduce_(
-            2, number, numbers, "amax", include_self=False
-        )
-        return most.gather(2, number)
+        first = self.lengths[layer] if self.pinned else None
+        alpha = self.each(layer, self.alpha)
+        whose = {"origin": self.lengths[layer], "threshold": alpha, "first": first}
+        return super().eviction(layer)._replace(page_size=self.page_size, **whose)

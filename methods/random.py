@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Prompt, Shape, View
+from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
 from methods.blocks.scorer import Scorer
 
 
@@ -47,16 +46,18 @@ class RandomEviction(Evictor):
     are held.
     """
 
+    host_step = True
     scorer: RandomTokens
 
     def __init__(self) -> None:
         super().__init__(RandomTokens())
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """The number of the current token; attention changes nothing."""
-        generators = self.scorer.generators[layer]
+    def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
+        """Draw the number of the current token; attention changes nothing."""
+        generators, tokens = self.scorer.generators[layer], self.token_lists[layer]
         drawn = torch.stack([torch.rand(self.lists, 1, generator=row) for row in generators])
-        tokens.numbers.scatter_(2, tokens.counts[..., None] - 1, drawn.to(attention.device))
+        tokens.numbers.scatter_(2, tokens.counts[..., None] - 1, drawn.to(probabilities.device))
+        super().observe(layer, selection, probabilities)
 
 
 def random(evict: Literal["once", "always"] = "once") -> RandomTokens | RandomEviction:

@@ -16,7 +16,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Shape, View
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
+from methods.blocks.held import KEEP, REPLACE, Eviction
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Granularity
 from methods.h2o import HeavyHitters
@@ -65,7 +65,7 @@ class SCOPE(Evictor):
         the window holds recent tokens alone, or delta is no number of steps.
     """
 
-    host_step = False
+    how = REPLACE
 
     compressor: Literal["snapkv", "pyramidkv", "h2o"] = "snapkv"
     prompt_window: int = 8
@@ -92,6 +92,8 @@ class SCOPE(Evictor):
         # generated tokens that stay; steps that did not evict
         self.size = self.waited = self.excess = 0
         self.prompt: dict[int, torch.Tensor] = {}  # tokens of it in each list, [B, H]
+        # the same with generated ones that stay, and how many of these
+        self.limits_of: dict[int, tuple[int | None, torch.Tensor]] = {}
         # of each row, [B, 1], the next token's slot left out
         self.capacity: dict[int, torch.Tensor] = {}
         for layer, rows in self.scorer.budgets.items():
@@ -132,48 +134,61 @@ class SCOPE(Evictor):
             return self.window
         return self.recent + (step - 1) // self.growth
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """A generated token is worth what it receives in this step; a prompt token its score."""
-        of_prompt = tokens.ids < self.lengths[layer]
-        tokens.numbers.copy_(torch.where(of_prompt, tokens.numbers, attention))
+    def eviction(self, layer: int) -> Eviction:
+        """A generated token is worth what it receives in this step, a prompt token its score; the
+        prompt and recent tokens stay.
+        """
+        lengths, recent = self.lengths[layer], self._recent(layer)
+        return Eviction(None, 0, origin=lengths, first=lengths, recent=recent)
 
-    def make_room(self, layer: int, tokens: TokenLists) -> None:
+    def make_room(self, layer: int, how: int, attention: torch.Tensor) -> None:
         """Evict the generated tokens of which there are too many, and where they count a prompt
         token.
         """
+        tokens, seen = self.token_lists[layer], self.view.seen(layer)
         if layer not in self.prompt:
             self.prompt[layer] = tokens.counts.clone()
-        prompt = self.prompt[layer]
-        counted = self.budget.counts_generated
-        limit, recent = self._limits(layer, prompt)
-        newest = self.view.seen(layer)[:, None, None] - recent
-        for _ in range(max(self.excess, int(counted)) if self.steps else 0):
-            stay = (tokens.ids < self.lengths[layer]) | (tokens.ids >= newest)
-            worth = tokens.numbers.masked_fill(stay, torch.inf)
-            tokens.drop_least(worth, prompt + limit, tokens.width - (not counted))
+        counted, eviction = self.budget.counts_generated, self.eviction(layer)
+        times = max(self.excess, int(counted)) if self.steps else 0
+        if not times:
+            tokens.evict(how, eviction, seen, attention)
+        for _ in range(times):
+            most = tokens.width - (not counted)
+            tokens.evict(how, eviction._replace(limits=self._limits(layer), most=most), seen, attention)
+            how = KEEP
         if counted:
-            generated = tokens.ids >= self.lengths[layer]
-            prompt.sub_((tokens.counts > self.capacity[layer]).long())
-            worth = tokens.numbers.masked_fill(generated, torch.inf)
+            self.prompt[layer].sub_((tokens.counts > self.capacity[layer]).long())
             most = max(self.scorer.budgets[layer]) - 1
-            tokens.drop_least(worth, self.capacity[layer], most)
+            generated = seen - self.lengths[layer]
+            eviction = Eviction(self.capacity[layer], most, recent=generated)
+            tokens.evict(KEEP, eviction, seen, attention)
 
     @property
     def layout(self) -> object:
         """How long the lists are, and how many tokens go: the same once the window is full."""
         return super().layout, self.size, self.excess
 
-    def _limits(
-        self, layer: int, prompt: torch.Tensor
-    ) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """Generated tokens that stay beside so many of the `prompt`, [B, H], and how many of them
-        are recent.
-        """
+    def _recent(self, layer: int) -> torch.Tensor:
+        """Recent tokens of each row that stay, [B]."""
         if not self.budget.counts_generated:
-            return self.size, self.recent
+            return self.each(layer, self.recent)
+        return ((self.capacity[layer][:, 0] + 1) // 8).clamp(max=self.recent)
+
+    def _limits(self, layer: int) -> torch.Tensor:
+        """Tokens that stay of each list, [B, H]: those of the prompt, and generated ones beside
+        them.
+        """
+        prompt = self.prompt[layer]
+        if not self.budget.counts_generated:
+            size, limits = self.limits_of.get(layer, (None, prompt))
+            if size != self.size:
+                limits = prompt + self.size
+            if prompt.is_cuda:  # it grows no more once the window is full
+                self.limits_of[layer] = self.size, limits
+            return limits
         part = (self.capacity[layer] + 1) // 4
         room = torch.maximum(part - 1, self.capacity[layer] - prompt)
-        return room.clamp(max=self.size), (part // 2).clamp(max=self.recent)[..., None]
+        return prompt + room.clamp(max=self.size)
 
     def most(self, layer: int, length: int, generated: int) -> int:
         """The layer's C, and what the window has come to, with the current token."""

@@ -12,7 +12,7 @@ import torch
 
 from kvbench.method import Needs, Prompt
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import TokenLists
+from methods.blocks.held import REPLACE, Eviction
 from methods.blocks.interval import Interval
 from methods.blocks.scorer import Scorer
 from methods.blocks.votes import window_votes
@@ -35,14 +35,14 @@ class TOVA(Evictor):
     The current token is not protected: it may be the one that goes.
     """
 
-    host_step = False
+    how = REPLACE
 
     def __init__(self) -> None:
         super().__init__(LastQuery(), "layer")
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
+    def eviction(self, layer: int) -> Eviction:
         """What a token receives in this step is what it is worth."""
-        tokens.numbers.copy_(attention.masked_fill(tokens.ids < 0, torch.inf))
+        return super().eviction(layer)._replace(origin=self.each(layer, 0))
 
 
 class TOVADecode(Interval, LastQuery):

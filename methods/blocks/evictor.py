@@ -12,8 +12,8 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Selection, Shape, View
-from methods.blocks.ends import KeepsEnds, at_ends
-from methods.blocks.held import TokenLists
+from methods.blocks.ends import KeepsEnds
+from methods.blocks.held import KEEP, Eviction, TokenLists
 from methods.blocks.scorer import Scorer
 from methods.blocks.topk import Lists
 
@@ -24,12 +24,11 @@ DROP_EVERY = 32
 class Evictor(KeepsEnds):
     """Attend the tokens that are held, and let go of the ones worth least.
 
-    Subclass, and write `note`.
+    Subclass, and say `how` attention changes the number beside each token; `eviction` has the rest.
 
-    A scorer cuts the prompt to the budget. `note` gets the attention of every step, which changes
-    the number beside each token, and `make_room` evicts the one with the least. C stay after each
-    step, and the next token is attended on top of them; where generated tokens count, it is one of
-    the C.
+    A scorer cuts the prompt to the budget. After every step the token with the least number goes. C
+    stay after each step, and the next token is attended on top of them; where generated tokens
+    count, it is one of the C.
 
     Each KV head has a list, for which the attention of its query heads is averaged; with
     granularity "query_head" each query head has one, and memory holds what any of a group does.
@@ -45,13 +44,16 @@ class Evictor(KeepsEnds):
     Attributes
     ----------
     host_step
-        as of `kvbench.method.Needs`: False where `note`, `worth` and `make_room` need no host.
+        as of `kvbench.method.Needs`.
+    how
+        what attention makes of the numbers: KEEP, ADD, REPLACE or STAMP of `methods.blocks.held`.
     token_lists
         of each layer; the numbers are the prompt's scores at first.
     """
 
     evicts = "always"
-    host_step = True
+    host_step = False
+    how = KEEP
 
     def __init__(self, scorer: Scorer, granularity: Lists = "kv_head") -> None:
         self.scorer, self.granularity = scorer, granularity
@@ -63,29 +65,34 @@ class Evictor(KeepsEnds):
         Here they stay.
         """
 
-    def note(self, layer: int, tokens: TokenLists, attention: torch.Tensor) -> None:
-        """Change the numbers by what each token received in this step, [B, H, tokens.width]."""
-        raise NotImplementedError
-
     def stays(self, capacity: int, length: int) -> int:
         """Tokens of a list of a budget and a prompt of so many tokens that stay until the next
         token comes.
         """
         return capacity - self.budget.counts_generated
 
-    def worth(self, layer: int, tokens: TokenLists) -> torch.Tensor:
-        """The numbers by which the least goes, infinite for what stays: here the protected ends."""
-        if not any(self.ends):
-            return tokens.numbers
-        stays = at_ends(tokens.ids, self.lengths[layer], self.end_of[layer])
-        return tokens.numbers.masked_fill(stays, torch.inf)
-
-    def make_room(self, layer: int, tokens: TokenLists) -> None:
-        """Evict the token worth least from each list that is full; after the prompt, and after
-        every step.
+    def eviction(self, layer: int) -> Eviction:
+        """What goes from the lists of a layer: here of each that is full the token with the least
+        number, but for the protected ends.
         """
-        if tokens.width > min(self.limits):
-            tokens.drop_least(self.worth(layer, tokens), self.limit[layer], max(self.limits))
+        full = self.token_lists[layer].width > min(self.limits)
+        limits = self.limit[layer] if full else None
+        ends = self.end_of[layer] if any(self.ends) else None
+        return Eviction(limits, max(self.limits), lengths=self.lengths[layer], ends=ends)
+
+    def each(self, layer: int, number: float) -> torch.Tensor:
+        """[B] of this number where a layer is; a GPU is given it once."""
+        device = self.shape.device_of(layer)
+        if device.type == "cpu":
+            return torch.full((self.shape.batch,), number)
+        if (number, device) not in self.numbers:
+            self.numbers[number, device] = torch.full((self.shape.batch,), number, device=device)
+        return self.numbers[number, device]
+
+    def make_room(self, layer: int, how: int, attention: torch.Tensor) -> None:
+        """Note the attention of a step, and evict; after the prompt, and after every step."""
+        tokens, seen = self.token_lists[layer], self.view.seen(layer)
+        tokens.evict(how, self.eviction(layer), seen, attention)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Settle whose lists there will be; none of them holds anything yet."""
@@ -98,8 +105,9 @@ class Evictor(KeepsEnds):
         self.scorer.begin(shape, self.prompt_budget(), view, context)
         self.limits = [*map(self.stays, self.capacities, shape.lengths)]
         self.limit = shape.for_layers(torch.tensor(self.limits)[:, None])
-        self.lengths = shape.for_layers(torch.tensor(shape.lengths)[:, None, None])
-        self.end_of = shape.for_layers(torch.tensor(self.ends)[:, None, None])
+        self.lengths = shape.for_layers(torch.tensor(shape.lengths))
+        self.end_of = shape.for_layers(torch.tensor(self.ends))
+        self.numbers: dict[tuple[float, torch.device], torch.Tensor] = {}  # see `each`
         self.token_lists: dict[int, TokenLists] = {}
         self.in_memory: dict[int, bool] = {}  # whether a layer's lists began as those of memory
         self.steps = 0
@@ -113,7 +121,7 @@ class Evictor(KeepsEnds):
         ids, scores = self.scorer.best(layer, prompt)
         tokens = self.token_lists[layer] = TokenLists(ids, scores.gather(2, ids.clamp(min=0)))
         self.note_prompt(layer, tokens, prompt)
-        self.make_room(layer, tokens)
+        self.make_room(layer, KEEP, scores[..., :0])
         self.view.keep(layer, tokens.ids, DROP_EVERY)
         full = int(tokens.counts.max()) == tokens.width
         self.in_memory[layer] = self.lists == self.shape.kv_heads and full
@@ -140,9 +148,7 @@ class Evictor(KeepsEnds):
 
     def observe(self, layer: int, selection: Selection | None, probabilities: torch.Tensor) -> None:
         """Note the attention of the step, and let the token worth least go."""
-        tokens = self.token_lists[layer]
-        self.note(layer, tokens, probabilities.unflatten(1, (self.lists, -1)).mean(dim=2))
-        self.make_room(layer, tokens)
+        self.make_room(layer, self.how, probabilities)
 
     def end_step(self) -> None:
         """Now and then free the memory of what was evicted."""

@@ -4,12 +4,54 @@ beside each.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import pad
 
 from kvbench.kernels.operators import operator
+from methods.blocks import list_kernels
+from methods.blocks.ends import at_ends
 
 GROWTH = 64  # slots added when a list is full
+# What a step makes of the number of a token that received attention: nothing, the sum of both, the
+# attention itself, or the time of the step where that is enough.
+KEEP, ADD, REPLACE, STAMP = range(4)
+
+
+class Eviction(NamedTuple):
+    """How the tokens of a layer's lists gain and lose, and which of them go.
+
+    Attributes
+    ----------
+    limits
+        [B, 1 or H] int64; of a list of more, the token with the least number goes. None: none goes.
+    most
+        tokens that no list has more of afterwards.
+    origin
+        [B] int64; ADD does not ask for it. REPLACE is of tokens from this one on; of STAMP the
+        token before which the time of steps begins.
+    threshold
+        [B] float32, attention above which a token is stamped; the newest is in any case.
+    page_size
+        tokens from the origin on that are stamped and go together.
+    recent
+        [B] int64, the most recent tokens, which stay; None: none for that.
+    first
+        [B] int64, tokens before this one stay; None: none for that.
+    lengths, ends
+        [B] int64, tokens of the prompt, and at either end of it those that stay; None: none.
+    """
+
+    limits: torch.Tensor | None
+    most: int
+    origin: torch.Tensor | None = None
+    threshold: torch.Tensor | None = None
+    page_size: int = 1
+    recent: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
 
 
 class TokenLists:
@@ -59,37 +101,103 @@ class TokenLists:
         append_token(self._ids, self._numbers, self.counts, seen, 0.0)
         self.width += 1
 
-    def drop_least(self, worth: torch.Tensor, limits: torch.Tensor, most: int) -> None:
-        """The token with the least `worth` [B, H, width] goes from each list of more than `limits`
-        [B, 1 or H].
+    def evict(
+        self, how: int, eviction: Eviction, seen: torch.Tensor, attention: torch.Tensor
+    ) -> None:
+        """Note the attention [B, Hq, width] of the last of `seen` [B] tokens, and let tokens go.
 
-        Parameters
-        ----------
-        most
-            tokens that no list has more of afterwards.
+        `how` is one of KEEP, ADD, REPLACE and STAMP; query heads that share a list count as their
+        mean.
         """
+        limits, most, *rest = eviction
         if self._ids.is_cuda:  # in the same memory, so that a step can be captured
-            drop_least(self._ids, self._numbers, self.counts, worth, limits)
-            self._dropped(most)
+            lists = self._ids, self._numbers, self.counts
+            evict_tokens(*lists, attention, self.width, seen, how, limits, *rest)
         else:
-            over = (self.counts > limits).long()[..., None]
-            self.drop(worth.argmin(dim=2, keepdim=True), over, most)
+            lists = self.ids, self.numbers, self.counts
+            numbers = noted(*lists, attention, seen, how, *rest[:3])
+            if numbers is not self.numbers:
+                self.numbers.copy_(numbers)
+            if limits is not None:
+                gone = going(*lists, seen, limits, *rest)
+                # the selection of the step still shows the ones before
+                self._ids, self._numbers = closed_up(self._ids, self._numbers, *gone)
+                self.counts.sub_(gone.count[..., 0])
+        if limits is not None:
+            self.untouched, self.width = False, min(self.width, most)
 
-    def drop(self, first: torch.Tensor, count: torch.Tensor, most: int) -> None:
-        """The tokens of `count` slots from `first` on go, both [B, H, 1]; those after them close
-        up. `most` as above.
-        """
-        ids, numbers = closed_up(self._ids, self._numbers, first, count)
-        if ids.is_cuda:
-            self._ids.copy_(ids)
-            self._numbers.copy_(numbers)
-        else:  # the selection of the step still shows the ones before
-            self._ids, self._numbers = ids, numbers
-        self.counts.sub_(count[..., 0])
-        self._dropped(most)
 
-    def _dropped(self, most: int) -> None:
-        self.untouched, self.width = False, min(self.width, most)
+class Stretch(NamedTuple):
+    """Slots of a list: the first, and how many, [B, H, 1] both."""
+
+    first: torch.Tensor
+    count: torch.Tensor
+
+
+def noted(
+    ids: torch.Tensor,
+    numbers: torch.Tensor,
+    counts: torch.Tensor,
+    attention: torch.Tensor,
+    seen: torch.Tensor,
+    how: int,
+    origin: torch.Tensor | None,
+    threshold: torch.Tensor | None,
+    page_size: int,
+) -> torch.Tensor:
+    """Numbers of lists [B, H, n] after a step, see `TokenLists.evict` and `Eviction`."""
+    if how == KEEP:
+        return numbers
+    received = attention.unflatten(1, (ids.shape[1], -1)).mean(dim=2)
+    if how == ADD:
+        return numbers + received
+    assert origin is not None
+    if how == REPLACE:
+        return torch.where(ids >= origin[:, None, None], received, numbers)
+    assert threshold is not None
+    received.scatter_(2, counts[..., None] - 1, torch.inf)
+    if page_size > 1:
+        largest = torch.empty_like(received)
+        arrays = ids.contiguous().numpy(), origin.numpy(), page_size
+        list_kernels.largest_of_pages(*arrays, received.numpy(), largest.numpy())
+        received = largest
+    stamped = received > threshold[:, None, None]
+    return torch.where(stamped, (seen - origin)[:, None, None].float(), numbers)
+
+
+def going(
+    ids: torch.Tensor,
+    numbers: torch.Tensor,
+    counts: torch.Tensor,
+    seen: torch.Tensor,
+    limits: torch.Tensor,
+    origin: torch.Tensor | None,
+    threshold: torch.Tensor | None,
+    page_size: int,
+    recent: torch.Tensor | None,
+    first: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    ends: torch.Tensor | None,
+) -> Stretch:
+    """What of lists [B, H, n] goes, see `Eviction`."""
+    worth = numbers
+    if recent is not None:
+        worth = worth.masked_fill(ids >= (seen - recent)[:, None, None], torch.inf)
+    if first is not None:
+        worth = worth.masked_fill(ids < first[:, None, None], torch.inf)
+    if ends is not None:
+        assert lengths is not None
+        at_an_end = at_ends(ids, lengths[:, None, None], ends[:, None, None])
+        worth = worth.masked_fill(at_an_end, torch.inf)
+    least = worth.argmin(dim=2, keepdim=True)
+    full = (counts > limits).long()[..., None]
+    if page_size == 1:
+        return Stretch(least, full)
+    assert origin is not None
+    pages = (ids - origin[:, None, None]) // page_size
+    # of a page at an end the rest stays
+    goes = (pages == pages.gather(2, least)) & (ids >= 0) & worth.isfinite()
+    return Stretch(least, full * goes.sum(dim=2, keepdim=True))
 
 
 def closed_up(
@@ -119,17 +227,30 @@ def append_token(
 
 
 @operator("methods.blocks.gpu.held", writes=("ids", "numbers", "counts"))
-def drop_least(
+def evict_tokens(
     ids: torch.Tensor,
     numbers: torch.Tensor,
     counts: torch.Tensor,
-    worth: torch.Tensor,
-    limits: torch.Tensor,
+    attention: torch.Tensor,
+    width: int,
+    seen: torch.Tensor,
+    how: int,
+    limits: torch.Tensor | None,
+    origin: torch.Tensor | None,
+    threshold: torch.Tensor | None,
+    page_size: int,
+    recent: torch.Tensor | None,
+    first: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> None:
-    """See `TokenLists.drop_least`; `worth` may be `numbers`."""
-    over = (counts > limits).long()
-    first = worth.argmin(dim=2, keepdim=True)
-    moved = closed_up(ids, numbers, first, over[..., None])
-    ids.copy_(moved[0])
-    numbers.copy_(moved[1])
-    counts.sub_(over)
+    """See `TokenLists.evict`, of lists in memory for more than `width` tokens."""
+    lists = ids[..., :width], numbers[..., :width], counts
+    more = origin, threshold, page_size
+    if how != KEEP:
+        numbers[..., :width] = noted(*lists, attention, seen, how, *more)
+    if limits is not None:
+        gone = going(*lists, seen, limits, *more, recent, first, lengths, ends)
+        for part, moved in zip((ids, numbers), closed_up(ids, numbers, *gone), strict=True):
+            part.copy_(moved)
+        counts.sub_(gone.count[..., 0])

@@ -142,16 +142,25 @@ def holding() -> Iterator[Call]:
         numbers = integers(2, heads, room).masked_fill(ids < 0, torch.inf)
         arguments = ids, numbers, counts
         yield Call(held.append_token, f"{heads}-{room}", fresh(*arguments, torch.tensor([900, 5000]), 0.5))
-        for limits in (torch.tensor([[room // 2], [0]]), counts - torch.arange(heads) % 2):
-            worth = numbers.masked_fill(ids < 6, torch.inf)[..., : room - 3]
-            yield Call(held.drop_least, f"{heads}-{room}-{len(limits[0])}", fresh(*arguments, worth, limits))
-        limits = torch.tensor([[room // 2], [0]])
-
-        def of_itself(parts: Any = arguments, limits: torch.Tensor = limits, width: int = room - 3) -> tuple[Any, ...]:
-            ids, numbers, counts = (part.clone() for part in parts)
-            return ids, numbers, counts, numbers[..., :width], limits
-
-        yield Call(held.drop_least, f"{heads}-{room}-itself", of_itself)
+        width, seen = room - 3, torch.tensor([9000, 3 * room])
+        each = torch.tensor([[room // 2], [0]]), counts - torch.arange(heads) % 2, None
+        first, recent = torch.tensor([6, 0]), torch.tensor([7, 8 * room])
+        both = torch.tensor([40, 30]), torch.tensor([2, 5])  # lengths of prompts, and of their ends
+        for how, group, stay in (
+            (held.KEEP, 1, (None, None, *both)),
+            (held.ADD, 3, (recent, None, None, None)),
+            (held.REPLACE, 8, (None, first, None, None)),
+            (held.STAMP, 2, (recent, first, *both)),
+            (held.STAMP, 1, (None, first, None, None)),
+        ):
+            # shares of a power of two, whose mean over a group is exact in any order
+            received = integers(2, heads * group, width, low=0, seed=how) * torch.tensor(group / 64)
+            received = received.masked_fill(~(slot < counts[..., None]).repeat_interleave(group, 1)[..., :width], 0)
+            of = torch.tensor([12, 0]), torch.tensor([0.04, 0.05]), 16 if group == 1 and how == held.STAMP else 1
+            for limits in each:
+                name = f"{heads}-{room}-{how}-{of[2]}-{'none' if limits is None else len(limits[0])}"
+                parts = *arguments, received, width, seen, how, limits, *of, *stay
+                yield Call(held.evict_tokens, name, fresh(*parts))
 
 
 def ends() -> Iterator[Call]:

@@ -28,51 +28,173 @@ def append_token(ids: Tensor, numbers: Tensor, counts: Tensor, seen: Tensor, num
 
 
 @triton.jit
-def _drop_least(  # type: ignore[no-untyped-def]
-    ids, numbers, counts, worth, limits, lists, groups, room, width, apart, BLOCK: tl.constexpr
+def _received(attention, count, slot, width, group):  # type: ignore[no-untyped-def]
+    """The mean attention that a group of query heads gives to slots; of the newest without end."""
+    total = tl.zeros(slot.shape, tl.float32)
+    for member in range(group):
+        total += tl.load(attention + member * width + slot, mask=slot < width, other=0.0)
+    return tl.where(slot == count - 1, float("inf"), total / group)
+
+
+@triton.jit
+def _page(token, origin, page_size):  # type: ignore[no-untyped-def]
+    """The page of each token: those before the origin have negative numbers."""
+    place = token - origin
+    return tl.where(place < 0, -1 - (-1 - place) // page_size, place // page_size)
+
+
+@triton.jit
+def _worth(  # type: ignore[no-untyped-def]
+    ids, numbers, slot, width, row, seen, recent, first, lengths, ends
+):
+    """The number of each slot's token, infinite for one that stays."""
+    worth = tl.load(numbers + slot, mask=slot < width, other=float("inf"))
+    token = tl.load(ids + slot, mask=slot < width, other=-1)
+    stays = slot >= width
+    if recent is not None:
+        stays = stays | (token >= seen - tl.load(recent + row))
+    if first is not None:
+        stays = stays | (token < tl.load(first + row))
+    if ends is not None:
+        length, end = tl.load(lengths + row), tl.load(ends + row)
+        stays = stays | (token < end) | ((token >= length - end) & (token < length))
+    return tl.where(stays, float("inf"), tl.where(worth != worth, float("-inf"), worth))
+
+
+@triton.jit
+def _evict_tokens(  # type: ignore[no-untyped-def]
+    ids,
+    numbers,
+    counts,
+    attention,
+    seen,
+    limits,
+    origin,
+    threshold,
+    recent,
+    first,
+    lengths,
+    ends,
+    lists,
+    limited,
+    group,
+    room,
+    width,
+    HOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + at)
-    limit = tl.load(limits + at // lists * groups + at % lists * groups // lists)
-    least, first = float("inf"), 0
+    row = at // lists
+    count, now = tl.load(counts + at), tl.load(seen + row)
+    ids += at * room
+    numbers += at * room
+    attention += at * group * width
+    begin = count * 0
+    if origin is not None:
+        begin = tl.load(origin + row)
+    if HOW > 0:
+        for start in range(0, width, BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            here = slot < width
+            number = tl.load(numbers + slot, mask=here, other=float("inf"))
+            token = tl.load(ids + slot, mask=here, other=-1)
+            if HOW == 3:
+                received = _received(attention, count, slot, width, group)
+                page = _page(token, begin, PAGE)
+                for step in range(1, PAGE):
+                    for side in tl.static_range(-1, 2, 2):
+                        other = slot + side * step
+                        there = (other >= 0) & (other < width)
+                        its = tl.load(ids + other, mask=there, other=-1)
+                        same = there & (_page(its, begin, PAGE) == page) & (its >= 0)
+                        more = _received(attention, count, tl.where(same, other, width), width, group)
+                        received = tl.maximum(received, tl.where(same, more, 0.0))
+                stamped = (token >= 0) & (received > tl.load(threshold + row))
+                number = tl.where(stamped, (now - begin).to(tl.float32), number)
+            else:
+                # nothing is the newest here
+                received = _received(attention, -1, slot, width, group)
+                if HOW == 1:
+                    number += received
+                else:
+                    number = tl.where(token >= begin, received, number)
+            tl.store(numbers + slot, number, mask=here)
+        tl.debug_barrier()  # they are there to be read
+    if limits is None:
+        return
+    limit = tl.load(limits + row * limited + at % lists * limited // lists)
+    if count <= limit:
+        return
+    least, best = float("inf"), 0
     for start in range(0, width, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        here = tl.load(worth + at * apart + slot, mask=slot < width, other=float("inf"))
-        here = tl.where(here != here, float("-inf"), here)
-        lowest = tl.min(here)
-        its = tl.min(tl.where(here == lowest, slot, width))
-        first = tl.where(lowest < least, its, first)
+        worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
+        lowest = tl.min(worth)
+        its = tl.min(tl.where(worth == lowest, slot, width))
+        best = tl.where(lowest < least, its, best)
         least = tl.minimum(least, lowest)
-    first = tl.where(count > limit, first, room)
-    tl.debug_barrier()  # the numbers may be what they are worth
+    size = 1
+    if PAGE > 1:
+        page, size = _page(tl.load(ids + best), begin, PAGE), 0
+        for start in range(0, width, BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
+            token = tl.load(ids + slot, mask=slot < width, other=-1)
+            goes = (token >= 0) & (_page(token, begin, PAGE) == page)
+            size += tl.sum((goes & (tl.abs(worth) < float("inf"))).to(tl.int32))
+    tl.debug_barrier()  # all have read what moves now
     for start in range(0, room, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        source = tl.minimum(slot + (slot >= first).to(tl.int32), room - 1)
-        moved = (slot >= first) & (slot < room)
-        token = tl.load(ids + at * room + source, mask=moved, other=-1)
-        number = tl.load(numbers + at * room + source, mask=moved, other=0.0)
+        source = tl.minimum(slot + size, room - 1)
+        moved = (slot >= best) & (slot < room)
+        token = tl.load(ids + source, mask=moved, other=-1)
+        number = tl.load(numbers + source, mask=moved, other=0.0)
         tl.debug_barrier()
-        tl.store(ids + at * room + slot, token, mask=moved)
-        tl.store(numbers + at * room + slot, number, mask=moved)
+        tl.store(ids + slot, token, mask=moved)
+        tl.store(numbers + slot, number, mask=moved)
         tl.debug_barrier()
-    tl.store(counts + at, tl.minimum(count, tl.maximum(limit, count - 1)))
+    tl.store(counts + at, count - size)
 
 
-def drop_least(ids: Tensor, numbers: Tensor, counts: Tensor, worth: Tensor, limits: Tensor) -> None:
-    """See `methods.blocks.held.drop_least`."""
+def evict_tokens(
+    ids: Tensor,
+    numbers: Tensor,
+    counts: Tensor,
+    attention: Tensor,
+    width: int,
+    seen: Tensor,
+    how: int,
+    limits: Tensor | None,
+    origin: Tensor | None,
+    threshold: Tensor | None,
+    page_size: int,
+    recent: Tensor | None,
+    first: Tensor | None,
+    lengths: Tensor | None,
+    ends: Tensor | None,
+) -> None:
+    """See `methods.blocks.held.evict_tokens`."""
     lists, room = ids.shape[1:]
-    if worth.stride(0) != lists * worth.stride(1) or worth.stride(2) != 1:
-        worth = worth.contiguous()
-    _drop_least[(counts.numel(),)](
+    _evict_tokens[(counts.numel(),)](
         ids,
         numbers,
         counts,
-        worth,
+        attention.contiguous(),
+        seen,
         limits,
+        origin,
+        threshold,
+        recent,
+        first,
+        lengths,
+        ends,
         lists,
-        limits.shape[1],
+        0 if limits is None else limits.shape[1],
+        attention.shape[1] // lists,
         room,
-        worth.shape[2],
-        worth.stride(1),
+        width,
+        HOW=how,
+        PAGE=page_size,
         BLOCK=BLOCK,
     )
