@@ -170,8 +170,9 @@ class CAKE(KeepsEnds):
                 smoothed = avg_pool1d(
                     attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2
                 )
-                ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
-                smoothed = smoothed.masked_fill(ends, torch.inf)
+                if self.ends[row]:
+                    ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
+                    smoothed = smoothed.masked_fill(ends, torch.inf)
                 best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
                 ids = torch.cat([ids.gather(1, best), ids[:, older:]], dim=1)
             if ids.is_cuda and ids.shape == self.cached_ids[layer][row].shape:

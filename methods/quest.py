@@ -79,6 +79,8 @@ class Quest(Method):
         # of each layer, [B, Hkv, pages, D]; +inf in a page without a key
         self.low: dict[int, torch.Tensor] = {}
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
+        # on each GPU, the last page of each row, which is the same in all layers of a step
+        self.last_pages: dict[torch.device, torch.Tensor] = {}
 
     # -- pages and their bounds --------------------------------------------------------------------
 
@@ -107,7 +109,16 @@ class Quest(Method):
 
     def _last_page(self, layer: int) -> torch.Tensor:
         """The page of each row's newest token, [B]."""
-        return (self.view.seen(layer) - 1) // self.page_size
+        seen = self.view.seen(layer)
+        if seen.is_cpu:
+            return (seen - 1) // self.page_size
+        if seen.device not in self.last_pages:
+            self.last_pages[seen.device] = (seen - 1) // self.page_size
+        return self.last_pages[seen.device]
+
+    def end_step(self) -> None:
+        """Forget what was the same in all layers of the step."""
+        self.last_pages = {}
 
     def crop(self, layer: int) -> None:
         """Sum up each row's last page anew; those after it are empty."""

@@ -90,6 +90,8 @@ class RocketKV(Method):
         self.prompt_ids: dict[int, torch.Tensor] = {}
         self.low: dict[int, torch.Tensor] = {}  # [B, Hkv, pages, D]; +inf in a page without a key
         self.high: dict[int, torch.Tensor] = {}  # -inf in a page without a key
+        # on each GPU, what each row holds, and its last page: the same in all layers of a step
+        self.held_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Keep what the window votes for, and sum up its pages."""
@@ -122,7 +124,7 @@ class RocketKV(Method):
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
         page = torch.tensor(last)
         if key.is_cuda:
-            page = (self._tokens_on_device(layer) - 1) // self.page_sizes[layer]
+            page = self._on_device(layer)[1]
         take_in(key, self.low[layer], self.high[layer], page)
 
     def _last_pages(self, layer: int, more: int = 0) -> list[int]:
@@ -130,9 +132,17 @@ class RocketKV(Method):
         tokens = zip(self._tokens(layer), self.page, strict=True)
         return [(count + more - 1) // page for count, page in tokens]
 
-    def _tokens_on_device(self, layer: int) -> torch.Tensor:
-        """`_tokens`, [B]."""
-        return self.view.seen(layer) - self.gone[layer]
+    def _on_device(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_tokens`, and the last pages, [B] both."""
+        device = self.low[layer].device
+        if device not in self.held_on:
+            tokens = self.view.seen(layer) - self.gone[layer]
+            self.held_on[device] = tokens, (tokens - 1) // self.page_sizes[layer]
+        return self.held_on[device]
+
+    def end_step(self) -> None:
+        """Forget what was the same in all layers of the step."""
+        self.held_on = {}
 
     @property
     def layout(self) -> object:
@@ -158,7 +168,7 @@ class RocketKV(Method):
 
     def _selected_on_device(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """The same with as many pages in every step; those to come receive nothing."""
-        tokens, sizes = self._tokens_on_device(layer), self.page_sizes[layer]
+        tokens, sizes = self._on_device(layer)[0], self.page_sizes[layer]
         rows = zip(self.capacities, self._tokens(layer), strict=True)
         most = max(self._most(capacity, count) for capacity, count in rows)
         bounds = self.low[layer], self.high[layer]

@@ -154,7 +154,9 @@ class SCOPE(Evictor):
             tokens.evict(how, eviction, seen, attention)
         for _ in range(times):
             most = tokens.width - (not counted)
-            tokens.evict(how, eviction._replace(limits=self._limits(layer), most=most), seen, attention)
+            tokens.evict(
+                how, eviction._replace(limits=self._limits(layer), most=most), seen, attention
+            )
             how = KEEP
         if counted:
             self.prompt[layer].sub_((tokens.counts > self.capacity[layer]).long())

@@ -89,7 +89,7 @@ def predicted(method: str, length: int, launches: dict[str, float], host_part: b
     floor, scan = (1e3 * read / BANDWIDTH for read in (weight_bytes() + attended, scanned))
     others = sum(launches[part] for part in ("append", "select", "executor"))
     inside = launches["model"] + (0 if host_part else others)
-    device = floor + scan + 1e-3 * LAYERS * IN_A_GRAPH * inside
+    device = floor + scan + 1e-3 * IN_A_GRAPH * (LAYERS * inside + launches["once"])
     host = 1e-3 * LAYERS * FROM_PYTHON * others if host_part else 0.0
     return Step(floor, scan, device, host)
 

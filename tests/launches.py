@@ -41,7 +41,7 @@ LAYERS, LENGTH, BUDGET, STEPS = 4, 600, 128, 6
 PARTS = ("model", "append", "select", "executor", "once", "up", "down", "waits")
 KERNELS = 2  # of an attention of FlashInfer's: the chunks, and what joins them
 # Kernels that an operator launches, where it is not one.
-OF_OPERATORS = {"search_codes": 6, "best_tokens": 6, "coded_tokens": 4, "cluster_tokens": 3}
+OF_OPERATORS = {"search_codes": 6, "best_tokens": 2, "coded_tokens": 4, "cluster_tokens": 3}
 
 
 class Tape(TorchDispatchMode):
@@ -65,7 +65,7 @@ class Tape(TorchDispatchMode):
         before = {tensor.untyped_storage()._cdata for tensor in given}
         if func._schema.is_mutable or not all(tensor.untyped_storage()._cdata in before for tensor in made):
             kernels = OF_OPERATORS.get(func._opname, 1)
-            kernels += 2 * (func._opname == "best_tokens" and args[10] is not None)  # ranks members of clusters, too
+            kernels += func._opname == "best_tokens" and args[10] is not None  # ranks members of clusters, too
             self._operations.extend(kernels * [((self.parts[-1], self.layer), [*given, *made])])
         return out
 

@@ -34,7 +34,11 @@ def attend(
     probabilities: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
-    if query.is_cuda and selection is not None and (probabilities or selection.log_weight is not None):
+    if (
+        query.is_cuda
+        and selection is not None
+        and (probabilities or selection.log_weight is not None)
+    ):
         in_place = store.stage is None and store.device.pool.key.dtype == query.dtype
         plain = selection.keys is None and selection.extra is None
         if in_place and plain and selection.index.is_cuda:

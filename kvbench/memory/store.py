@@ -368,9 +368,12 @@ class LayerStore:
         all tokens of the home tier by id, in place where it can; raises as `gather`.
         """
         if self.home == "device":
-            if index is None:
-                return self.resident()[:2]
-            return self.gather(uploaded(index, self.device.first.device))
+            if index is not None:
+                return self.gather(uploaded(index, self.device.first.device))
+            near = self.device
+            if near.even and not near.first.is_cpu and not self.how.kv.grouped:
+                return near.codecs.decode(near.key, near.value)  # no mask is asked for
+            return self.resident()[:2]
         assert self.host is not None
         if index is None:
             index = torch.arange(max(self.lengths)).expand(*self.device.used.shape, -1)

@@ -8,9 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from methods.blocks.gpu.lists import products_with, range_of
-from methods.blocks.topk import ranked_ids
+from methods.blocks.gpu.ranks import LONGEST, ranked
+from methods.lychee import search
 
 ROWS, SLOTS = 32, 256  # centroids and entries that a program has at once
+BLOCK = 2048  # scores that a program reads at once
 
 
 @triton.jit
@@ -20,6 +22,8 @@ def _bounds(  # type: ignore[no-untyped-def]
     radii,
     sizes,
     scores,
+    of_query,
+    first,
     weight,
     count,
     size,
@@ -33,13 +37,13 @@ def _bounds(  # type: ignore[no-untyped-def]
 
     RANGES: `sizes` are where members begin and end, not how many there are.
     """
-    of_query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     head = of_query if MEAN else of_query // GROUP
     at = tl.arange(0, WIDE)
     asks, norm = tl.zeros([WIDE], tl.float32), 0.0
     for member in tl.static_range(GROUP if MEAN else 1):
         of_member = of_query * GROUP + member if MEAN else of_query
         query = tl.load(queries + of_member * size + at, mask=at < size, other=0.0)
+        query = query.to(tl.float32)
         asks += query
         norm += tl.sqrt_rn(tl.sum(query * query))
     if MEAN:
@@ -62,6 +66,8 @@ def _nearness(  # type: ignore[no-untyped-def]
     queries,
     codes,
     near,
+    of_query,
+    first,
     count,
     room,
     size,
@@ -71,18 +77,58 @@ def _nearness(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
 ):
     """Products of a query with the representatives of a block of chunks."""
-    of_query, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
     head = of_query if MEAN else of_query // GROUP
     at = tl.arange(0, WIDE)
     asks = tl.zeros([WIDE], tl.float32)
     for member in tl.static_range(GROUP if MEAN else 1):
         of_member = of_query * GROUP + member if MEAN else of_query
-        asks += tl.load(queries + of_member * size + at, mask=at < size, other=0.0)
+        query = tl.load(queries + of_member * size + at, mask=at < size, other=0.0)
+        asks += query.to(tl.float32)
     if MEAN:
         asks = tl.math.div_rn(asks, tl.full([WIDE], GROUP, tl.float32))
     chunk = first + tl.arange(0, ROWS)
     products = products_with(codes + head * room * size, asks, count, first, size, ROWS, WIDE)
     tl.store(near + of_query * count + chunk, products, mask=chunk < count)
+
+
+@triton.jit
+def _scores(  # type: ignore[no-untyped-def]
+    queries,
+    unit_rows,
+    unit_radii,
+    unit_tokens,
+    unit_scores,
+    rows,
+    radii,
+    starts,
+    scores,
+    codes,
+    near,
+    weight,
+    units,
+    clusters,
+    count,
+    room,
+    size,
+    GROUP: tl.constexpr,
+    MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Bounds of a block of units, of one of clusters, or products of one of chunks."""
+    of_query, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_units, of_clusters = tl.cdiv(units, ROWS), tl.cdiv(clusters, ROWS)
+    if block < of_units:
+        of_balls = unit_rows, unit_radii, unit_tokens, unit_scores, of_query, block * ROWS
+        _bounds(queries, *of_balls, weight, units, size, GROUP, MEAN, False, ROWS, WIDE)
+    elif block < of_units + of_clusters:
+        of_balls = rows, radii, starts, scores, of_query, (block - of_units) * ROWS
+        _bounds(queries, *of_balls, weight, clusters, size, GROUP, MEAN, True, ROWS, WIDE)
+    else:
+        if codes is not None:
+            first = (block - of_units - of_clusters) * ROWS
+            sizes = count, room, size
+            _nearness(queries, codes, near, of_query, first, *sizes, GROUP, MEAN, ROWS, WIDE)
 
 
 @triton.jit
@@ -121,28 +167,26 @@ def _arrange(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _list(  # type: ignore[no-untyped-def]
-    order,
+    unit,
     unit_tokens,
     unit_starts,
     scores,
     work,
     listed,
     listed_scores,
+    of_query,
+    head,
     units,
     clusters,
     searched,
     room,
-    LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROUNDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     """The clusters of the units that are searched, unit by unit, and their scores."""
-    of_query = tl.program_id(0).to(tl.int64)
-    head = of_query // LISTS
-    ends, stops = work + of_query * 2 * units, work + of_query * 2 * units + units
+    ends, stops = work, work + units
     rank = tl.arange(0, WIDTH)
-    unit = tl.load(order + of_query * units + rank, mask=rank < units, other=-1)
     there = unit >= 0
     tokens = tl.load(unit_tokens + head * units + unit, mask=there, other=0)
     there = there & ((rank < searched) | (tl.cumsum(tokens) - tokens < 2 * room))
@@ -166,37 +210,39 @@ def _list(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    best,
+    at,
     listed,
     starts,
     members,
     bounds,
     work,
     tokens,
+    seen,
+    first_new,
+    newest,
+    sinks,
+    of_query,
+    head,
     clusters,
     count,
     ranked,
     fitting,
     room,
     ARRANGED: tl.constexpr,
-    LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROUNDS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK_ROUNDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """The tokens of the best clusters' chunks, as many whole chunks as fit.
+    """The newest tokens, sinks, and those of the best clusters' chunks: as many whole ones as fit.
 
     ARRANGED: `members` are of each list, not of each head.
     """
-    of_query = tl.program_id(0).to(tl.int64)
-    head = of_query // LISTS
-    ends = work + of_query * 2 * (ranked + fitting)
-    stops, chunk_ends, chunk_stops = ends + ranked, ends + 2 * ranked, ends + 2 * ranked + fitting
+    ends, stops = work, work + ranked
+    chunk_ends, chunk_stops = stops + ranked, stops + ranked + fitting
 
     rank = tl.arange(0, WIDTH)
-    at = tl.load(best + of_query * ranked + rank, mask=rank < ranked, other=-1)
     cluster = tl.load(listed + of_query * clusters + at, mask=at >= 0, other=0)
     place = starts + head * (clusters + 1) + cluster
     stop = tl.load(place + 1, mask=at >= 0, other=0)
@@ -219,13 +265,98 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(chunk_stops + slot, stop.to(tl.int32), mask=slot < fitting)
     tl.debug_barrier()  # they are there to be read
 
-    for first in range(0, room, SLOTS):
+    length, new = 0, 0
+    if seen is not None:
+        length = tl.load(seen).to(tl.int32)
+        new = tl.maximum(tl.minimum(length - first_new, newest), 0)
+    most = newest + sinks + room
+    for first in range(0, most, SLOTS):
         out = first + tl.arange(0, SLOTS)
-        which = range_of(chunk_ends, fitting, out, CHUNK_ROUNDS)
-        there = (which < fitting) & (out < room)
-        token = tl.load(chunk_stops + which, mask=there, other=0) + out
+        entry = out - new - sinks
+        which = range_of(chunk_ends, fitting, entry, CHUNK_ROUNDS)
+        there = (entry >= 0) & (entry < room) & (which < fitting)
+        token = tl.load(chunk_stops + which, mask=there, other=0) + entry
         token -= tl.load(chunk_ends + which, mask=there, other=0)
-        tl.store(tokens + of_query * room + out, tl.where(there, token, -1), mask=out < room)
+        token = tl.where(there, token, -1)
+        token = tl.where(out < new + sinks, out - new, token)
+        token = tl.where(out < new, length - 1 - out, token)
+        tl.store(tokens + of_query * most + out, token.to(tl.int64), mask=out < most)
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    unit_scores,
+    unit_tokens,
+    unit_starts,
+    scores,
+    listed,
+    listed_scores,
+    starts,
+    members,
+    bounds,
+    tokens,
+    seen,
+    packed,
+    work,
+    first_new,
+    newest,
+    sinks,
+    units,
+    clusters,
+    count,
+    searched,
+    most,
+    fitting,
+    room,
+    ARRANGED: tl.constexpr,
+    LISTS: tl.constexpr,
+    UNITS: tl.constexpr,
+    UNIT_ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK_ROUNDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """From units to tokens, for one list."""
+    of_query = tl.program_id(0).to(tl.int64)
+    head = of_query // LISTS
+    packed += of_query * (units + most)
+    work += of_query * 2 * (units + most + fitting)
+    unit = ranked(unit_scores + of_query * units, units, units, packed, UNITS, BLOCK)
+    where = listed, listed_scores, of_query, head, units, clusters, searched, room
+    of_units = unit_tokens, unit_starts, scores, work
+    _list(unit, *of_units, *where, UNITS, UNIT_ROUNDS, SLOTS)
+    tl.debug_barrier()  # what is listed is there to be read
+    listed_scores += of_query * clusters
+    best = ranked(listed_scores, clusters, most, packed + units, WIDTH, BLOCK)
+    _write(
+        best,
+        listed,
+        starts,
+        members,
+        bounds,
+        work + 2 * units,
+        tokens,
+        seen,
+        first_new,
+        newest,
+        sinks,
+        of_query,
+        head,
+        clusters,
+        count,
+        most,
+        fitting,
+        room,
+        ARRANGED,
+        WIDTH,
+        ROUNDS,
+        CHUNKS,
+        CHUNK_ROUNDS,
+        SLOTS,
+    )
 
 
 def best_tokens(
@@ -245,76 +376,58 @@ def best_tokens(
     ub_weight: int,
     most: int,
     room: int,
+    seen: Tensor | None,
+    first: int,
+    newest: int,
+    sinks: int,
 ) -> Tensor:
-    """See `search.best_tokens`."""
+    """See `search.best_tokens`; what is too much for one program is torch's."""
     group, size = queries.shape[1:]
     units, clusters, count = unit_radii.shape[1], radii.shape[1], members.shape[1]
+    of_best, fitting = min(most, clusters), min(most, count)
+    starts, members = starts.contiguous(), members.contiguous()
+    if max(of_best, units) > LONGEST:
+        of_units = unit_centroids, unit_radii, unit_tokens, unit_starts
+        how = searched, ub_weight, most, room, seen, first, newest, sinks
+        parts = *of_units, centroids, radii, starts, members, codes, bounds
+        return search.best_tokens.reference(queries, mean, *parts, *how)
     lists = 1 if mean else group
     of_queries = len(queries) * lists
-    ranked, fitting = min(most, clusters), min(most, count)
-    starts, members = starts.contiguous(), members.contiguous()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=queries.device)
+        return torch.empty(of_queries, *shape, dtype=dtype, device=queries.device)
 
-    def bounded(rows: Tensor, radii: Tensor, sizes: Tensor, ranges: bool) -> Tensor:
-        balls = radii.shape[1]
-        scores = empty(1, of_queries, balls)
-        _bounds[of_queries, triton.cdiv(balls, ROWS)](
-            queries.contiguous(),
-            rows.contiguous(),
-            radii.contiguous(),
-            sizes.contiguous(),
-            scores,
-            ub_weight,
-            balls,
-            size,
-            GROUP=group,
-            MEAN=mean,
-            RANGES=ranges,
-            ROWS=ROWS,
-            WIDE=triton.next_power_of_2(size),
-            enable_fp_fusion=False,
-        )
-        return scores
-
-    unit_scores = bounded(unit_centroids, unit_radii, unit_tokens, False)
-    scores = bounded(centroids, radii, starts, True)
-    order = ranked_ids.launch(unit_scores, None, units)
-    listed = empty(of_queries, clusters, dtype=torch.int32)
-    listed_scores = empty(1, of_queries, clusters)
-    _list[of_queries,](
-        order,
+    unit_scores, scores, listed_scores = empty(units), empty(clusters), empty(clusters)
+    near = empty(0 if codes is None else count)
+    blocks = (
+        triton.cdiv(units, ROWS) + triton.cdiv(clusters, ROWS) + triton.cdiv(near.shape[1], ROWS)
+    )
+    _scores[of_queries, blocks](
+        queries.contiguous(),
+        unit_centroids.contiguous(),
+        unit_radii.contiguous(),
         unit_tokens.contiguous(),
-        unit_starts.contiguous(),
+        unit_scores,
+        centroids.contiguous(),
+        radii.contiguous(),
+        starts,
         scores,
-        empty(of_queries, 2 * units, dtype=torch.int32),
-        listed,
-        listed_scores,
+        None if codes is None else codes.contiguous(),
+        near,
+        ub_weight,
         units,
         clusters,
-        searched,
-        room,
-        LISTS=lists,
-        WIDTH=triton.next_power_of_2(units),
-        ROUNDS=units.bit_length(),
-        SLOTS=SLOTS,
+        count,
+        0 if codes is None else codes.shape[1],
+        size,
+        GROUP=group,
+        MEAN=mean,
+        ROWS=ROWS,
+        WIDE=triton.next_power_of_2(size),
+        enable_fp_fusion=False,
     )
-    best = ranked_ids.launch(listed_scores, None, ranked)
     if codes is not None:
-        near, arranged = empty(of_queries, count), empty(of_queries, count, dtype=torch.int32)
-        _nearness[of_queries, triton.cdiv(count, ROWS)](
-            queries.contiguous(),
-            codes.contiguous(),
-            near,
-            count,
-            codes.shape[1],
-            size,
-            GROUP=group,
-            MEAN=mean,
-            ROWS=ROWS,
-            WIDE=triton.next_power_of_2(size),
-        )
+        arranged = empty(count, dtype=torch.int32)
         _arrange[of_queries, triton.cdiv(count, SLOTS)](
             near,
             starts,
@@ -327,26 +440,41 @@ def best_tokens(
             BLOCK=SLOTS,
         )
         members = arranged
-    tokens = empty(of_queries, room, dtype=torch.int64)
-    _write[of_queries,](
-        best,
-        listed,
+    tokens = empty(newest + sinks + room, dtype=torch.int64)
+    _choose[of_queries,](
+        unit_scores,
+        unit_tokens.contiguous(),
+        unit_starts.contiguous(),
+        scores,
+        empty(clusters, dtype=torch.int32),
+        listed_scores,
         starts,
         members,
         bounds,
-        empty(of_queries, 2 * (ranked + fitting), dtype=torch.int32),
         tokens,
+        seen,
+        empty(units + of_best, dtype=torch.int64),
+        empty(2 * (units + of_best + fitting), dtype=torch.int32),
+        first,
+        newest,
+        sinks,
+        units,
         clusters,
         count,
-        ranked,
+        searched,
+        of_best,
         fitting,
         room,
         ARRANGED=codes is not None,
         LISTS=lists,
-        WIDTH=triton.next_power_of_2(ranked),
-        ROUNDS=ranked.bit_length(),
+        UNITS=triton.next_power_of_2(units),
+        UNIT_ROUNDS=units.bit_length(),
+        WIDTH=triton.next_power_of_2(of_best),
+        ROUNDS=of_best.bit_length(),
         CHUNKS=triton.next_power_of_2(fitting),
         CHUNK_ROUNDS=fitting.bit_length(),
         SLOTS=SLOTS,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     return tokens

@@ -121,11 +121,18 @@ class ClusterIndex:
         return self.searched().best_chunks(queries, norms, room, search, most, self.codes)
 
     def best_tokens(
-        self, queries: torch.Tensor, mean: bool, chunks: Chunks, room: int, search: ChunkSearch
+        self,
+        queries: torch.Tensor,
+        mean: bool,
+        chunks: Chunks,
+        room: int,
+        search: ChunkSearch,
+        fixed: tuple[torch.Tensor | None, int, int, int] = (None, 0, 0, 0),
     ) -> torch.Tensor:
-        """See `search.best_tokens`."""
-        how = search.units, search.ub_weight, search.most(room)
-        return best_tokens(queries, mean, *self.searched(), self.codes, chunks.bounds, *how, room)
+        """See `search.best_tokens`; `fixed`: its last four arguments."""
+        how = search.units, search.ub_weight, search.most(room), room
+        where = *self.searched(), self.codes, chunks.bounds
+        return best_tokens(queries, mean, *where, *how, *fixed)
 
     def write_best_tokens(
         self,

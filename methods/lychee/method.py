@@ -235,15 +235,22 @@ class LycheeCluster(Method):
         heads = self.shape.query_heads if per_query_head else self.shape.kv_heads
         if not per_query_head and not any(row.sparse for row in self.rows):
             return None
-        grouped = query[:, :, 0].float().unflatten(1, (self.shape.kv_heads, -1))
+        grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         joins = self.options.selection == "query_head" and self.budget.counts_generated
         if is_readable(query) and not joins:
-            return Selection(self._compiled(layer, grouped.numpy(), heads))
-        lists = []
+            return Selection(self._compiled(layer, grouped.float().numpy(), heads))
+        lists, mean = [], self.options.selection == "kv_head"
         for row, index in enumerate(self.indexes[layer]):
+            if index is not None and query.is_cuda and not joins:
+                of_row, seen = self.rows[row], self.view.seen(layer)[row]
+                chunks, room = of_row.text.chunks.on(query.device), of_row.room
+                fixed = seen, of_row.first, of_row.most_new, of_row.sinks
+                how = self._search(of_row), fixed
+                lists.append(index.best_tokens(grouped[row], mean, chunks, room, *how))
+                continue
             parts = [tokens.expand(heads, -1) for tokens in self._fixed(layer, row, query)]
             if index is not None:
-                parts.append(self._best(self.rows[row], index, grouped[row]))
+                parts.append(self._best(self.rows[row], index, grouped[row].float()))
             joined = torch.cat(parts, dim=1)
             lists.append(without_gaps(joined) if query.is_cuda else joined)
         return Selection(stacked(lists))

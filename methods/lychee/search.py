@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kvbench.kernels.operators import operator
 from methods.blocks.chunking import Chunks
-from methods.blocks.ragged import entries
+from methods.blocks.ragged import entries, without_gaps
 from methods.blocks.topk import top_earliest
 from methods.lychee.clustering import rows_at
 
@@ -136,13 +136,19 @@ def best_tokens(
     ub_weight: int,
     most: int,
     room: int,
+    seen: torch.Tensor | None,
+    first: int,
+    newest: int,
+    sinks: int,
 ) -> torch.Tensor:
-    """The tokens of the best chunks, as many whole chunks as fit, [H or H * G, room]; trailing -1.
+    """The newest tokens, sinks, and those of the best chunks: as many whole chunks as fit.
+
+    [H or H * G, newest + sinks + room], trailing -1.
 
     Parameters
     ----------
     queries
-        [H, G, D] float32.
+        [H, G, D].
     mean
         ask once for each head, with the mean query and the mean norm of its group.
     codes
@@ -153,16 +159,28 @@ def best_tokens(
         `units`, `ub_weight` and `most` of `ChunkSearch`.
     room
         tokens wanted; so many chunks hold more: `most`.
+    seen
+        how many tokens there are, a number on the device; None: `newest` is 0.
+    first, newest
+        the tokens from this one on come first, the newest before the others, so many at most.
+    sinks
+        first tokens, which come then.
     """
     of_clusters = centroids, radii, starts, members
     index = SearchedIndex(unit_centroids, unit_radii, unit_tokens, unit_starts, *of_clusters)
+    queries = queries.float()
     norms = queries.norm(dim=2)
     if mean:
         queries, norms = queries.mean(dim=1, keepdim=True), norms.mean(dim=1, keepdim=True)
     best = index.best_chunks(queries, norms, room, ChunkSearch(searched, ub_weight), most, codes)
     chunks = Chunks(bounds)
     tokens = chunks.tokens(chunks.fitting(best, room), room).flatten(0, 1)
-    return pad(tokens, (0, room - tokens.shape[1]), value=-1)
+    tokens = pad(tokens, (0, room - tokens.shape[1]), value=-1)
+    if seen is None:
+        return tokens
+    new = seen - 1 - torch.arange(newest, device=tokens.device)
+    fixed = new.masked_fill(new < first, -1), torch.arange(sinks, device=tokens.device)
+    return without_gaps(torch.cat([torch.cat(fixed).expand(len(tokens), -1), tokens], dim=1))
 
 
 def _products(vectors: torch.Tensor, at: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

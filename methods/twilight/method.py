@@ -117,6 +117,10 @@ class Twilight(Method):
         tokens = [length - 1 for length in self.view.lengths(layer)]
         self.coded[layer].write(tokens, key, self.view.seen(layer))
 
+    def end_step(self) -> None:
+        """The proposer's."""
+        self.proposer.end_step()
+
     @property
     def layout(self) -> object:
         """The proposer's, and keys that there is memory for."""

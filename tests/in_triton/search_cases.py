@@ -138,8 +138,16 @@ def chunks() -> Iterator[Call]:
     for group, dim in SHAPES:
         for mean in (True, False)[: 2 if group in (1, 2, 3, 6) else 1]:
             name = f"{group}-{dim}-{mean}"
-            yield Call(search.best_tokens, name, lambda a=group, b=dim, c=mean: indexed(a, b, c, 6, 40, 90, 60))
-    yield Call(search.best_tokens, "11000-1008", lambda: indexed(4, 128, True, 64, 5500, 11000, 1008), large=True)
+            fixed = (torch.tensor(1300 - 20 * group), 1260, 50, 7) if group % 2 else (None, 0, 0, 0)
+            yield Call(
+                search.best_tokens, name, lambda a=group, b=dim, c=mean, d=fixed: (*indexed(a, b, c, 6, 40, 90, 60), *d)
+            )
+    yield Call(
+        search.best_tokens,
+        "11000-1008",
+        lambda: (*indexed(4, 128, True, 64, 5500, 11000, 1008), torch.tensor(90000), 88600, 128, 16),
+        large=True,
+    )
 
 
 def indexed(group: int, dim: int, mean: bool, units: int, clusters: int, count: int, room: int) -> Any:

@@ -2,8 +2,8 @@
 
 In transformers a layer of Llama's kind takes some forty launches beside its attention, here eight:
 a norm is one, with the addition before it; so are queries, keys and values, their turn by the
-positions, gate and up, SiLU with its product, and the last product with its addition. An operator computes in float32 and rounds once,
-where transformers rounds in between.
+positions, gate and up, SiLU with its product, and the last product with its addition. An operator
+computes in float32 and rounds once, where transformers rounds in between.
 
 Whether a model has such layers is seen from its modules and then tried: of one token each layer
 must give attention the queries, keys and values that it gave, and return what it returned.
@@ -154,7 +154,10 @@ class FusedLayer:
         x = self.attention.o_proj(attended.reshape(len(hidden), -1))
         # hidden += x, and x becomes that, normed
         package.fused_add_rmsnorm(x, hidden, norm.weight, norm.variance_epsilon, enable_pdl=False)
-        x, down = package.silu_and_mul(F.linear(x, *self._gated), enable_pdl=False), layer.mlp.down_proj
+        x, down = (
+            package.silu_and_mul(F.linear(x, *self._gated), enable_pdl=False),
+            layer.mlp.down_proj,
+        )
         hidden.addmm_(x, down.weight.T)  # the product is added as it is stored
         return (hidden if down.bias is None else hidden + down.bias).view(shape)
 

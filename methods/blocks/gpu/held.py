@@ -62,6 +62,55 @@ def _worth(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _drop(  # type: ignore[no-untyped-def]
+    ids,
+    numbers,
+    counts,
+    row,
+    now,
+    begin,
+    recent,
+    first,
+    lengths,
+    ends,
+    room,
+    width,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What is worth least goes from a list, and those after it close up."""
+    least, best = float("inf"), 0
+    for start in range(0, width, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
+        lowest = tl.min(worth)
+        its = tl.min(tl.where(worth == lowest, slot, width))
+        best = tl.where(lowest < least, its, best)
+        least = tl.minimum(least, lowest)
+    size = 1
+    if PAGE > 1:
+        page, size = _page(tl.load(ids + best), begin, PAGE), 0
+        for start in range(0, width, BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
+            token = tl.load(ids + slot, mask=slot < width, other=-1)
+            goes = (token >= 0) & (_page(token, begin, PAGE) == page)
+            size += tl.sum((goes & (tl.abs(worth) < float("inf"))).to(tl.int32))
+    tl.debug_barrier()  # all have read what moves now
+    for start in range(0, room, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        source = tl.minimum(slot + size, room - 1)
+        moved = (slot >= best) & (slot < room)
+        token = tl.load(ids + source, mask=moved, other=-1)
+        number = tl.load(numbers + source, mask=moved, other=0.0)
+        tl.debug_barrier()
+        tl.store(ids + slot, token, mask=moved)
+        tl.store(numbers + slot, number, mask=moved)
+        tl.debug_barrier()
+    tl.store(counts, tl.load(counts) - size)
+
+
+@triton.jit
 def _evict_tokens(  # type: ignore[no-untyped-def]
     ids,
     numbers,
@@ -108,7 +157,9 @@ def _evict_tokens(  # type: ignore[no-untyped-def]
                         there = (other >= 0) & (other < width)
                         its = tl.load(ids + other, mask=there, other=-1)
                         same = there & (_page(its, begin, PAGE) == page) & (its >= 0)
-                        more = _received(attention, count, tl.where(same, other, width), width, group)
+                        more = _received(
+                            attention, count, tl.where(same, other, width), width, group
+                        )
                         received = tl.maximum(received, tl.where(same, more, 0.0))
                 stamped = (token >= 0) & (received > tl.load(threshold + row))
                 number = tl.where(stamped, (now - begin).to(tl.float32), number)
@@ -121,40 +172,24 @@ def _evict_tokens(  # type: ignore[no-untyped-def]
                     number = tl.where(token >= begin, received, number)
             tl.store(numbers + slot, number, mask=here)
         tl.debug_barrier()  # they are there to be read
-    if limits is None:
-        return
-    limit = tl.load(limits + row * limited + at % lists * limited // lists)
-    if count <= limit:
-        return
-    least, best = float("inf"), 0
-    for start in range(0, width, BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
-        lowest = tl.min(worth)
-        its = tl.min(tl.where(worth == lowest, slot, width))
-        best = tl.where(lowest < least, its, best)
-        least = tl.minimum(least, lowest)
-    size = 1
-    if PAGE > 1:
-        page, size = _page(tl.load(ids + best), begin, PAGE), 0
-        for start in range(0, width, BLOCK):
-            slot = start + tl.arange(0, BLOCK)
-            worth = _worth(ids, numbers, slot, width, row, now, recent, first, lengths, ends)
-            token = tl.load(ids + slot, mask=slot < width, other=-1)
-            goes = (token >= 0) & (_page(token, begin, PAGE) == page)
-            size += tl.sum((goes & (tl.abs(worth) < float("inf"))).to(tl.int32))
-    tl.debug_barrier()  # all have read what moves now
-    for start in range(0, room, BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        source = tl.minimum(slot + size, room - 1)
-        moved = (slot >= best) & (slot < room)
-        token = tl.load(ids + source, mask=moved, other=-1)
-        number = tl.load(numbers + source, mask=moved, other=0.0)
-        tl.debug_barrier()
-        tl.store(ids + slot, token, mask=moved)
-        tl.store(numbers + slot, number, mask=moved)
-        tl.debug_barrier()
-    tl.store(counts + at, count - size)
+    if limits is not None:  # noqa: SIM102  (known when it is compiled)
+        if count > tl.load(limits + row * limited + at % lists * limited // lists):
+            _drop(
+                ids,
+                numbers,
+                counts + at,
+                row,
+                now,
+                begin,
+                recent,
+                first,
+                lengths,
+                ends,
+                room,
+                width,
+                PAGE,
+                BLOCK,
+            )
 
 
 def evict_tokens(

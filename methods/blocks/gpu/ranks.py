@@ -47,7 +47,7 @@ def least_rank(scores, count, wanted, BLOCK: tl.constexpr):  # type: ignore[no-u
             if shift < 24:
                 here = here & (((ranks ^ least) >> (shift + 8)) == 0)
             counts += tl.histogram(((ranks >> shift) & 255).to(tl.int32), 256, mask=here)
-        as_good = tl.cumsum(counts, reverse=True)
+        as_good = tl.sum(counts) - tl.cumsum(counts) + counts
         chosen = tl.maximum(tl.sum((as_good >= left).to(tl.int32)) - 1, 0)
         left -= tl.sum(tl.where(tl.arange(0, 256) > chosen, counts, 0))
         least = least | (chosen.to(tl.uint32) << shift)

@@ -29,7 +29,5 @@ def recent_and_sinks(lengths: Tensor, counts: Tensor, sinks: Tensor, most: int) 
     ids = torch.empty(*counts.shape, most, dtype=torch.int64, device=counts.device)
     grid = counts.numel(), triton.cdiv(most, AT_ONCE)
     lists = counts.shape[1]
-    _recent_and_sinks[grid](
-        lengths, counts.contiguous(), sinks, ids, lists, most, AT_ONCE=AT_ONCE
-    )
+    _recent_and_sinks[grid](lengths, counts.contiguous(), sinks, ids, lists, most, AT_ONCE=AT_ONCE)
     return ids
