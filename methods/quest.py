@@ -112,7 +112,8 @@ class Quest(Method):
         seen = self.view.seen(layer)
         if seen.is_cpu:
             return (seen - 1) // self.page_size
-        if seen.device not in self.last_pages:
+        # the first layer may come again, where a step was not captured
+        if layer == self.shape.sparse_layers[0] or seen.device not in self.last_pages:
             self.last_pages[seen.device] = (seen - 1) // self.page_size
         return self.last_pages[seen.device]
 

@@ -124,6 +124,8 @@ class RocketKV(Method):
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
         page = torch.tensor(last)
         if key.is_cuda:
+            if layer == self.shape.sparse_layers[0]:
+                self.held_on = {}  # it may come again, where a step was not captured
             page = self._on_device(layer)[1]
         take_in(key, self.low[layer], self.high[layer], page)
 
@@ -133,7 +135,7 @@ class RocketKV(Method):
         return [(count + more - 1) // page for count, page in tokens]
 
     def _on_device(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_tokens`, and the last pages, [B] both."""
+        """`_tokens`, and the last pages, [B] both; `append` asks first."""
         device = self.low[layer].device
         if device not in self.held_on:
             tokens = self.view.seen(layer) - self.gone[layer]
