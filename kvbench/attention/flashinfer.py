@@ -84,7 +84,7 @@ class FlashInfer:
         """
         return ", ".join(sorted(self._used)) or self.name
 
-    def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> Attention:
+    def _resident(self, query: torch.Tensor, store: LayerStore, scaling: float) -> ListAttention:
         """Attend all slots filled, in pages of 16 slots in their order."""
         if not store.device.capacity:
             store.resident()  # says why there is nothing to attend
@@ -102,7 +102,7 @@ class FlashInfer:
 
     def _selected(
         self, query: torch.Tensor, store: LayerStore, index: torch.Tensor, scaling: float
-    ) -> Attention:
+    ) -> ListAttention:
         """Attend the tokens of index [B, Hs, M], as lists of pages of one token."""
         heads, count = index.shape[1:]
         batch, kv_heads = len(index), self._shape.kv_heads
@@ -179,7 +179,7 @@ class FlashInfer:
         return out
 
 
-class Attention(NamedTuple):
+class ListAttention(NamedTuple):
     """Attention of a query to its list, [B, Hq, 1, D], and [B, Hq] float32 log2(sum of e^logit)."""
 
     out: torch.Tensor
@@ -274,14 +274,14 @@ class AttentionPlan:
         written = self._indices.view(-1, self._pages), self._last_page_len
         list_tokens(index, tier.ids, tier.filled, tier.first, *written)
 
-    def attend(self, query: torch.Tensor, pool: Pool) -> Attention:
+    def attend(self, query: torch.Tensor, pool: Pool) -> ListAttention:
         """Attention of query [B, Hq, 1, D] to what is listed, pages of this pool."""
         pools = tuple(part.view(-1, 1, self._page, part.shape[1]) for part in pool)
         # enable_pdl would let the kernel start before the one that writes last_page_len has ended,
         # and it reads that before it waits (prefill.cuh, griddepcontrol.wait).
         asked = query.reshape(self._sizes)
         out, sums = self._wrapper.run(asked, pools, return_lse=True, enable_pdl=False)
-        return Attention(out.view_as(query), sums.view(query.shape[:2]))
+        return ListAttention(out.view_as(query), sums.view(query.shape[:2]))
 
 
 @operator("kvbench.attention.gpu", writes=("listed", "last"))
@@ -319,7 +319,7 @@ def with_extra(
     log_weights: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention `out` of query [B, Hq, 1, D], its `sums` as of `Attention`, with more entries.
+    """Attention `out` of query [B, Hq, 1, D], its `sums` as of `ListAttention`, with more entries.
 
     Parameters
     ----------
