@@ -106,5 +106,10 @@ class RaaS(Evictor):
         """
         first = self.lengths[layer] if self.pinned else None
         alpha = self.each(layer, self.alpha)
-        whose = {"origin": self.lengths[layer], "threshold": alpha, "first": first}
-        return super().eviction(layer)._replace(page_size=self.page_size, **whose)
+        return (
+            super()
+            .eviction(layer)
+            ._replace(
+                origin=self.lengths[layer], threshold=alpha, page_size=self.page_size, first=first
+            )
+        )

@@ -4,7 +4,7 @@ beside each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -109,7 +109,8 @@ class TokenLists:
         `how` is one of KEEP, ADD, REPLACE and STAMP; query heads that share a list count as their
         mean.
         """
-        limits, most, *rest = eviction
+        limits, most = eviction.limits, eviction.most
+        rest: list[Any] = [*eviction[2:]]
         if self._ids.is_cuda:  # in the same memory, so that a step can be captured
             lists = self._ids, self._numbers, self.counts
             evict_tokens(*lists, attention, self.width, seen, how, limits, *rest)
@@ -122,7 +123,7 @@ class TokenLists:
                 gone = going(*lists, seen, limits, *rest)
                 # the selection of the step still shows the ones before
                 self._ids, self._numbers = closed_up(self._ids, self._numbers, *gone)
-                self.counts.sub_(gone.count[..., 0])
+                self.counts.sub_(gone.size[..., 0])
         if limits is not None:
             self.untouched, self.width = False, min(self.width, most)
 
@@ -131,7 +132,7 @@ class Stretch(NamedTuple):
     """Slots of a list: the first, and how many, [B, H, 1] both."""
 
     first: torch.Tensor
-    count: torch.Tensor
+    size: torch.Tensor
 
 
 def noted(
@@ -253,4 +254,4 @@ def evict_tokens(
         gone = going(*lists, seen, limits, *more, recent, first, lengths, ends)
         for part, moved in zip((ids, numbers), closed_up(ids, numbers, *gone), strict=True):
             part.copy_(moved)
-        counts.sub_(gone.count[..., 0])
+        counts.sub_(gone.size[..., 0])
