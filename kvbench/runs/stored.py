@@ -210,6 +210,17 @@ def _in_archive(path: Path) -> tuple[Path, str] | None:
     return None
 
 
+def archive_version(path: Path) -> tuple[int, ...] | None:
+    """What an archive that a path leads into is told from another of its name by.
+
+    None for a path on the disk.
+    """
+    if not (place := _in_archive(path)):
+        return None
+    stats = place[0].stat()
+    return stats.st_ino, stats.st_size, stats.st_mtime_ns
+
+
 def _files_in(archive: Path) -> Mapping[str, memoryview]:
     """The files of an archive by their names there.
 
@@ -630,10 +641,20 @@ def read_run(folder: Path) -> dict[str, Record]:
 
 
 def samples_so_far(folder: Path) -> dict[str, Record]:
-    """The record of every sample of a finished run; of another what its shards have, too."""
-    if is_there(folder / "summary.json"):
-        return read_samples(folder / "samples.jsonl")[0]
-    return read_run(folder)
+    """The record of every sample of a finished run; of another what its shards have, too.
+
+    Those of an archive are read once, and nobody changes them.
+    """
+    if not is_there(folder / "summary.json"):
+        return read_run(folder)
+    path = folder / "samples.jsonl"
+    version = archive_version(path)
+    return read_samples(path)[0] if version is None else _archived_samples(path, version)
+
+
+@functools.lru_cache(maxsize=2048)
+def _archived_samples(path: Path, version: tuple[int, ...]) -> dict[str, Record]:
+    return read_samples(path)[0]
 
 
 def of_shards(folder: Path, records: Mapping[str, Record]) -> dict[str, Record]:

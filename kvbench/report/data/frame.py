@@ -6,6 +6,7 @@ run is locked. A run that cannot be used is left out with the reason, and never 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -39,6 +40,7 @@ from kvbench.runs.stored import (
     DAMAGED,
     Record,
     ResultsError,
+    archive_version,
     backend_name,
     is_there,
     json_in,
@@ -88,7 +90,7 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
     skipped = []
     for path in runs_in([Path(folder) for folder in folders]):
         try:
-            run = _read(path, unfinished)
+            run = _read_once(path, unfinished, archive_version(path / "run.yaml"))
         except (ResultsError, OSError, MemoryError) as error:
             skipped.append(SkippedRun(path, printable(first_line(error))))
             continue
@@ -171,6 +173,19 @@ def _same(ours: _Contents, theirs: _Contents) -> bool:
     """Whether some samples are in both, and these are the same prompts."""
     both = ours.keys() & theirs.keys()
     return bool(both) and all(ours[sample] == theirs[sample] for sample in both)
+
+
+def _read_once(path: Path, unfinished: bool, version: tuple[int, ...] | None) -> _Read:
+    """As `_read`; a run of an archive is read once."""
+    if version is None:
+        return _read(path, unfinished)
+    run = _archived(path, unfinished, version)
+    return run._replace(arm=dict(run.arm))  # whose data is named by the runs beside it
+
+
+@functools.lru_cache(maxsize=4096)
+def _archived(path: Path, unfinished: bool, version: tuple[int, ...]) -> _Read:
+    return _read(path, unfinished)
 
 
 def _read(path: Path, unfinished: bool) -> _Read:

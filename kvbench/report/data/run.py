@@ -112,7 +112,7 @@ class Scores:
         """[n] the KL divergences or the scores."""
         return self.kl if kl else self.values
 
-    @property
+    @functools.cached_property
     def keys(self) -> list[SampleKey]:
         """The name of each sample."""
         return list(zip(self.seeds, self.ids, strict=True))
@@ -122,6 +122,7 @@ class Scores:
         fields: dict[str, Any] = {
             name: values[mask] if isinstance(values, np.ndarray) else [*compress(values, mask)]
             for name, values in vars(self).items()
+            if name != "keys"
         }
         return Scores(**fields)
 
@@ -172,7 +173,7 @@ class Run:
     all_runs: Runs = field(repr=False)
     _against_full: dict[tuple[str, ...], Estimate | None] = field(default_factory=dict, repr=False)
     _scores: dict[tuple[str, ...], Estimate] = field(default_factory=dict, repr=False)
-    _lines: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict, repr=False)
+    _lines: dict[Collection[Any], dict[str, Any]] = field(default_factory=dict, repr=False)
 
     # -- what it is
 
@@ -289,10 +290,12 @@ class Run:
 
     def on_samples_of(self, other: Run) -> dict[str, Any]:
         """Its line of `Runs.arms`, of those of its samples alone that another run has as well."""
-        shared = set(other.scores.keys)
+        shared = frozenset(other.scores.keys)
         if shared.issuperset(self.scores.keys):
             return self.arm
-        return self.line(self.records_of(shared))
+        if shared not in self._lines:
+            self._lines[shared] = self.line(self.records_of(shared))
+        return self._lines[shared]
 
     def records_of(self, keys: Collection[SampleKey]) -> list[Record]:
         """All that is stored of its samples with these keys (`Scores.keys`)."""
@@ -607,9 +610,14 @@ class Runs:
 
     def only(self, chosen: Iterable[Run]) -> Runs:
         """These runs; the others are not left out, but were not asked for."""
-        indices = [run.index for run in chosen]
-        scores = {index: self.scores[index] for index in indices}
-        return Runs(self.arms.loc[indices], self.settings.loc[indices], scores, self.skipped)
+        lines = {run.index: self[run.index] for run in chosen}
+        scores, indices = {index: self.scores[index] for index in lines}, [*lines]
+        some = Runs(self.arms.loc[indices], self.settings.loc[indices], scores, self.skipped)
+        vars(some)["_by_index"] = {  # as pandas is slow to read lines
+            index: Run(index, run.arm, run.settings, run.scores, some)
+            for index, run in lines.items()
+        }
+        return some
 
     def restricted(self, parts: Mapping[int, tuple[np.ndarray, Sequence[Record]]]) -> Runs:
         """These runs, some of them with a part of their samples alone.

@@ -155,12 +155,12 @@ class Table:
         run, groups = self.runs[arm], groups_of(stratum)
         if quantity in _ESTIMATED and not run.is_cell(stratum):
             return _ESTIMATED[quantity](run, groups)
+        if quantity == "kl_mean" and (kl := run.kl(groups)) and kl.low is not None:
+            return Number.of(kl, "r" * kl.is_range)
         line = self.line(arm, stratum)
         value: Any = line.get(quantity)
         if missing(value):
             return None
-        if quantity == "kl_mean" and (kl := run.kl(groups)) and kl.low is not None:
-            return Number.of(kl, "r" * kl.is_range)
         mark = "a" * (quantity == "memory_bytes" and line["memory"] == "counted")
         if named(quantity).is_time:
             timed = run.is_cell(stratum)
