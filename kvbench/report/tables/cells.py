@@ -124,8 +124,11 @@ class Cell:
                     letters[run] = ""
                 if there and (quantity.is_time or run.is_cell(stratum)):
                     machine = str(table.line(run.index, stratum)["device_name"])
-                company = BARE & there.keys() - {name}
-                lines |= there | {key: there[key].bare for key in company}
+                for key, line in there.items():
+                    if key not in lines:
+                        lines[key] = line.bare if key in BARE and key != name else line
+                    elif key == name:
+                        lines[key] = line._replace(mark=lines[key].mark)
         arm = next(iter(letters), None)
         bounds = table.there(arm.index, OF_BUDGET, stratum) if arm else {}
         lines |= {key: line.bare for key, line in bounds.items() if key not in lines}
