@@ -301,17 +301,15 @@ def test_times_name_their_machines(tmp_path):
 # -- the overview ------------------------------------------------------------------------------------------------------
 
 
-def test_many_runs_are_a_row_a_method_in_one_table(tmp_path):
+def test_the_overview_has_a_row_for_each_method_and_budget(tmp_path):
     for task in ("passkey", "niah"):
         stored(tmp_path, "full", task=task)
-        for budget in range(64, 64 + 21):
+        for budget in (64, 128):
             stored(tmp_path, "quest", budget, task=task)
     (table,) = overview(collect([tmp_path]))
-    assert table.axes == ("model", "task", "method") and len(table.columns) == 21
-    assert [row[1:] for row in table.rows] == [
-        ("niah", "full"), ("niah", "quest"), ("passkey", "full"), ("passkey", "quest"),
-    ]  # fmt: skip
-    assert len(table.cells) == 4 * 21, "full attention stands beside every budget"
+    assert table.axes == ("model", "task", "method", "budget")
+    rows = [("full", "-"), ("quest", "64"), ("quest", "128")]
+    assert [row[1:] for row in table.rows] == [(task, *row) for task in ("niah", "passkey") for row in rows]
 
 
 # -- protocols ---------------------------------------------------------------------------------------------------------

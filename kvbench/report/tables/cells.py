@@ -68,7 +68,7 @@ PARTS = {
 # The lines of the long table that stand in a place where any part of a score is shown.
 OF_SCORE = ("score", "against_full", "attended_share", "samples", "failed", "seeds")
 OF_BUDGET = ("budget_tokens", "unbounded_samples")  # in every place
-BARE = {"attended_share"}  # of which no more than the value stands beside a score
+BARE = {"attended_share", *OF_BUDGET}  # of which no more than the value stands beside others
 
 
 @dataclass(frozen=True)
@@ -111,28 +111,32 @@ class Cell:
         marks
             letters of each run, which stand at its first number.
         """
-        lines: dict[str, Number] = {}
-        machine, letters = "", dict[Run, str]()
+        cell, letters = cls(), dict[Run, str]()
         for name in names:
-            quantity = quantity_of(name)
-            for run in probed(some) if quantity.part == "probe" else scored(some):
+            is_probe = quantity_of(name).part == "probe"
+            for run in probed(some) if is_probe else scored(some):
                 letters.setdefault(run, (marks or {}).get(run, "") + table.mark(run.index, stratum))
                 there = table.there(run.index, _beside(name, names), stratum)
                 if there:
                     first = next(iter(there))
                     there[first] = there[first].marked(letters[run])
                     letters[run] = ""
-                if there and (quantity.is_time or run.is_cell(stratum)):
-                    machine = str(table.line(run.index, stratum)["device_name"])
-                for key, line in there.items():
-                    if key not in lines:
-                        lines[key] = line.bare if key in BARE and key != name else line
-                    elif key == name:
-                        lines[key] = line._replace(mark=lines[key].mark)
+                    is_time = quantity_of(name).is_time or run.is_cell(stratum)
+                    machine = str(table.line(run.index, stratum)["device_name"]) * is_time
+                    cell = cell.beside(there, name, machine)
         arm = next(iter(letters), None)
         bounds = table.there(arm.index, OF_BUDGET, stratum) if arm else {}
-        lines |= {key: line.bare for key, line in bounds.items() if key not in lines}
-        return cls(lines, arm, machine=machine)
+        return replace(cell.beside(bounds, ""), arm=arm)
+
+    def beside(self, lines: Mapping[str, Number], name: str, machine: str = "") -> Cell:
+        """The same with the lines of one value more, whose name is the one that was asked for."""
+        both = dict(self.lines)
+        for key, line in lines.items():
+            if key not in both:
+                both[key] = line.bare if key in BARE and key != name else line
+            elif key == name:
+                both[key] = line._replace(mark=both[key].mark)
+        return replace(self, lines=both, machine=machine or self.machine)
 
     @property
     def run(self) -> str:
@@ -167,6 +171,11 @@ class Cell:
     def marks(self) -> dict[str, str]:
         """The letters of each quantity that has some."""
         return {name: line.mark for name, line in self.lines.items() if line.mark}
+
+    def marked(self, names: Collection[str], letters: str) -> Cell:
+        """The same with further letters at these quantities."""
+        lines = {name: line.marked(letters * (name in names)) for name, line in self.lines.items()}
+        return replace(self, lines=lines)
 
     def shown(self, name: str) -> Number | None:
         """The line that a value of a table is printed from."""
@@ -326,23 +335,25 @@ def captions(cells: Iterable[Cell], labelled: Collection[str]) -> list[str]:
     every = list(itertools.chain(*of_parts.values()))
     keys = [key for key in dict.fromkeys([*FIRST, *itertools.chain(*every)]) if key not in labelled]
     others = [key for key in keys if len(_values(key, every)) > 1 and not key.startswith("method.")]
-    by_part = [
-        key
-        for key in others
-        if all(len(_values(key, settings)) < 2 for settings in of_parts.values())
-    ]
+    by_part = [key for key in others if all(len(_values(key, of)) < 2 for of in of_parts.values())]
+    differing = [key for key in others if key not in by_part]
     lines = {
         SAME: _shared(keys, every),
         **{part: _shared(by_part, settings) for part, settings in of_parts.items()},
         "Not the same in all rows": [
-            f"{key}={' | '.join(_values(key, every))}" for key in others if key not in by_part
+            f"{key}={' | '.join(_values(key, every))}" for key in differing
         ],
     }
+    said = [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
+    return _origins(every) + said
+
+
+def _origins(every: Iterable[Mapping[str, str]]) -> list[str]:
+    """What the weights of models were made of, where that is not what their names say."""
     origins = {
         settings["model"]: weights_origin(settings.get("model.revision", "")) for settings in every
     }
-    weights = [f"Weights of {model}: {words}." for model, words in origins.items() if words]
-    return weights + [f"{what}: {'; '.join(words)}." for what, words in lines.items() if words]
+    return [f"Weights of {model}: {words}." for model, words in origins.items() if words]
 
 
 def _values(key: str, some: Iterable[Mapping[str, str]]) -> list[str]:
@@ -378,16 +389,7 @@ def _mark_machines(
     if len(counts) < 2:
         return dict(cells), [f"Times are of {name}." for name, _ in counts]
     number = {name: str(index) for index, (name, _) in enumerate(counts, 1)}
-    marked = {
-        place: replace(
-            cell,
-            lines={
-                name: line.marked(number[cell.machine] * (name in times))
-                for name, line in cell.lines.items()
-            },
-        )
-        for place, cell in timed.items()
-    }
+    marked = {place: cell.marked(times, number[cell.machine]) for place, cell in timed.items()}
     names = "; ".join(f"{number[name]}: {name}" for name, _ in counts)
     return {**cells, **marked}, [
         f"Times are of several machines, and those of two are not comparable: {names}."

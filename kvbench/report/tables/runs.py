@@ -7,8 +7,8 @@ A table is made of cells with numbers, and knows nothing of how it is printed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvbench.report.data.marks import NO_TIMES
 from kvbench.report.data.run import Run, Runs, missing
@@ -31,11 +31,11 @@ from kvbench.report.data.select import (
 from kvbench.report.data.table import DERIVED, Table, quantity_of
 from kvbench.report.tables.cells import (
     BRIEF_SCORE,
-    BRIEFEST_SCORE,
     PARTS,
     SAME_TOP,
     WHOLE_SCORE,
     Cell,
+    Place,
     ReportTable,
 )
 from kvbench.report.tables.timed import timed_tables
@@ -62,7 +62,6 @@ OVERVIEW = (
 )
 # of task=fidelity alone
 OF_NEAR = ("score", *NEARNESS, "device_kv_bytes", "kl_p50", "attended_share", "tpot_ms_mean")
-MOST_ROWS = 40  # of an overview with a row for each budget
 
 # A row's labels, a column's, and the groups that the cell there is of: () for the whole run.
 Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -71,8 +70,7 @@ Where = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
     """One table for all runs but timed ones, by model and task.
 
-    There is a row for each method and budget; where these are many, a row for each method with only
-    the scores. Where all runs are timed, their own tables.
+    There is a row for each method and budget. Where all runs are timed, their own tables.
 
     Raises
     ------
@@ -80,31 +78,22 @@ def overview(runs: Runs, where: Sequence[str] = ()) -> list[ReportTable]:
         as `select`.
     """
     selected = select(runs, where)
-    chosen = [run for run in selected if not run.is_timed]
-    if not chosen:
+    untimed = [run for run in selected if not run.is_timed]
+    if not untimed:
         return summary(runs, where)
-    count, timed = len(chosen), len(selected) - len(chosen)
-    table = Table(*over_seeds(runs, chosen))
+    table = Table(*over_seeds(runs, untimed))
     chosen = [*table.arms.values()]
     shared = ["model", "task", *(key for key in PROTOCOL_KEYS if len(labels_of(chosen, key)) > 1)]
     axes = axes_for(chosen, [*shared, "method", "budget"])
-    title, score = f"{count} runs", BRIEF_SCORE
-    near = [run for run in chosen if not missing(run.arm["kl_p50"])]
-    if len(by_labels(chosen, axes)) > MOST_ROWS and len(labels_of(chosen, "budget")) > 2:
-        axes.remove("budget")
-        title, score = f"{title}: score by budget", BRIEFEST_SCORE
-        columns, values = ["budget"], ["score"]
-    elif len(near) == len(chosen):
-        score = SAME_TOP
-        columns, values = [], with_method_time(OF_NEAR, chosen)
-    else:
-        columns, values = [], with_method_time(OVERVIEW, chosen)
+    near = sum(not missing(run.arm["kl_p50"]) for run in chosen)
+    score, values = (SAME_TOP, OF_NEAR) if near == len(chosen) else (BRIEF_SCORE, OVERVIEW)
+    names, title = with_method_time(values, chosen), f"{len(untimed)} runs"
     made = table_of(
-        table, chosen, axes, columns, values, "overview", title, {}, score, shared=len(shared)
+        table, chosen, axes, [], names, "overview", title, {}, score, shared=len(shared)
     )
-    if timed:
+    if timed := len(selected) - len(untimed):
         made.notes.append(f"{timed} timed runs have tables of their own: --where task=latency.")
-    if 0 < len(near) < len(chosen):
+    if 0 < near < len(chosen):
         made.notes.append("Perplexity, delta p and percentiles of KL: --where task=fidelity.")
     return [made]
 
@@ -231,11 +220,7 @@ def pivot(
         down.append("decode")
     for labels, cell_runs in by_labels(chosen, [*down, *across]).items():
         refuse_several(cell_runs, ", ".join(labels), "add it to --rows or --columns, or ")
-    titles = [
-        _line(value_names[0]).title if len(value_names) == 1 else word
-        for word, value_names in meant.items()
-    ]
-    title = _title(chosen, titles, [*down, *across])
+    title = _title(chosen, meant, [*down, *across])
     order = [label for word in where for label in word.partition("=")[2].split(",")]
     made = table_of(table, chosen, down, across, names, "table", title, mixed, score_lines, order)
     return _best_first(made) if best_first else made
@@ -262,8 +247,15 @@ def _best_first(table: ReportTable) -> ReportTable:
     return table.only(sorted(range(len(table.rows)), key=place))
 
 
-def _title(chosen: Sequence[Run], titles: Sequence[str], axes: Sequence[str]) -> str:
-    """What a selection shows: the numbers, their settings, and the one task and model of all."""
+def _title(chosen: Sequence[Run], meant: Mapping[str, Sequence[str]], axes: Sequence[str]) -> str:
+    """What a selection shows: the numbers, their settings, and the one task and model of all.
+
+    Parameters
+    ----------
+    meant
+        the quantities that each word means.
+    """
+    titles = [_line(names[0]).title if len(names) == 1 else word for word, names in meant.items()]
     what, by = (
         " and ".join(map(str, filter(None, [", ".join(words[:-1]), words[-1]])))
         for words in (titles, [last_word(key) for key in axes])
@@ -297,47 +289,76 @@ def table_of(
     label_order
         labels in the order in which they were asked for; others follow.
     """
-    axes = [*rows, *columns]
-    decoding_marks = marks_of_decoding(chosen, axes)
+    decoding_marks = marks_of_decoding(chosen, [*rows, *columns])
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
-    runs_by_cell = _runs_of_cells(chosen, rows, columns)
-    order = _order(runs_by_cell, label_order)
-    row_labels = sorted({row for row, *_ in runs_by_cell}, key=order)
-    column_labels = sorted({column for _, column, _ in runs_by_cell}, key=order)
+    placed = _Placed.of(chosen, rows, columns, label_order)
     cells = {
-        (row_labels.index(row), column_labels.index(column)): Cell.of(
-            table, some, values, " + ".join(groups), marks
-        )
-        for (row, column, groups), some in runs_by_cell.items()
+        place: Cell.of(table, some, values, " + ".join(groups), marks)
+        for place, (groups, some) in placed.runs.items()
     }
-    seeds = {"seeds": DERIVED["seeds"]}
-    lines = _lines(
-        values,
-        score_lines | (seeds if any("seeds" in cell.lines for cell in cells.values()) else {}),
-    )
+    lines = _lines(values, score_lines, cells.values())
     times = [name for name, line in lines.items() if line.is_time]
     untimed = times and not decoding_marks and any(run.shares_decode for run in chosen)
     made = ReportTable(
         id=id,
         title=title,
         axes=tuple(rows),
-        rows=row_labels,
-        columns=list(map(", ".join, column_labels)),
+        rows=placed.rows,
+        columns=list(map(", ".join, placed.columns)),
         cells=cells,
         lines=lines,
         notes=[],
-        heads=tuple(column_labels) if len(columns) > 1 else (),
+        heads=tuple(placed.columns) if len(columns) > 1 else (),
         shared=shared,
     )
-    return made.noted(axes, times, [NO_TIMES] if untimed else [])
+    return made.noted([*rows, *columns], times, [NO_TIMES] if untimed else [])
 
 
-def _lines(values: Sequence[str], of_score: Mapping[str, Quantity]) -> dict[str, Quantity]:
-    """The quantities of these values; of a score those that it is shown by."""
+def _lines(
+    values: Sequence[str], of_score: dict[str, Quantity], cells: Collection[Cell]
+) -> dict[str, Quantity]:
+    """The quantities of these values; of a score those that it is shown by, and any seeds."""
+    if any("seeds" in cell.lines for cell in cells):
+        of_score = {**of_score, "seeds": DERIVED["seeds"]}
     lines: dict[str, Quantity] = {}
     for name in values:
         lines |= of_score if name == "score" else {name: _line(name)}
     return lines
+
+
+class _Placed(NamedTuple):
+    """Which runs stand where.
+
+    Attributes
+    ----------
+    rows, columns
+        the labels of each.
+    runs
+        by row and column the groups of samples (all: ()) and the runs there.
+    """
+
+    rows: list[tuple[str, ...]]
+    columns: list[tuple[str, ...]]
+    runs: dict[Place, tuple[tuple[str, ...], list[Run]]]
+
+    @classmethod
+    def of(
+        cls,
+        chosen: Sequence[Run],
+        rows: Sequence[str],
+        columns: Sequence[str],
+        label_order: Sequence[str],
+    ) -> _Placed:
+        """Runs by these settings; labels as they were asked for, others by what they are."""
+        runs_by_cell = _runs_of_cells(chosen, rows, columns)
+        order = _order(runs_by_cell, label_order)
+        downward = sorted({row for row, *_ in runs_by_cell}, key=order)
+        across = sorted({column for _, column, _ in runs_by_cell}, key=order)
+        places = {
+            (downward.index(row), across.index(column)): (groups, some)
+            for (row, column, groups), some in runs_by_cell.items()
+        }
+        return cls(downward, across, places)
 
 
 def _order(
