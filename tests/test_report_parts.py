@@ -9,8 +9,8 @@ import pytest
 from report_runs import csv_lines, record, records, stored
 
 from kvbench.config import ConfigError
-from kvbench.report.data.control import gain_of
 from kvbench.report.data.frame import collect, gathered
+from kvbench.report.data.table import Table
 from kvbench.report.figures import all as figures
 from kvbench.report.tables.runs import pivot
 
@@ -45,7 +45,7 @@ def test_a_control_whose_budget_is_counted_otherwise_is_none(runs: Path, more: d
     stored(runs, "quest", 64, [1.0] * 10, **more)
     found = collect([runs])
     for order in (found, gathered([*found][::-1], [])):
-        gains = {run.arm["method"]: found.mean for run in order if (found := gain_of(run)) is not None}
+        gains = {run.arm["method"]: gain.value for run in order if (gain := Table(order).number(run.index, "gain"))}
         assert gains["quest"] == 100 and gains["snapkv"] == pytest.approx(30)
 
 
@@ -55,8 +55,9 @@ def test_a_control_is_the_whole_one_and_of_the_same_kind_of_keys_and_values(runs
     eight = {"kv": {"device": "int8", "host": "int8"}}
     stored(runs, "random", 64, [0.0] * 10, config=eight)
     stored(runs, "quest", 64, [1.0] * 10, config=eight)
-    found = {(run.arm["method"], str(run.settings["kv"])): gain_of(run) for run in collect([runs])}
-    assert found["snapkv", "native"] is not None and found["snapkv", "native"][::3] == (pytest.approx(30), 10)
+    table = Table(collect([runs]))
+    found = {(run.arm["method"], run.label("kv")): table.number(arm, "gain") for arm, run in table.arms.items()}
+    assert found["snapkv", "native"] is not None and found["snapkv", "native"][:4:3] == (pytest.approx(30), 10)
     (axis,) = figures.draw("gain", collect([runs])).axes
     drawn = dict(zip([text.get_text() for text in axis.get_yticklabels()], places_of(axis), strict=True))
     assert sorted(drawn.values()) == pytest.approx([-50, 30, 100])

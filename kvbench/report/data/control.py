@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvbench.report.data.run import OF_SPARSE, YARDSTICK, Run, missing
-from kvbench.report.data.stats import Estimate
+from kvbench.report.data.run import OF_SPARSE, Run, missing
 
 CONTROL = "random"
 
@@ -38,15 +37,6 @@ def protected(run: Run) -> float:
     """The share of C that a run keeps at each end of the prompt; 0 where its method does not."""
     share = run.settings.get("method.protect")
     return 0.0 if missing(share) else float(share)  # type: ignore[arg-type]
-
-
-def gain_of(run: Run, groups: tuple[str, ...] = ()) -> Estimate | None:
-    """A score less the control's, in points.
-
-    None for full attention, for the control itself, and where no control ran.
-    """
-    control = None if run.arm["method"] == YARDSTICK else control_of(run, run.all_runs)
-    return None if control is None or control.index == run.index else run.against([control], groups)
 
 
 def _counted(run: Run) -> tuple[str, ...]:

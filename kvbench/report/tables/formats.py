@@ -6,14 +6,12 @@ unrounded.
 
 from __future__ import annotations
 
-import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import pandas as pd
-from rich.table import Table as Drawn
 from rich.text import Text
 
 from kvbench.report.data.table import NONE, Number, csv_of
@@ -21,7 +19,7 @@ from kvbench.report.tables.cells import Cell, ReportTable
 from kvbench.runs.quantities import Quantity
 from kvbench.runs.terminal import Console, fitting
 
-GAP = 3  # characters between two columns of a box
+GAP = "  "  # between two columns
 PAGE_WIDTH = 120  # characters of an overview, at most
 NOT_RUN = "not run"
 
@@ -203,94 +201,70 @@ def _digits(table: ReportTable, name: str, column: int) -> int:
 def console(tables: Sequence[ReportTable], target: Console) -> list[str]:
     """Print tables. Returns the headings of the columns for which an overview had no room.
 
-    A table that is wider than the console comes in several boxes, each with the labels of its rows;
-    a box of one column that is still wider runs over: no number is cut.
+    A table that is wider than the console comes in several blocks, each with the labels of its
+    rows; a block of one column that is still wider runs over: no number is cut. An overview, whose
+    rows share labels, is as wide as a page at most.
     """
     omitted = []
     for table in tables:
+        whole = grid(table).fitting(target.encoding)
+        labels = len(whole.head)
+        room = min(target.width, PAGE_WIDTH) if table.shared else target.width
+        blocks = list(_blocks(whole.widths[table.shared : labels], whole.widths[labels:], room))
+        target.print(Text(table.title, "italic"))
+        for columns in blocks[:1] if table.shared else blocks:
+            places = [*range(table.shared, labels), *(labels + column for column in columns)]
+            _print_block(table, whole, places, target)
         if table.shared:
-            omitted += _overview(table, target)
-        else:
-            _in_boxes(table, target)
+            omitted += [whole.columns[column] for block in blocks[1:] for column in block]
         for note in table.notes:
             target.print(Text(note), width=min(target.width, PAGE_WIDTH))
         target.print()
     return omitted
 
 
-def _overview(table: ReportTable, target: Console) -> list[str]:
-    """Print a table as wide as a page at most, with shared labels on lines of their own."""
-    whole = grid(table).fitting(target.encoding)
-    widths, heads = whole.widths[table.shared :], len(whole.head) - table.shared
-    room = min(target.width, PAGE_WIDTH)
-    ends = itertools.accumulate(widths, lambda total, width: total + 2 + width)
-    count = max(heads + 1, sum(end <= room for end in ends))
-    names = (*whole.head[table.shared :], *whole.columns)[:count]
+def _print_block(table: ReportTable, whole: Grid, places: Sequence[int], target: Console) -> None:
+    """Print these labels and columns, with labels that rows share on lines of their own."""
+    widths = [whole.widths[place] for place in places]
 
     def show(cells: Sequence[str], style: str = "") -> None:
         aligned = (
-            f"{cell:{'<' if index < heads else '>'}{widths[index]}}"
-            for index, cell in enumerate(cells)
+            f"{cell:{'<' if place < len(whole.head) else '>'}{width}}"
+            for cell, place, width in zip(cells, places, widths, strict=True)
         )
-        target.print(Text("  ".join(aligned).rstrip(), style), soft_wrap=True)
+        target.print(Text(GAP.join(aligned).rstrip(), style), soft_wrap=True)
 
-    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=False)]
+    names = [(*whole.head, *whole.columns)[place] for place in places]
+    wrapped = [textwrap.wrap(name, width) for name, width in zip(names, widths, strict=True)]
     depth = max(map(len, wrapped))
-    target.print(Text(table.title, "italic"))
     for line in zip(*([""] * (depth - len(words)) + words for words in wrapped), strict=True):
         show(line, "bold")
-    above = None
+    above = ""
     for row, lines in enumerate(whole.rows):
         if table.section(row) != above:
             above = table.section(row)
             target.print(Text(f"\n{above}", "bold"), soft_wrap=True)
+        elif len(lines) > 1:
+            target.print()
         for line in lines:
-            show((*line.labels[table.shared :], *line.texts)[:count])
+            show([(*line.labels, *line.texts)[place] for place in places])
     target.print()
-    return whole.columns[count - heads :]
 
 
-def _in_boxes(table: ReportTable, target: Console) -> None:
-    """Print a table in a box, or in several where it is wider than the console."""
-    whole = grid(table).fitting(target.encoding)
-    widths = whole.widths
-    heads = len(whole.head)
-    for columns in _boxes(widths[:heads], widths[heads:], target.width):
-        drawn = Drawn(title=Text(table.title), title_justify="left")
-        for name in whole.head:
-            drawn.add_column(Text(name), no_wrap=True)
-        for column in columns:
-            name = "\n".join(textwrap.wrap(whole.columns[column], widths[heads + column]))
-            drawn.add_column(Text(name), justify="right", no_wrap=True)
-        for lines in whole.rows:
-            for line in lines:
-                drawn.add_row(
-                    *map(Text, (*line.labels, *(line.texts[column] for column in columns)))
-                )
-            if len(lines) > 1:
-                drawn.add_section()
-        min_width = sum(widths[:heads]) + sum(widths[heads + column] for column in columns)
-        width, target.width = (
-            target.width,
-            max(target.width, min_width + GAP * (heads + len(columns)) + 1),
-        )
-        target.print(drawn, crop=False)
-        target.width = width
-
-
-def _boxes(heads: Sequence[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """The columns of each box, at most `width` characters wide with its labels.
+def _blocks(labels: Sequence[int], widths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """The columns of each block, at most this many characters wide with its labels.
 
     There is at least one column in each.
     """
-    room = width - sum(heads) - GAP * len(heads) - 1
-    box: list[int] = []
-    for column, size in enumerate(widths):
-        if box and sum(widths[index] + GAP for index in box) + size + GAP > room:
-            yield box
-            box = []
-        box.append(column)
-    yield box
+    start = sum(labels) + len(GAP) * (len(labels) - 1)
+    block, used = list[int](), start
+    for column, width in enumerate(widths):
+        if block and used + len(GAP) + width > room:
+            yield block
+            block, used = [], start
+        block.append(column)
+        used += len(GAP) + width
+    yield block
 
 
 def markdown(tables: Sequence[ReportTable]) -> str:
