@@ -91,14 +91,14 @@ def _full(run: Run) -> Run | None:
 def _fastest(table: Table) -> list[ReportTable]:
     """The fastest arms of the length, batch and machine at which most were timed.
 
-    Of as many the longest. A few timed runs have all of their tables.
+    Of as many the longest. Where no more than `MOST` were, all of their tables.
     """
     by_place: dict[TimedCell, dict[Run, float]] = {}
     for run in table.arms.values():
         for cell in run.cells():
             if time := table.number(run.index, "tpot_ms_p50", str(cell)):
                 by_place.setdefault(cell, {})[run] = time.value
-    if len(table.arms) == 1 or not by_place:
+    if sum(map(len, by_place.values())) <= MOST:
         return summary(table.runs.only(table.arms.values()))
     place = max(by_place, key=lambda cell: (min(len(by_place[cell]), MOST), cell))
     times = by_place[place]
