@@ -36,3 +36,9 @@ def bytes_stored(run: Run) -> float:
     if missing(tokens):
         return math.nan
     return sum(0 if missing(size) else size for size in sizes) / tokens / rows
+
+
+def share_of_full(run: Run) -> float:
+    """Percent of the bytes that full attention holds natively; NaN where it is not known."""
+    full = run.full()
+    return 100 * bytes_stored(run) / bytes_stored(full) if full else math.nan

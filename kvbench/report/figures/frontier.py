@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.memory.kinds import KINDS
-from kvbench.report.data.run import Run, Runs
-from kvbench.report.data.sizes import bytes_stored
+from kvbench.report.data.run import Runs
+from kvbench.report.data.sizes import share_of_full
 from kvbench.report.data.style import BLACK, COLOURS, MARKERS, Style, style_of
 from kvbench.report.figures.labels import height_for
 from kvbench.report.figures.nearness import (
@@ -64,7 +64,9 @@ def frontier(runs: Runs) -> Figure:
     in several ways there is a panel for each method, with a line for each way.
     """
     arms = arms_for(runs, "frontier", probed=False, scored=True)
-    arms = arms.assign(share=[_share(runs[run]) for run in arms.index]).dropna(subset=["share"])
+    arms = arms.assign(share=[share_of_full(runs[run]) for run in arms.index]).dropna(
+        subset=["share"]
+    )
     if not len(arms):
         raise ConfigError(
             "figure=frontier: no run with an audit that counts bytes, beside one of method=full on"
@@ -96,12 +98,6 @@ def frontier(runs: Runs) -> Figure:
     for measure in drawn:
         _draw(runs, measure, [next(remaining) for _ in measure.panels], tall)
     return finished(figure, axes, panels, named=True, notes=[WHAT])
-
-
-def _share(run: Run) -> float:
-    """Percent of the bytes that full attention holds natively; NaN where it is not known."""
-    full = run.full()
-    return 100 * bytes_stored(run) / bytes_stored(full) if full else float("nan")
 
 
 def _styles(there: pd.Series) -> dict[str, Style]:

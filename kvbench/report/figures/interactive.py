@@ -1,0 +1,135 @@
+"""Score or KL against the share of full attention's bytes, as one page that answers to the mouse.
+
+It is a Vega-Lite chart; the page has Vega inside and fetches nothing. vl-convert makes it (`pip
+install 'kvbench[interactive]'`); the site calls `interactive`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from kvbench.config import ConfigError
+from kvbench.report.data.run import Run, Runs
+from kvbench.report.data.seeds import over_seeds
+from kvbench.report.data.shared import on_shared_samples
+from kvbench.report.data.sizes import share_of_full
+from kvbench.report.figures.nearness import EstimateOf, measured
+from kvbench.report.figures.panels import MOST_PANELS, arms_for, panels_of, refuse_crowd, series_of
+from kvbench.runs.quantities import QUANTITIES
+
+NAME = "interactive"
+SHARE = "held: % of full attention's native bytes, device, host and index"
+# Vega's shape for each marker of matplotlib; a path where Vega has none of that name.
+SHAPES = {"o": "circle", "s": "square", "^": "triangle-up", "v": "triangle-down", "P": "cross"}
+SHAPES |= {"<": "triangle-left", ">": "triangle-right", "D": "diamond", "d": "diamond"}
+
+
+def interactive(runs: Runs) -> str:
+    """An HTML page of some 0.9 MB: a chart for each task, model and protocol, a mark for each arm.
+
+    Pointing at a mark shows the arm, its interval, its number of samples and its run id; a click on
+    a method of the legend leaves that method alone. Arms are compared as `draw` compares them, on
+    the samples that they share, but all methods are there.
+
+    Returns
+    -------
+    str
+        The page; "" where vl-convert is not installed.
+
+    Raises
+    ------
+    ConfigError
+        no arm has counted bytes beside full attention's, or there are more charts than a page
+        shows.
+    """
+    if not find_spec("vl_convert"):
+        return ""
+    import vl_convert
+
+    page: str = vl_convert.vegalite_to_html(chart(runs), bundle=True)
+    return page
+
+
+def chart(runs: Runs) -> dict[str, Any]:
+    """The Vega-Lite description of `interactive`'s page."""
+    runs = on_shared_samples(over_seeds(runs, runs)[0])
+    arms = arms_for(runs, NAME, probed=False, scored=True)
+    arms = arms.assign(share=[share_of_full(runs[run]) for run in arms.index])
+    arms = arms.dropna(subset=["share"])
+    if not len(arms):
+        raise ConfigError(f"figure={NAME}: no audit that counts bytes, beside full attention's")
+    panels = measured(runs, panels_of(NAME, runs, arms))
+    near = {panel.title for panel, measure, _ in panels if measure != "score"}
+    drawn = [part for part in panels if part[1] != "score" or part[0].title not in near]
+    refuse_crowd(NAME, len(drawn), "tasks, models and protocols", MOST_PANELS)
+    charts = []
+    for panel, measure, estimate_of in drawn:
+        marks = [
+            _mark(runs[run], f"{series.label(arm['budget'])}", series.style, arm, estimate_of)
+            for series in series_of(runs, panel)
+            for run, arm in series.arms.iterrows()
+        ]
+        charts.append(_chart(panel.title, measure, list(filter(None, marks))))
+    return {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "vconcat": charts}
+
+
+def _mark(run: Run, label: str, style: Any, arm: Any, estimate_of: EstimateOf) -> dict[str, Any]:
+    """An arm as Vega draws it; {} where it has no number, or one with no place on a log axis."""
+    value = estimate_of(run)
+    if value is None or (estimate_of is not Run.score and value.mean <= 0):
+        return {}
+    low, high = (value.mean if end is None else end for end in (value.low, value.high))
+    return {
+        "method": style.label,
+        "colour": style.colour,
+        "shape": SHAPES.get(style.marker, "circle"),
+        "arm": label,
+        "share": round(arm["share"], 2),
+        "value": float(f"{value.mean:.4g}"),
+        "low": float(f"{low:.4g}"),
+        "high": float(f"{high:.4g}"),
+        "n": value.n,
+        "run": ", ".join(run.folder_names),
+    }
+
+
+def _chart(title: str, measure: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Marks with their intervals over the share of bytes; a dotted line at full attention's."""
+    log = measure != "score"
+    looks = {mark["method"]: (mark.pop("colour"), mark.pop("shape")) for mark in marks}
+    colours = {"domain": [*looks], "range": [colour for colour, _ in looks.values()]}
+    shapes = {"domain": [*looks], "range": [shape for _, shape in looks.values()]}
+    y = {
+        "type": "quantitative",
+        "title": QUANTITIES[measure].axis,
+        "scale": {"type": "log" if log else "linear", "zero": False},
+    }
+    shared = {
+        "x": {"field": "share", "type": "quantitative", "title": SHARE, "scale": {"type": "log"}},
+        "color": {"field": "method", "type": "nominal", "scale": colours, "title": None},
+        "shape": {"field": "method", "type": "nominal", "scale": shapes, "title": None},
+        "opacity": {"condition": {"param": "picked", "value": 1}, "value": 0.07},
+        "tooltip": [
+            {"field": name} for name in ("arm", "share", "value", "low", "high", "n", "run")
+        ],
+    }
+    bars = {name: shared[name] for name in ("x", "color", "opacity")}
+    picked = {"type": "point", "fields": ["method"]}
+    return {
+        "title": title,
+        "width": 620,
+        "height": 380,
+        "data": {"values": marks},
+        "layer": [
+            {
+                "mark": "rule",
+                "encoding": {**bars, "y": {**y, "field": "low"}, "y2": {"field": "high"}},
+            },
+            {
+                "mark": {"type": "point", "size": 80, "strokeWidth": 2},
+                "params": [{"name": "picked", "select": picked, "bind": "legend"}],
+                "encoding": {**shared, "y": {**y, "field": "value"}},
+            },
+        ],
+    }
