@@ -105,9 +105,8 @@ def test_the_picture_marks_where_lines_cross(results: Path, tmp_path: Path) -> N
     figure = figures.draw("breakeven", collect([results]))
     (axis,) = figure.axes
     named = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
-    (mark,) = (line for line in axis.get_lines() if line.get_label().startswith("_"))
     assert [line.get_label() for line in named] == ["Full", "IceCache 64", "Quest 64: faster from 2000"]
-    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == pytest.approx((2000, 20))
+    assert {"Full", "Quest 64: faster from 2000"} <= {text.get_text() for text in axis.texts}
     figures.write(figure, tmp_path / "breakeven.png")
     assert image.imread(tmp_path / "breakeven.png").std() > 0.05, "blank"
 

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import image
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -31,8 +30,8 @@ from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.style import STYLES, style_of
 from kvbench.report.figures import all as figures
-from kvbench.report.figures import steps
-from kvbench.report.figures.pareto import front
+from kvbench.report.figures import points as steps
+from kvbench.report.figures.charts import front
 from kvbench.report.figures.passkey import passkey_cells
 from kvbench.runs.sweep import run, run_shared
 
@@ -97,9 +96,10 @@ def curve(figure: Figure, label: str, place: int = 0) -> tuple[list[float], list
     return [float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]
 
 
-def offsets(axis: Axes) -> list[np.ndarray]:
-    """Where the marks of an axis stand."""
-    return [marks.get_offsets() for marks in axis.collections if isinstance(marks, PathCollection)]
+def offsets(axis: Axes) -> list[tuple[float, float]]:
+    """Where the marks of an axis stand that are drawn one by one."""
+    single = [line for line in axis.lines if len(line.get_xdata()) == 1 and line.get_marker() not in ("", "None")]
+    return [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in single]
 
 
 def overprinted(figure: Figure) -> list[tuple[str, str]]:
@@ -162,9 +162,7 @@ def test_scores_stand_at_their_budget_and_at_what_was_attended(runs):
 
 def test_the_tradeoff_marks_every_arm_at_its_cost(runs):
     figure = figures.draw("tradeoff", only(runs, runs.arms["accounting"] == "paper"))
-    memory, time = (
-        {tuple(np.round(point, 6)) for point in np.concatenate(offsets(axis)).tolist()} for axis in figure.axes
-    )
+    memory, time = ({tuple(np.round(point, 6)) for point in offsets(axis)} for axis in figure.axes)
     timed = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
     assert (
         memory == {tuple(np.round((one.device_kv_bytes / 2**20, one.score), 6)) for one in timed.itertuples()}
@@ -180,7 +178,7 @@ def test_the_front_is_what_no_other_is_as_cheap_and_as_good_as(points, more_is_b
         return one != other and one[0] <= other[0] and good
 
     expected = sorted({point for point in points if not any(beats(other, point) for other in points)})
-    assert front(*zip(*points, strict=True), more_is_better) == expected
+    assert front(points, more_is_better) == expected
 
 
 def test_the_front_stands_in_the_tradeoff_and_larger_marks_are_larger_budgets(runs):
@@ -188,12 +186,11 @@ def test_the_front_stands_in_the_tradeoff_and_larger_marks_are_larger_budgets(ru
     known = runs.arms[(runs.arms["probe_every"] == 0) & (runs.arms["accounting"] == "paper")]
     costs, scores = known["tpot_ms_mean"].to_list(), known["score"].to_list()
     x, y = curve(figure, "Pareto front", 1)
-    assert list(zip(x, y, strict=True))[:-1] == front(costs, scores, True)
-    (snapkv,) = [marks for marks in figure.axes[0].collections if marks.get_label() == "SnapKV"]
-    budgets = known[known["method"] == "snapkv"].sort_values("budget")["device_kv_bytes"] / 2**20
-    by_place = dict(zip(np.round(snapkv.get_offsets()[:, 0], 6), snapkv.get_sizes(), strict=True))
-    assert by_place[round(budgets.iloc[0], 6)] < by_place[round(budgets.iloc[1], 6)]
-    assert {"C = 64", "C = 128"} <= set(legend_texts(figure))
+    assert list(zip(x, y, strict=True))[:-1] == front(list(zip(costs, scores, strict=True)), True)
+    colour = style_of("snapkv").colour
+    single = [line for line in figure.axes[0].lines if line.get_color() == colour and len(line.get_xdata()) == 1]
+    by_place = {float(line.get_xdata()[0]): line.get_markersize() for line in single}
+    assert by_place[min(by_place)] < by_place[max(by_place)], "more memory is a larger budget"
 
 
 @pytest.mark.slow
@@ -272,21 +269,21 @@ def test_runs_by_an_older_kvbench_without_values_of_each_step_are_not_an_empty_p
 
 def test_a_curve_ends_where_fewer_than_half_of_the_samples_go_on():
     def sample(steps: int) -> dict:
-        return {"probe": {"steps": {"step": list(range(1, steps + 1)), "recall": [0.5] * steps}}}
+        return {"steps": {"step": list(range(1, steps + 1)), "recall": [0.5] * steps}}
 
-    assert steps.means([sample(2), sample(4), sample(9)]).index.to_list() == [1, 2, 3, 4]
-    assert steps.means([{"error": "failed"}]).empty
+    assert steps.step_means([sample(2), sample(4), sample(9)]).index.to_list() == [1, 2, 3, 4]
+    assert steps.step_means([None]).empty
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=400))
 def test_thinning_keeps_short_curves_and_the_mean_of_long_ones(values):
     whole = pd.Series(values, index=np.arange(1.0, len(values) + 1))
     thin = steps.thinned(whole)
-    assert len(thin) == min(len(values), steps.POINTS)
+    assert len(thin) == min(len(values), steps.STEPS)
     assert thin.index.is_monotonic_increasing and whole.min() - 1e-9 <= thin.min() and thin.max() <= whole.max() + 1e-9
-    if len(values) <= steps.POINTS:
+    if len(values) <= steps.STEPS:
         assert thin.to_list() == values
-    if len(values) % steps.POINTS == 0:
+    if len(values) % steps.STEPS == 0:
         assert thin.mean() == pytest.approx(whole.mean())
 
 
@@ -364,8 +361,8 @@ def test_more_than_a_picture_can_show_is_refused_before_samples_are_read(runs, m
     monkeypatch.setattr(Run, "samples", lambda self: pytest.fail("samples read"))
     crowd = replace(runs, arms=many, settings=settings, scores=scores)
     threads = replace(crowd, settings=settings.assign(threads=range(84)))
-    with pytest.raises(ConfigError, match=r"^figure=budget: 84 .* 8 at most"):
-        figures.draw("budget", threads)
+    with pytest.raises(ConfigError, match=r"^figure=read: 84 .* 8 at most"):
+        figures.draw("read", threads)
     few = replace(crowd, arms=many[:28], settings=settings[:28])
     with pytest.raises(ConfigError, match=r"^figure=passkey: 28 arms, .* 24 at most"):
         figures.draw("passkey", few)

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -55,16 +54,13 @@ def test_a_step_reads_what_is_attended_in_all_layers_and_what_is_scanned(tmp_pat
     for budget, attended, kl in ((64, 80.0, 0.25), (128, 160.0, 1e-9)):
         line = record("s", "", 0.5, **measured(attended, budget, kl, 2048.0, 3 * 2**20))
         stored(tmp_path, "quest", budget, [line], task="fidelity", **(probes if budget == 128 else {}))
-    scores, near = figures.draw("read", collect([tmp_path])).axes
+    (near,) = figures.draw("read", collect([tmp_path])).axes
     expected = [(TOKEN * (0.8 * attended + 0.2 * 990) + 2048) / 2**20 for attended in (80, 160)]
-    assert lines_of(scores)["Quest"] == (pytest.approx(expected), [50, 50])
-    assert lines_of(scores)["Full"][0] == pytest.approx([TOKEN * 990 / 2**20])
     assert lines_of(near)["Quest"] == (pytest.approx(expected), [0.25, 1e-5]), "what is nearer stands at the edge"
-    assert "Full" not in lines_of(near) and "Quest (below 1e-05)" in {text.get_text() for text in near.texts}
-    (with_index,) = (
-        marks for marks in near.collections if np.shape(marks.get_segments()) == (2, 2, 2) and marks.get_alpha()
-    )
-    assert [segment[1][0] - segment[0][0] for segment in with_index.get_segments()] == pytest.approx([3, 3])
+    assert lines_of(near)["Full"][0] == pytest.approx([TOKEN * 990 / 2**20] * 2), "a line at its cost"
+    assert "Quest (below 1e-05)" in {text.get_text() for text in near.texts}
+    segments = [segment for marks in near.collections if marks.get_alpha() for segment in marks.get_segments()]
+    assert [end[0] - start[0] for start, end in segments] == pytest.approx([3, 3]), "the index"
 
 
 def test_bytes_read_need_an_audit(tmp_path: Path) -> None:
@@ -100,11 +96,10 @@ def test_the_front_of_bytes_held_is_one_for_all_methods_and_ways_to_hold_keys(tm
     arm("snapkv", 64, "int8", 20.0, 2.0, 0.5, 0.6)
     arm("snapkv", 128, "kivi2", 40.0, 3.0, 0.25, 0.8)
     figure = figures.draw("frontier", collect([tmp_path]))
-    full, snapkv = figure.axes
+    (snapkv,) = figure.axes
     found = lines_of(snapkv)
-    assert found.keys() == {"native", "int8-native", "kivi2", "Pareto front"} and not full.containers
+    assert found.keys() == {"native", "int8-native", "kivi2", "Pareto front"}
     assert found["kivi2"] == (pytest.approx([100 * 64 / 1024]), [0.25])
-    assert [lines_of(axis)["Pareto front"] for axis in (full, snapkv)] == 2 * [found["Pareto front"]]
     assert overprinted(figure) == []
 
 
@@ -116,7 +111,7 @@ def test_a_front_of_methods_that_hold_keys_alike_has_a_line_a_method(tmp_path: P
     ):
         stored(tmp_path, method, budget, [record("s", "", 1.0, **measured(attended, budget, kl))], task="fidelity")
     (axis,) = figures.draw("frontier", collect([tmp_path])).axes
-    assert lines_of(axis).keys() == {"SnapKV", "Quest", "Pareto front"}
+    assert lines_of(axis).keys() == {"Full", "SnapKV", "Quest", "Pareto front"}
 
 
 def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_another(tmp_path: Path) -> None:
@@ -134,7 +129,7 @@ def test_what_was_attended_stands_over_its_budget_in_tokens_and_no_words_on_one_
     assert curves[103.0,] == [1.5], "a share of the prompt stands at its tokens"
     assert {text.get_text() for text in axis.texts} >= {style_of(method).label for method in methods}
     assert overprinted(figure) == []
-    with pytest.raises(ConfigError, match="figure=attended: .*among 1 runs"):
+    with pytest.raises(ConfigError, match="figure=attended: .*none is sparse"):
         runs = collect([tmp_path])
         figures.draw("attended", runs.only(run for run in runs if run.arm["method"] == "full"))
 
@@ -163,18 +158,18 @@ def test_lost_mass_is_what_the_probes_did_not_see_selected(tmp_path: Path) -> No
 
 
 def test_lengths_of_outputs_stand_at_their_budget(tmp_path: Path) -> None:
-    stored(tmp_path, "full", None, [record(f"s{size}", "", 1.0, output_ids=[*range(size)]) for size in (10, 20)])
-    looped = [
-        record("s10", "", 1.0, output_ids=[7] * 60),
-        record("s20", "", 1.0, written={"length": 40, "looped": 0}),
-    ]
-    stored(tmp_path, "quest", 64, looped)
-    length, loops = figures.draw("written", collect([tmp_path])).axes
-    assert lines_of(length)["Quest"] == ([64], [50]) and set(lines_of(length)["Full"][1]) == {15}
-    assert lines_of(loops)["Quest"] == ([64], [50]) and set(lines_of(loops)["Full"][1]) == {0}
-    bare = stored(tmp_path / "bare", "quest", 64)
-    with pytest.raises(ConfigError, match="figure=written: .*among 1 runs"):
-        figures.draw("written", collect([bare]))
+    sizes = (10, 20, 30)
+    stored(tmp_path, "full", None, [record(f"s{size}", "", 1.0, output_ids=[*range(size)]) for size in sizes])
+    looped = [record(f"s{size}", "", 1.0, written={"length": 40, "looped": size == 20}) for size in sizes]
+    looped[0] = record("s10", "", 1.0, output_ids=[7] * 70)
+    for budget in (64, 128):
+        stored(tmp_path, "quest", budget, looped)
+    runs = collect([tmp_path])
+    length, loops = figures.draw("written", runs).axes
+    assert lines_of(length)["Quest"] == ([64, 128], [50, 50]) and set(lines_of(length)["Full"][1]) == {20}
+    assert lines_of(loops)["Quest"] == ([64, 128], pytest.approx([200 / 3] * 2))
+    with pytest.raises(ConfigError, match="figure=written: .*two budgets"):
+        figures.draw("written", runs.only(run for run in runs if run.label("budget") in ("-", "64")))
 
 
 def test_ours_stands_over_the_published_and_says_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +227,10 @@ def test_capacity_is_drawn_with_the_requests_at_once_from_what_its_script_printe
     path = tmp_path / "capacity.json"
     other = {**cells[0], "engine": "hf", "lengths": "conversation"}
     path.write_text(json.dumps({"cells": [*cells, other], "crossings": [crossed]}))
-    served, ours = figures.draw_file("capacity", [path]).axes
-    assert served.get_title() == "small\n16 x 4,096 + 64 tokens, vLLM"
-    assert ours.get_title() == "small\n16 x up to 4,096 + 64 tokens, KVCache"
+    figure = figures.draw_file("capacity", [path])
+    (served,) = figure.axes
+    assert "not drawn: 1 workloads" in figure.get_supxlabel()
+    assert served.get_title().split() == ["small:", "16", "x", "4,096", "+", "64", "tokens,", "vLLM"]
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in served.lines]
     for line in (([96, 192], [20, 80]), ([96, 192], [60, 70]), ([96], [7]), ([170, 170], [0, 1])):
         assert line in drawn
@@ -258,21 +254,22 @@ def test_a_score_stands_where_its_question_was_read(tmp_path: Path) -> None:
     assert [axis.get_title().split()[-1] for axis in axes] == ["64", "128"]
     for axis in axes:
         drawn = lines_of(axis)
-        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["with the context", "after it"]
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["with the context", "after compression"]
         assert drawn["SnapKV"][1] == [100, 50] and drawn["Full"][1] == [100, 100]
         assert [round(place) for place in drawn["SnapKV"][0]] == [0, 1]
+        assert not axis.get_figure().legends, "names stand at the lines"
     with pytest.raises(ConfigError, match=r"figure=question: .*protocol.question"):
         figures.draw("question", runs.only(run for run in runs if run.label("protocol.question") == "after"))
 
 
 def test_what_a_method_gains_is_its_mean_difference_to_random_tokens_with_protected_ends(tmp_path: Path) -> None:
-    scores = {"snapkv": (1.0, 0.0, 1.0, 0.5), "knorm": (0.0, 0.0, 0.5, 0.0)}
+    scores = {"snapkv": 2 * (1.0, 0.0, 1.0, 0.5), "knorm": 2 * (0.0, 0.0, 0.5, 0.0)}
     for method, own in scores.items():
         stored(tmp_path, method, 64, own)
-    for protect, own in ((0.0, (0.0, 0.0, 0.0, 0.0)), (0.1, (0.5, 0.0, 0.5, 0.0))):
+    for protect, own in ((0.0, 8 * (0.0,)), (0.1, 2 * (0.5, 0.0, 0.5, 0.0))):
         stored(tmp_path, "random", 64, own, config={"method": {"name": "random", "protect": protect}})
-    stored(tmp_path, "full", None, (1.0, 1.0, 1.0, 1.0))
-    stored(tmp_path, "quest", 128, (1.0, 1.0, 1.0, 1.0))  # there is nothing to compare it with
+    stored(tmp_path, "full", None, 8 * (1.0,))
+    stored(tmp_path, "quest", 128, 8 * (1.0,))  # there is nothing to compare it with
     runs = collect([tmp_path])
     (axis,) = figures.draw("gain", runs).axes
     shown = [tick.get_text() for tick in axis.get_yticklabels()]

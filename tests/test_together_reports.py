@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from matplotlib.collections import PathCollection
 from report_runs import csv_lines, records, stored, together
+from test_figures import offsets
 
 from kvbench.cli.report import main as report
 from kvbench.config import ConfigError
@@ -198,8 +198,7 @@ def test_the_tradeoff_is_over_the_own_time_where_an_arm_has_no_other(mixed):
     """Of all arms alike: no axis has two kinds of times."""
     axis = figures.draw("tradeoff", collect([mixed])).axes[1]
     assert axis.get_xlabel() == "own time per token (ms)"
-    points = [marks for marks in axis.collections if isinstance(marks, PathCollection)]
-    assert sorted({x for marks in points for x, _ in marks.get_offsets()}) == [1.0, 1.5]
+    assert sorted({x for x, _ in offsets(axis)}) == [1.0, 1.5]
 
 
 @pytest.mark.parametrize("name", ["budget", "attended", "tradeoff"])

@@ -274,19 +274,29 @@ def draw(rows: Sequence[DemoRow], model: str, path: Path) -> None:
     """The trade-off as a picture: KL against device memory, and against a method's own time of a
     token.
     """
-    import pandas
-
-    from kvbench.report.data.style import styles_of
-    from kvbench.report.figures.panels import grid, legend, printed
-    from kvbench.report.figures.tradeoff import draw_tradeoff
-
-    # All have the budget that the title says: no mark needs its own.
-    points = pandas.DataFrame(rows, dtype=object).assign(
-        label=[arm.method for arm in rows], budget=None
+    from kvbench.report.data.style import style_of
+    from kvbench.report.figures.charts import (
+        Chart,
+        Curve,
+        Mark,
+        Scale,
+        draw_charts,
+        printed,
+        with_legend,
     )
+
+    charts = []
+    for cost in (QUANTITIES["device_kv_bytes"], QUANTITIES["own_ms"]):
+        costs = {arm: getattr(arm, cost.name) for arm in rows}
+        marks = {
+            arm.method: Mark(cost.scaled(value), arm.kl_mean)
+            for arm, value in costs.items()
+            if value is not None
+        }
+        curves = [Curve(name, style_of(name), [mark]) for name, mark in marks.items()]
+        x, y = Scale(cost.axis, "log"), Scale(KL.axis, "log")
+        charts.append(Chart("", x, y, curves, rivals=curves, better="less"))
     title = f"{model}, text of {LENGTH} tokens, C = {BUDGET}: down and left is better"
     with printed("page"):
-        figure, axes = grid(1, 2, title, 2.6)
-        draw_tradeoff(axes[0], points, styles_of(points["method"]), QUANTITIES["own_ms"], KL.name)
-        axes[0, 0].set_ylabel(KL.axis)
-        legend(figure, axes, METHOD_TIME).savefig(path, dpi=200)
+        figure, axes = draw_charts(charts, title, 2.6)
+        with_legend(figure, axes, [METHOD_TIME]).savefig(path, dpi=200)

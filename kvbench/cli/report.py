@@ -592,9 +592,9 @@ def _draw(flags: Namespace, runs: Runs | None) -> list[str]:
 
 def _drawn_from_file(flags: Namespace) -> bool:
     """Draw the figure if it is one of a script's JSON; whether it is."""
-    from kvbench.report.figures.all import OF_FILES, draw_file
+    from kvbench.report.figures.all import draw_file, is_of_files
 
-    if flags.figure not in OF_FILES:
+    if not is_of_files(flags.figure, flags.folders):
         return False
     _write_figure(flags, draw_file(flags.figure, flags.folders, flags.size))
     return True

@@ -1,13 +1,12 @@
 """How a method looks wherever it is drawn: one label, colour, marker and line for each.
 
-Colours are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish; no two methods
-share a colour and a marker, so a picture can be read in grey as well. There are more methods than
-colours: in one picture those that share one get others (`styles_of`).
+The colours of families are Okabe and Ito's and Paul Tol's, which colour-blind readers distinguish;
+further members have lighter and darker ones. No two methods share a colour and a marker, in any
+picture, so that it can be read in grey as well.
 """
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -37,19 +36,18 @@ class Style:
 
 BLACK = "#000000"
 GREY = "#999999"
-GREEN = "#009E73"
-BLUE = "#0072B2"
-VERMILION = "#D55E00"
-PURPLE = "#CC79A7"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-WINE = "#882255"
-INDIGO = "#332288"
-OLIVE = "#999933"
-BROWN = "#8C564B"
-
-COLOURS = (GREEN, BLUE, VERMILION, ORANGE, PURPLE, SKY, WINE, OLIVE, INDIGO, BROWN, GREY)
-MARKERS = "osD^vPX<>phd8H"
+# Hues of a family of methods, and lighter and darker ones for its further members.
+GREEN, GREEN_DARK, GREEN_LIGHT = "#009E73", "#00624A", "#6CC7AC"  # trees of pages
+BLUE, BLUE_DARK, BLUE_LIGHT = "#0072B2", "#00406B", "#6E93C4"  # pages by a bound
+VERMILION, VERMILION_DARK, VERMILION_LIGHT = "#D55E00", "#983A00", "#F09A5B"  # votes of a window
+PURPLE, PURPLE_DARK = "#CC79A7", "#93457A"  # sinks and recent tokens
+ORANGE, ORANGE_DARK, ORANGE_LIGHT = "#E69F00", "#A87400", "#F5C766"  # codes of ParisKV
+SKY, SKY_DARK = "#56B4E9", "#2A86BA"  # chunks of text
+WINE, WINE_LIGHT = "#882255", "#B4628C"  # compressed, and fetched again
+INDIGO, INDIGO_LIGHT, INDIGO_PALE = "#332288", "#6A5ACD", "#9C92DE"  # codes, clusters, means
+OLIVE, OLIVE_DARK = "#999933", "#66661A"  # evict as they generate
+BROWN, BROWN_LIGHT = "#8C564B", "#B98A7E"  # guess queries, or repeat the context
+TEAL, TEAL_LIGHT = "#44AA99", "#8BCFC3"  # keys alone
 
 # A picture that has no room for all shows those that come first.
 STYLES = {
@@ -62,59 +60,62 @@ STYLES = {
     "pariskv": Style("ParisKV", ORANGE, "v"),
     "lychee": Style("LycheeCluster", SKY, "p"),
     "racc": Style("RACC", WINE, "h"),
-    "pqcache": Style("PQCache", BROWN, "d"),
+    "pqcache": Style("PQCache", INDIGO, "d"),
     "h2o": Style("H2O", OLIVE, "<"),
     "random": Style("Random", GREY, "X", ":"),
-    "rocketkv": Style("RocketKV", BLUE, "X"),
-    "expected_attention": Style("Expected Attention", OLIVE, "o"),
+    "rocketkv": Style("RocketKV", BLUE_DARK, "X"),
+    "expected_attention": Style("Expected Attention", BROWN, "o"),
     "kvzip": Style("KVzip", BROWN, "s"),
-    "triattention": Style("TriAttention", WINE, "o"),
-    "attention_matching": Style("Attention Matching", SKY, "o"),
-    "keydiff": Style("KeyDiff", SKY, "v"),
-    "pyramidkv": Style("PyramidKV", INDIGO, ">"),
-    "magicpig": Style("MagicPIG", INDIGO, "X"),
-    "omnikv": Style("OmniKV", OLIVE, "D"),
-    "arkvale": Style("ArkVale", BROWN, "o"),
-    "shadowkv": Style("ShadowKV", GREY, "s"),
-    "clusterkv": Style("ClusterKV", BLUE, "d"),
-    "raas": Style("RaaS", VERMILION, "v"),
-    "razor": Style("RazorAttention", PURPLE, "X"),
-    "retroinfer": Style("RetroInfer", SKY, "D"),
-    "freekv": Style("FreeKV", OLIVE, "P"),
-    "twilight_quest": Style("Twilight, Quest", INDIGO, "o"),
-    "twilight_topk": Style("Twilight, top-k", INDIGO, "P", ":"),
-    "socket": Style("SOCKET", BROWN, "^"),
-    "cake": Style("CAKE", VERMILION, "P"),
-    "adakv_snapkv": Style("AdaKV", VERMILION, "D", "--"),
-    "squeeze": Style("SqueezeAttention", GREY, "h"),
-    "scope": Style("SCOPE", BLUE, "<"),
-    "rkv": Style("R-KV", WINE, "v"),
-    "knorm": Style("Key norm", ORANGE, "o"),
+    "triattention": Style("TriAttention", BROWN, "^"),
+    "attention_matching": Style("Attention Matching", BROWN_LIGHT, "D"),
+    "keydiff": Style("KeyDiff", TEAL, "v"),
+    "pyramidkv": Style("PyramidKV", VERMILION_DARK, ">"),
+    "magicpig": Style("MagicPIG", INDIGO_LIGHT, "X"),
+    "omnikv": Style("OmniKV", INDIGO_PALE, "D"),
+    "arkvale": Style("ArkVale", BLUE_LIGHT, "s"),
+    "shadowkv": Style("ShadowKV", INDIGO, "s"),
+    "clusterkv": Style("ClusterKV", INDIGO_LIGHT, "o"),
+    "raas": Style("RaaS", OLIVE_DARK, "v"),
+    "razor": Style("RazorAttention", PURPLE_DARK, "X"),
+    "retroinfer": Style("RetroInfer", INDIGO_PALE, "p"),
+    "freekv": Style("FreeKV", INDIGO, "P"),
+    "twilight_quest": Style("Twilight, Quest", BLUE_DARK, "D"),
+    "twilight_topk": Style("Twilight, top-k", BLUE_DARK, "P", ":"),
+    "socket": Style("SOCKET", INDIGO_LIGHT, "^"),
+    "cake": Style("CAKE", VERMILION_DARK, "P"),
+    "adakv_snapkv": Style("AdaKV", VERMILION_LIGHT, "D", "--"),
+    "squeeze": Style("SqueezeAttention", PURPLE_DARK, "h"),
+    "scope": Style("SCOPE", OLIVE_DARK, "<"),
+    "rkv": Style("R-KV", OLIVE_DARK, "D"),
+    "knorm": Style("Key norm", TEAL, "o"),
     "lru": Style("LRU", GREY, "v"),
-    "tova": Style("TOVA", PURPLE, "o"),
-    "duo": Style("DuoAttention", ORANGE, "s"),
-    "think": Style("ThinK", GREEN, "o", ":"),
-    "icecache_reuse": Style("IceCache-reuse", GREEN, "d", "--"),
-    "icecache_plus": Style("IceCache+", GREEN, "X", ":"),
-    "icecache_code": Style("IceCache-code", GREEN, "s", "-."),
-    "quest_structure": Style("Quest-structure", BLUE, "s", "--"),
-    "pariskv_aligned": Style("ParisKV-aligned", ORANGE, "<", "--"),
-    "pariskv_adaptive": Style("ParisKV-adaptive", ORANGE, ">", ":"),
-    "lychee_plus": Style("LycheeCluster+", SKY, "P", ":"),
-    "racc_code": Style("RACC-code", WINE, "H", "--"),
-    "racc_paper": Style("RACC-paper", WINE, "8", ":"),
-    "snapkv_racc": Style("SnapKV + RACC", VERMILION, "H", "-."),
-    "pyramidkv_racc": Style("PyramidKV + RACC", INDIGO, "h", "-."),
-    "kvzip_plus": Style("KVzip+", BROWN, "P", "--"),
-    "adakv_expected_attention": Style("Expected Attention, AdaKV", OLIVE, "X", "--"),
-    "h2o_prompt": Style("H2O, prompt", OLIVE, ">", "--"),
-    "snapkv_decode": Style("SnapKV, decode", VERMILION, "d", ":"),
-    "knorm_decode": Style("Key norm, decode", ORANGE, "8", ":"),
-    "tova_decode": Style("TOVA, decode", PURPLE, "8", ":"),
-    "expected_attention_decode": Style("Expected Attention, decode", OLIVE, "8", ":"),
-    "keydiff_decode": Style("KeyDiff, decode", SKY, "8", ":"),
-    "keydiff_blocks": Style("KeyDiff, blocks", SKY, "s", "--"),
+    "tova": Style("TOVA", OLIVE, "o"),
+    "duo": Style("DuoAttention", PURPLE_DARK, "s"),
+    "think": Style("ThinK", VERMILION_LIGHT, "o", ":"),
+    "icecache_reuse": Style("IceCache-reuse", GREEN_DARK, "d", "--"),
+    "icecache_plus": Style("IceCache+", GREEN_LIGHT, "X", ":"),
+    "icecache_code": Style("IceCache-code", GREEN_DARK, "s", "-."),
+    "quest_structure": Style("Quest-structure", BLUE_LIGHT, "o", "--"),
+    "pariskv_aligned": Style("ParisKV-aligned", ORANGE_DARK, "<", "--"),
+    "pariskv_adaptive": Style("ParisKV-adaptive", ORANGE_LIGHT, ">", ":"),
+    "lychee_plus": Style("LycheeCluster+", SKY_DARK, "P", ":"),
+    "racc_code": Style("RACC-code", WINE_LIGHT, "H", "--"),
+    "racc_paper": Style("RACC-paper", WINE_LIGHT, "8", ":"),
+    "snapkv_racc": Style("SnapKV + RACC", WINE, "s", "-."),
+    "pyramidkv_racc": Style("PyramidKV + RACC", WINE, ">", "-."),
+    "kvzip_plus": Style("KVzip+", BROWN_LIGHT, "P", "--"),
+    "adakv_expected_attention": Style("Expected Attention, AdaKV", BROWN_LIGHT, "X", "--"),
+    "h2o_prompt": Style("H2O, prompt", OLIVE_DARK, ">", "--"),
+    "snapkv_decode": Style("SnapKV, decode", VERMILION_DARK, "d", ":"),
+    "knorm_decode": Style("Key norm, decode", TEAL_LIGHT, "8", ":"),
+    "tova_decode": Style("TOVA, decode", OLIVE_DARK, "8", ":"),
+    "expected_attention_decode": Style("Expected Attention, decode", BROWN_LIGHT, "8", ":"),
+    "keydiff_decode": Style("KeyDiff, decode", TEAL_LIGHT, "v", ":"),
+    "keydiff_blocks": Style("KeyDiff, blocks", TEAL_LIGHT, "s", "--"),
 }
+# Of a user's own methods, which have markers that no shipped method has.
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, WINE, INDIGO, OLIVE, BROWN, TEAL)
+MARKERS = "1234+x|"
 
 # Other spellings, in the papers' tables and in the house.
 ALIASES = {
@@ -150,40 +151,28 @@ def style_of(method: str) -> Style:
     if style is not None:
         return style
     parents = [name for name in STYLES if method.startswith(f"{name}_")]
-    if parents:
-        return replace(STYLES[max(parents, key=len)], label=method, line="-.")
     number = zlib.crc32(plain.encode())
+    marker = MARKERS[number // len(COLOURS) % len(MARKERS)]
+    if parents:
+        parent = STYLES[max(parents, key=len)]
+        return replace(parent, label=method, marker=marker, line="-.")
     # matplotlib leaves what begins with _ out of legends
     label = f" {method}" if method.startswith("_") else method
-    return Style(
-        label, COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-    )
+    return Style(label, COLOURS[number % len(COLOURS)], marker)
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
-    """The styles of methods that stand in one picture.
+    """The styles of methods that stand in one picture, the same as in all others.
 
-    No two share a colour, nor a marker, while there are others; then no two share both. The first
-    in the order of `STYLES` has its own, a user's method takes what the others leave.
+    Only where the names of a user's own methods lead to one look has the later another marker.
     """
-    looks = {method: style_of(method) for method in in_order(methods)}
     styles: dict[str, Style] = {}
-    first_by_colour: dict[str, Style] = {}  # the first of each colour
-    for style in looks.values():
-        first_by_colour.setdefault(style.colour, style)
-    spare = itertools.chain(
-        (colour for colour in COLOURS if colour not in first_by_colour), itertools.cycle(COLOURS)
-    )
-    for method, style in looks.items():
-        if first_by_colour[style.colour] is not style:
-            style = replace(style, colour=next(spare))
-        crowded = len(styles) >= len(MARKERS)
-        taken = {
-            other.marker for other in styles.values() if not crowded or other.colour == style.colour
-        }
-        if style.marker in taken:
-            style = replace(style, marker=next(marker for marker in MARKERS if marker not in taken))
-        styles[method] = style
+    for method in in_order(methods):
+        style = style_of(method)
+        taken = {(other.colour, other.marker) for other in styles.values()}
+        markers = (style.marker, *MARKERS)
+        free = (marker for marker in markers if (style.colour, marker) not in taken)
+        styles[method] = replace(style, marker=next(free, style.marker))
     return styles
 
 

@@ -1,15 +1,15 @@
 """Pictures of run folders, as the papers draw them: scores, costs, and what a selection finds.
 
-The figure of a name is the function of that name in the module of that name, here:
-`drift.drift(runs)`. Each says what it has nothing to draw from. In one picture no two methods look
-alike (`style.py`), and what a reader must know of the runs (random weights, transfers to no device,
-failed samples) stands below it.
+A figure stands in the table of `specs.py`, or in the file of its name. Each says what it has
+nothing to draw from. A method looks the same in all of them (`style.py`), and what a reader must
+know of the runs (random weights, transfers to no device, failed samples) stands below.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,54 +22,32 @@ from kvbench.report import LISTING
 from kvbench.report.data.run import Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.shared import on_shared_samples
+from kvbench.report.figures.charts import LOOK, printed
+from kvbench.report.figures.curves import curves
 from kvbench.report.figures.labels import as_written
-from kvbench.report.figures.panels import LOOK, printed
+from kvbench.report.figures.specs import SPECS
 from kvbench.runs.stored import DAMAGED, ResultsError, what_of
 
 PICTURES = (".png", ".pdf", ".svg")
 FIGURES = {
-    "budget": "score against budget, and against what was attended",
-    "attended": "nominal against measured budget: attended / C",
-    "read": "score and KL from full attention against the bytes of KV that a step reads",
-    "frontier": (
-        "KL (or score) against the share of full attention's bytes held, over methods, budgets"
-        " and kv"
-    ),
-    "tradeoff": "score against device memory and time per token (IceCache, Fig. 1)",
+    **{name: spec.about for name, spec in SPECS.items()},
     "passkey": "passkeys found by depth and length (IceCache, Fig. 6)",
     "latency": (
         "second token, time per token and its parts (IceCache, Fig. 7; LycheeCluster, Fig. 5)"
     ),
-    "breakeven": "from which length a method is faster than full attention, from task=latency",
-    "length": "time per token against context length (IceCache, Fig. 8; LycheeCluster, Fig. 4)",
-    "recall": "recall over decode steps, from runs with probe.every (ParisKV, Fig. 1)",
-    "stability": (
-        "stability of selections over decode steps, from runs with probe.every (LycheeCluster,"
-        " Fig. 9)"
-    ),
-    "fidelity": (
-        "KL from full attention against budget, attended entries and memory, from task=fidelity"
-    ),
-    "drift": "KL from full attention over decode steps, from task=fidelity",
     "lost": "attention mass lost by layer and query head, from runs with probe.every",
-    "written": "new tokens of an answer, and how many end in a loop, against the budget",
-    "question": (
-        "score by when the question is read: with the context, or after that was compressed"
-    ),
     "gain": "what a method gains over random tokens (method=random), sample by sample",
-    "published": "published scores against ours, with what differs",
-    "clusters": (
-        "recall against cluster or page size, from runs with probe.every (LycheeCluster, Fig. 10)"
+    "published": (
+        "published scores against ours, with what differs; of the shipped archives those with RULER"
+        " have full attention's alone"
     ),
 }
-# Drawn from the JSON that a script printed, in place of runs.
+# Drawn from the JSON that a script printed, `capacity` also from runs.
 OF_FILES = {
     "search": (
         "recall against the time of a query, and of reading as much, from scripts/bench_index.py"
     ),
-    "capacity": (
-        "tokens a second of as many requests as fit into a memory, from scripts/bench_capacity.py"
-    ),
+    "capacity": SPECS["capacity"].about,
 }
 
 
@@ -92,9 +70,10 @@ def draw(name: str, runs: Runs, size: str = "page") -> Figure:
         raise ConfigError(
             f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES, LISTING)}"
         )
+    make = partial(curves, name) if name in SPECS else _function(name)
     try:
         with printed(size):
-            return _function(name)(on_shared_samples(over_seeds(runs, runs)[0]))
+            return make(on_shared_samples(over_seeds(runs, runs)[0]))
     except ConfigError:
         raise
     except (ResultsError, *DAMAGED) as error:
@@ -111,6 +90,13 @@ def draw_file(name: str, files: Sequence[Path], size: str = "page") -> Figure:
     """
     with printed(size):
         return _function(name)(files)
+
+
+def is_of_files(name: str, paths: Sequence[Path]) -> bool:
+    """Whether a figure is drawn of a script's JSON: always, or as these paths are such files."""
+    if name not in OF_FILES:
+        return False
+    return name not in FIGURES or any(path.suffix == ".json" for path in paths)
 
 
 def _function(name: str) -> Callable[[Any], Figure]:
@@ -138,12 +124,9 @@ def write(figure: Figure, path: Path) -> None:
 def drawn(figure: Figure, kind: str) -> bytes:
     """A figure as a file of a kind: "png", "pdf" or "svg"."""
     as_written(figure)
-    out, undated = (
-        io.BytesIO(),
-        {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind],
-    )
-    with rc_context(
-        {**LOOK, "pdf.fonttype": 42, "svg.hashsalt": "kvbench"}
-    ):  # fonts that journals take; no random names
+    undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
+    out = io.BytesIO()
+    # fonts that journals take; no random names
+    with rc_context({**LOOK, "pdf.fonttype": 42, "svg.hashsalt": "kvbench"}):
         figure.savefig(out, format=kind, dpi=200, metadata=undated)
     return out.getvalue()

@@ -12,18 +12,17 @@ from kvbench.report.data.control import CONTROL, control_of, protected
 from kvbench.report.data.run import YARDSTICK, Run, Runs
 from kvbench.report.data.stats import FEWEST, Estimate, intervals
 from kvbench.report.data.style import BLACK, GREY
+from kvbench.report.figures.charts import Mark, fold_words, tiled, with_legend
 from kvbench.report.figures.panels import (
     MOST_PANELS,
     Panel,
     arms_for,
-    bars,
-    finished,
+    of_budget,
     panels_of,
     ranking,
     refuse_crowd,
     series_of,
-    size_text,
-    tiled,
+    words_below,
 )
 
 ROW, MOST = 0.14, 40  # inches of a row, and rows that a panel has room for
@@ -43,7 +42,7 @@ def gain(runs: Runs) -> Figure:
     """
     arms = arms_for(runs, "gain", probed=False, scored=True)
     panels = [
-        (panel._replace(title=f"{panel.title}, C = {size_text(size)}", arms=group), controls)
+        (panel._replace(title=f"{panel.title}, {of_budget(size)}", arms=group), controls)
         for panel in ranking(runs, panels_of("gain", runs, arms[arms["method"] != YARDSTICK]))
         for size, group in panel.arms.groupby("budget")
         if (controls := _controls(runs, group.index))
@@ -53,7 +52,10 @@ def gain(runs: Runs) -> Figure:
             f"figure=gain: no runs here of method={CONTROL}, with which others are compared"
         )
     enough = [entry for entry in panels if entry[0].arms["n"].min() >= FEWEST]
-    panels = enough or panels  # differences of fewer samples say little
+    few = len(panels) - len(enough)
+    if not enough:
+        raise ConfigError(f"figure=gain: {few} panels, all of fewer than {FEWEST} samples")
+    panels, notes = enough, [f"not drawn: {few} panels of fewer than {FEWEST} samples"] * bool(few)
     refuse_crowd("gain", len(panels), "tasks, models, protocols and budgets", MOST_PANELS)
     rows = max(len(panel.arms) for panel, _ in panels)
     refuse_crowd("gain", rows, "arms of one budget", MOST)
@@ -67,7 +69,8 @@ def gain(runs: Runs) -> Figure:
         words = " or ".join(f"{share:g}" for share in shares)
         over = f"points over {CONTROL}" + (f" with protect={words}" if words else "")
         axis.set(title=panel.title, xlabel=over)
-    return finished(figure, axes, [panel for panel, _ in panels], named=True)
+    fold_words(figure, axes, named=True)
+    return with_legend(figure, axes, [*notes, *words_below([panel for panel, _ in panels])])
 
 
 def _controls(runs: Runs, arms: Iterable[int]) -> dict[int, Run]:
@@ -100,7 +103,8 @@ def _draw(axis: Any, gains: list[Gain]) -> None:
     """Arms by name, which says whose they are; grey where the interval includes 0."""
     for place, (_, estimate) in enumerate(gains):
         colour = BLACK if estimate.differs else GREY
-        axis.errorbar([estimate.mean], [place], xerr=bars([estimate]), color=colour, marker="o")
+        down, up = Mark(place, *estimate[:3]).bar
+        axis.errorbar([estimate.mean], [place], xerr=[[down], [up]], color=colour, marker="o")
     axis.axvline(0, color="0.5", linewidth=1)
     axis.set_yticks(range(len(gains)), [entry.label for entry in gains])
     axis.grid(alpha=0.3, axis="x")

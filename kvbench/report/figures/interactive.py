@@ -14,8 +14,15 @@ from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.sizes import share_of_full
-from kvbench.report.figures.nearness import EstimateOf, measured
-from kvbench.report.figures.panels import MOST_PANELS, arms_for, panels_of, refuse_crowd, series_of
+from kvbench.report.data.style import Style
+from kvbench.report.figures.panels import (
+    MOST_PANELS,
+    arms_for,
+    panels_of,
+    ranking,
+    refuse_crowd,
+    series_of,
+)
 from kvbench.runs.quantities import QUANTITIES
 
 NAME = "interactive"
@@ -59,28 +66,27 @@ def chart(runs: Runs) -> dict[str, Any]:
     arms = arms.dropna(subset=["share"])
     if not len(arms):
         raise ConfigError(f"figure={NAME}: no audit that counts bytes, beside full attention's")
-    panels = measured(runs, panels_of(NAME, runs, arms))
-    near = {panel.title for panel, measure, _ in panels if measure != "score"}
-    drawn = [part for part in panels if part[1] != "score" or part[0].title not in near]
-    refuse_crowd(NAME, len(drawn), "tasks, models and protocols", MOST_PANELS)
     charts = []
-    for panel, measure, estimate_of in drawn:
+    for panel in ranking(runs, panels_of(NAME, runs, arms)):
         marks = [
-            _mark(runs[run], f"{series.label(arm['budget'])}", series.style, arm, estimate_of)
+            _mark(runs[run], series.label(arm["budget"]), series.style, arm)
             for series in series_of(runs, panel)
             for run, arm in series.arms.iterrows()
         ]
-        charts.append(_chart(panel.title, measure, list(filter(None, marks))))
+        charts.append(_chart(panel.title, list(filter(None, marks))))
+    refuse_crowd(NAME, len(charts), "tasks, models and protocols", MOST_PANELS)
     return {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "vconcat": charts}
 
 
-def _mark(run: Run, label: str, style: Any, arm: Any, estimate_of: EstimateOf) -> dict[str, Any]:
-    """An arm as Vega draws it; {} where it has no number, or one with no place on a log axis."""
-    value = estimate_of(run)
-    if value is None or (estimate_of is not Run.score and value.mean <= 0):
+def _mark(run: Run, label: str, style: Style, arm: Any) -> dict[str, Any]:
+    """An arm as Vega draws it; {} where it is full attention, which has no place on KL's axis."""
+    near = run.kl()
+    if near is not None and near.mean <= 0:
         return {}
+    value = near or run.score()
     low, high = (value.mean if end is None else end for end in (value.low, value.high))
     return {
+        "measure": "kl_mean" if near else "score",
         "method": style.label,
         "colour": style.colour,
         "shape": SHAPES.get(style.marker, "circle"),
@@ -94,8 +100,9 @@ def _mark(run: Run, label: str, style: Any, arm: Any, estimate_of: EstimateOf) -
     }
 
 
-def _chart(title: str, measure: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart(title: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
     """Marks with their intervals over the share of bytes; a dotted line at full attention's."""
+    measure = marks[0]["measure"]
     log = measure != "score"
     looks = {mark["method"]: (mark.pop("colour"), mark.pop("shape")) for mark in marks}
     colours = {"domain": [*looks], "range": [colour for colour, _ in looks.values()]}

@@ -13,23 +13,26 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from kvbench.report.data.run import CELL, Run, Runs, TimedCell, framed, missing
-from kvbench.report.figures.panels import (
+from kvbench.report.figures.charts import (
     LOOK,
-    MOST_PANELS,
-    NOT_COMPARED,
     SMALL,
     TO_AN_INCH,
-    Panel,
     Picture,
+    fold_words,
+    with_legend,
+)
+from kvbench.report.figures.panels import (
+    MOST_PANELS,
+    NOT_COMPARED,
+    Panel,
     Series,
     arms_for,
-    finished,
     panels_of,
     refuse_crowd,
     rows_of,
     series_of,
-    three_digits,
     undisturbed,
+    words_below,
 )
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, Quantity
 
@@ -62,7 +65,10 @@ def latency(runs: Runs) -> Figure:
     busy; a line in a bar goes from the least to the largest of its repeats.
     """
     arms = arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"])
-    panels = _latency_panels(runs, arms)
+    every = _latency_panels(runs, arms)
+    panels = [panel for panel in every if len(panel.arms) > 1] or every
+    alone = len(every) - len(panels)
+    notes = [f"not drawn: {alone} lengths and batches of one arm alone"] * bool(alone)
     bar = _bar([len(panel.arms) for panel in panels])
     size = min(7.0, 72 * 0.9 * bar)  # points
     heights = [HEAD + bar * len(panel.arms) for panel in panels]
@@ -87,7 +93,8 @@ def latency(runs: Runs) -> Figure:
             _time(axis, bars, QUANTITIES[name], min(SMALL, size))
         _stack(row[-1], pd.DataFrame([arm for _, arm in bars]), looks)
         _limits(row[-2:], [arm for _, arm in bars])
-    finished(figure, axes, panels, times=True)
+    fold_words(figure, axes, named=False)
+    with_legend(figure, axes, [*notes, *words_below(panels, times=True)])
     for panel, row in zip(panels, axes, strict=True):
         _head(row[0], textwrap.fill(panel.title, int(TO_AN_INCH * figure.get_figwidth() * 0.8)))
     return figure
@@ -119,11 +126,16 @@ def _time(axis: Any, bars: Sequence[tuple[Series, Any]], time: Quantity, size: f
         axis.barh(place, value, color=series.style.colour, **OUTLINED)
         if high > low:
             axis.hlines(place, low, high, colors="black", linewidth=1.2)
-        axis.annotate(f" {three_digits(value)}", (high, place), va="center", fontsize=size)
+        axis.annotate(f" {_three_digits(value)}", (high, place), va="center", fontsize=size)
     axis.set_xlabel(time.axis)
     axis.margins(x=0.22)
     axis.locator_params(axis="x", nbins=5)
     axis.grid(axis="x", alpha=0.3)
+
+
+def _three_digits(value: float) -> str:
+    """1321.4 -> "1320", 0.01234 -> "0.0123"."""
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def _why_untimed(arm: Any) -> str:

@@ -9,16 +9,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.report.data.run import Run, Runs
+from kvbench.report.figures.charts import fold_words, thousands, tiled, with_legend
 from kvbench.report.figures.panels import (
     MOST_MAPS,
     Panel,
-    finished,
     panels_of,
     refuse_crowd,
     rows_of,
     series_of,
-    thousands,
-    tiled,
+    words_below,
 )
 
 
@@ -68,6 +67,7 @@ def draw_maps(
     colour: str,
     columns: str,
     rows: str,
+    notes: Sequence[str] = (),
 ) -> Figure:
     """The maps of the arms of these panels under one scale.
 
@@ -79,6 +79,8 @@ def draw_maps(
         where the scale ends; it begins at 0.
     colour, columns, rows
         what they are.
+    notes
+        for below the picture.
     """
     figure, axes = tiled(len(maps), title, 1.6, 4)
     for axis, (name, cells) in zip(axes.flat, maps, strict=False):
@@ -95,4 +97,5 @@ def draw_maps(
     for axis in axes.flat[max(0, len(maps) - axes.shape[1]) : len(maps)]:
         axis.set_xlabel(columns)
     figure.colorbar(image, ax=axes, label=colour, aspect=40, pad=0.01)
-    return finished(figure, axes, panels)
+    fold_words(figure, axes, named=False)
+    return with_legend(figure, axes, [*notes, *words_below(panels)])

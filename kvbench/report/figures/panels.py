@@ -1,36 +1,23 @@
-"""What the figures of a report share: panels, lines, axes and legends.
+"""Which runs stand in a figure, which of them on the same axes, and which make one line.
 
-A figure is drawn as wide as it is printed, a text column or a page, and its letters are of that
-size.
+Arms share a panel where they can be compared: the same task, model, protocol and samples; times are
+of one machine. What is left out is counted, for below the picture.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
-from matplotlib import rc_context, rcParams
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
-from PIL import Image
 
 from kvbench.config import ConfigError, choices
-from kvbench.memory.kinds import NATIVE
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
-from kvbench.report.data.stats import Estimate
 from kvbench.report.data.style import Style, in_order, style_of, styles_of
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, named
-from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of
-
-Drawn = TypeVar("Drawn")
 
 LINES = ("-", "--", ":", "-.")
 MOST_LINES, MOST_ARMS = 8, 200  # that one panel can show
@@ -39,79 +26,7 @@ MOST_PANELS, MOST_MAPS = 8, 24  # that one picture can show
 # panels of their own. What begins like one of these makes a variant of a method, and is named in
 # the legend.
 OF_VARIANTS = ("method.", "attention", "kv", "shared_prefill", "decode")
-NOT_COMPARED = {"method", "budget", "probe.every", "seed"}
-
-WIDTHS = {"column": 3.4, "page": 7.0}  # inches of a text column, and of a page with two
-NARROWEST = 2.2  # inches of a panel
-BUDGET = "budget C: tokens, or below 1 a share of the prompt"  # of an axis
-HEAD = 0.5  # inches above the panels
-SMALL = 6.5  # points of the least letters: what stands below a picture
-TO_AN_INCH = 19  # letters of a size of `LOOK`
-LOOK = {
-    "font.size": 7.5,
-    "axes.titlesize": 7.5,
-    "axes.labelsize": 7.5,
-    "figure.titlesize": 8.5,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.title_fontsize": SMALL,
-    "axes.linewidth": 0.6,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 4.5,
-    "grid.linewidth": 0.5,
-    "hatch.linewidth": 0.5,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-}
-
-
-def of_script(
-    files: Sequence[Path], figure: str, script: str, read: Callable[[Any], Drawn]
-) -> Drawn:
-    """What a figure draws of the one file of JSON that a script printed.
-
-    Parameters
-    ----------
-    files
-        that were named.
-    figure, script
-        for errors.
-    read
-        takes it out of the JSON, and raises a `LookupError` where there is none.
-
-    Raises
-    ------
-    ConfigError
-        there are several files, or it is another.
-    """
-    path, *others = files or [Path("results")]
-    try:
-        parsed = read(json_of(contents(path)))
-    except (OSError, ResultsError, *DAMAGED) as error:
-        raise ConfigError(
-            f"figure={figure}: {path}: expected one file, what scripts/{script}.py prints last,"
-            f" such as results/{script}_cpu.json ({type(error).__name__})"
-        ) from error
-    if others:
-        raise ConfigError(f"figure={figure}: {1 + len(others)} files; expected one")
-    return parsed
-
-
-def printed(size: str) -> Any:
-    """A context in which figures are drawn for a text "column" or a "page"."""
-    return rc_context({**LOOK, "figure.figsize": (WIDTHS[size], 1)})
-
-
-class Picture(Figure):
-    """A figure that a notebook shows as it is, small enough to be kept in it."""
-
-    def _repr_png_(self) -> bytes:
-        whole, small = io.BytesIO(), io.BytesIO()
-        with rc_context(LOOK):
-            self.savefig(whole, format="png", dpi=110)
-        Image.open(whole).quantize(64).save(small, format="png", optimize=True)
-        return small.getvalue()
+NOT_COMPARED = frozenset({"method", "budget", "probe.every", "seed"})
 
 
 class Panel(NamedTuple):
@@ -242,14 +157,15 @@ def panels_of(
     name: str,
     runs: Runs,
     arms: pd.DataFrame,
-    free: Collection[str] = frozenset(NOT_COMPARED),
+    free: Collection[str] = NOT_COMPARED,
     times: bool = False,
     lines: Literal["", "method", "arm"] = "",
 ) -> list[Panel]:
     """Panels of arms that can be compared, each with a title.
 
-    A panel is of one task, model and protocol, and its arms are alike in all settings that are not
-    free to differ.
+    A panel is of one task, model and protocol and of the same samples, and its arms are alike in
+    all settings that are not free to differ. Timed runs are compared by length and batch, whatever
+    their number of repeats.
 
     Parameters
     ----------
@@ -274,13 +190,15 @@ def panels_of(
     ]
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
+    across = any(key.startswith("protocol.") for key in free)
+    samples = [_samples_of(runs[run], across) for run in arms.index]
     titles, groups = [], []
-    keys = ["task", "model", *(common[key] for key in common)]
+    keys = ["task", "model", *(common[key] for key in common), pd.Series(samples, arms.index)]
     for (task, model, *_), group in arms.groupby(keys, sort=False):
         others = common[(arms["task"] == task) & (arms["model"] == model)]
-        titles.append(", ".join([task, model, *_varied(others, group.index[0]), _samples(group)]))
+        title = ", ".join([task, model, *_varied(others, group.index[0]), _samples(group)])
+        titles.append(f"{title}, other samples" if title in titles else title)
         groups.append(group)
-    refuse_crowd(name, len(groups), "tasks, models and protocols", MOST_PANELS)
     refuse_crowd(name, max(map(len, groups), default=0), "arms in a panel", MOST_ARMS)
     few, notes = _few(runs, groups, lines == "arm") if lines and groups else (groups, ())
     styles = styles_of(method for group in few for method in group["method"])
@@ -295,6 +213,15 @@ def panels_of(
         for title, group, chosen in zip(titles, groups, few, strict=True)
         if len(chosen)
     ]
+
+
+def _samples_of(run: Run, across: bool) -> str:
+    """A word that runs of the same samples share; all timed runs share one.
+
+    Prompts are those of a protocol: across several the names of the samples alone count.
+    """
+    data = "" if across else run.arm["data"]
+    return "" if run.is_timed else f"{data} {hash(frozenset(run.scores.keys))}"
 
 
 def _varied(settings: pd.DataFrame, run: int) -> list[str]:
@@ -345,15 +272,12 @@ def _few(
 
     Where each arm is a line, all are of one budget.
     """
-    every, notes = pd.concat(frames), tuple[str, ...]()
-    if by_arm and max(map(len, frames)) > MOST_LINES and every["budget"].nunique() > 1:
-        size = every["budget"].value_counts().sort_index().idxmax()
-        frames = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
-        notes = (f"C = {size_text(size)} alone: --where budget=... chooses another",)
+    notes = tuple[str, ...]()
+    if by_arm and max(map(len, frames)) > MOST_LINES:
+        frames, notes = of_usual_budget(frames)
     shipped = choices("method")
-    methods = sorted(
-        in_order(every["method"]), key=lambda name: (name != YARDSTICK, name in shipped)
-    )
+    methods = in_order(pd.concat(frames)["method"])
+    methods.sort(key=lambda name: (name != YARDSTICK, name in shipped))
     lines = [
         Counter(frame["method"] if by_arm else [method for method, *_ in _variants(runs, frame)])
         for frame in frames
@@ -367,13 +291,16 @@ def _few(
     return [frame[frame["method"].isin(chosen)] for frame in frames], notes
 
 
-def _left_out(panels: Sequence[Panel]) -> str:
-    """How many methods are drawn of those that these panels could show; "" where all are."""
-    drawn = {method for panel in panels for method in panel.arms["method"]}
-    every = drawn.union(*(panel.left_out for panel in panels))
-    if drawn == every:
-        return ""
-    return f"{len(drawn)} of {len(every)} methods: --where method=... chooses others"
+def of_usual_budget(
+    frames: Sequence[pd.DataFrame],
+) -> tuple[list[pd.DataFrame], tuple[str, ...]]:
+    """The arms of the budget that most have, with those that have none, and a note that says so."""
+    sizes = pd.concat(frames)["budget"].value_counts().sort_index()
+    if len(sizes) < 2:
+        return list(frames), ()
+    size = sizes.idxmax()
+    chosen = [frame[frame["budget"].isna() | (frame["budget"] == size)] for frame in frames]
+    return chosen, (f"C = {size_text(size)} alone: --where budget=... chooses another",)
 
 
 def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
@@ -391,22 +318,6 @@ def ranking(runs: Runs, panels: Sequence[Panel]) -> list[Panel]:
         return list(panels)
     note = f"without {'; '.join(panel.title for panel in others)}: scores there rank no method"
     return [panel._replace(notes=(*panel.notes, note)) for panel in ranked]
-
-
-def fidelity_panels(runs: Runs, name: str, lines: Literal["method", "arm"]) -> list[Panel]:
-    """The arms of `task=fidelity` that are not full attention itself, as `panels_of` has them.
-
-    Raises
-    ------
-    ConfigError
-        there is none.
-    """
-    arms = arms_for(runs, name, probed=False, task="fidelity")
-    coded = runs.settings.loc[arms.index, "kv"] != str(NATIVE)
-    others = arms[(arms["method"] != YARDSTICK) | coded]
-    if not len(others):
-        raise ConfigError(f"figure={name}: of the runs of task=fidelity none is sparse")
-    return panels_of(name, runs, others, lines=lines)
 
 
 def _shortened(value: str) -> str:
@@ -483,15 +394,21 @@ def _option(key: str, value: Any) -> str:
     return f"{last_word(key)}={_shortened(str(value))}"
 
 
-def curves_of(runs: Runs, panel: Panel) -> Iterator[tuple[str, Style, Run]]:
-    """Each run with its label and style; budgets of a method differ in their lines."""
-    for series in series_of(runs, panel):
-        for index, arm in enumerate(rows_of(series.arms)):
-            yield (
-                series.label(arm.budget),
-                replace(series.style, line=_next_line(series.style.line, index)),
-                runs[arm.name],
-            )
+def curves_of(
+    runs: Runs, panel: Panel, without: str = ""
+) -> dict[str, tuple[Style, str, pd.DataFrame]]:
+    """By its label the style of each arm, its method and lines of `Runs.arms`.
+
+    Budgets of a method differ in their lines. Runs that differ in what their panel leaves free, as
+    the lengths that they time, are one arm.
+    """
+    curves: dict[str, tuple[Style, str, pd.DataFrame]] = {}
+    for series in series_of(runs, panel, without):
+        labels = series.arms["budget"].map(series.label, na_action=None)
+        for place, (label, arms) in enumerate(series.arms.groupby(labels, sort=False)):
+            style = replace(series.style, line=_next_line(series.style.line, place))
+            curves[str(label)] = style, str(arms["method"].iloc[0]), arms
+    return curves
 
 
 def _next_line(line: str, steps: int) -> str:
@@ -504,213 +421,35 @@ def rows_of(arms: pd.DataFrame) -> list[Any]:
     return [line for _, line in arms.iterrows()]
 
 
-def line_look(style: Style) -> dict[str, Any]:
-    """Matplotlib's words for a line with outlined markers in this style."""
-    look = {"color": style.colour, "marker": style.marker, "linestyle": style.line}
-    return {**look, "markerfacecolor": fill_of(style), "markeredgewidth": 0.9}
+# -- what stands below ----------------------------------------------------------------------------
 
 
-def fill_of(style: Style) -> str:
-    """What fills a mark: nothing, or its colour where its line is broken.
-
-    So variants of a method can be told apart.
-    """
-    return style.colour if LINES.index(style.line) % 2 else "none"
-
-
-# -- axes ------------------------------------------------------------------------------------------
-
-
-def grid(rows: int, columns: int, title: str, height: float = 2.2) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns], as wide as it is printed.
-
-    In a text column one axis stands below another.
-
-    Parameters
-    ----------
-    height
-        of a panel, in inches.
-    """
-    width = rcParams["figure.figsize"][0]
-    across = columns if width / columns >= NARROWEST else 1
-    down = rows * columns // across
-    figure = Picture(figsize=(width, HEAD + height * down), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(0.85 * TO_AN_INCH * width)))
-    return figure, figure.subplots(down, across, squeeze=False).reshape(rows, columns)
-
-
-def tiled(count: int, title: str, height: float, across: int = 2) -> tuple[Picture, Any]:
-    """A figure and its axes [rows, columns], so many of them, row by row; those beyond are blank.
-
-    Parameters
-    ----------
-    height
-        of a panel, in inches.
-    across
-        panels in a row of a page; half of them are in one of a text column.
-    """
-    room = max(1, round(across * rcParams["figure.figsize"][0] / WIDTHS["page"]))
-    columns = min(count, room)
-    width, rows = rcParams["figure.figsize"][0], math.ceil(count / columns)
-    figure = Picture(figsize=(width, HEAD + height * rows), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(0.85 * TO_AN_INCH * width)))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat[count:]:
-        axis.set_axis_off()
-    return figure, axes
-
-
-def draw_intervals(
-    axis: Any, series: Series, places: Iterable[float], estimates: Sequence[Estimate]
-) -> None:
-    """A line over these places, with the interval of each estimate as a bar.
-
-    What has no place is left out.
-    """
-    drawn = sorted(
-        (place, value)
-        for place, value in zip(places, estimates, strict=True)
-        if not math.isnan(place)
-    )
-    x, y = [place for place, _ in drawn], [value.mean for _, value in drawn]
-    look = {"elinewidth": 0.8, **line_look(series.style)}
-    axis.errorbar(x, y, bars([value for _, value in drawn]), label=series.label(), **look)
-
-
-def bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """How far the interval of each estimate reaches down, and up."""
-    return [
-        [0.0 if value.low is None else max(0.0, value.mean - value.low) for value in estimates],
-        [0.0 if value.high is None else max(0.0, value.high - value.mean) for value in estimates],
-    ]
-
-
-def draw_by_budget(
-    axis: Any, series: Series, places: pd.Series, estimates: Sequence[Estimate]
-) -> None:
-    """As `draw_intervals`; arms without a budget are a level with the band of their interval."""
-    if series.arms["budget"].notna().any():
-        draw_intervals(axis, series, places.astype(float), estimates)
-        return
-    for score in estimates:
-        axis.axhline(
-            score.mean, color=series.style.colour, linestyle="--", linewidth=1, label=series.label()
-        )
-        if score.low is not None and score.high is not None:
-            axis.axhspan(score.low, score.high, color=series.style.colour, alpha=0.1, linewidth=0)
-
-
-def fit_scores(axis: Any) -> None:
-    """A y axis of scores, 0 to 100, that begins and ends where what is drawn on it does."""
-    low, high = axis.dataLim.intervaly
-    room = 0.08 * max(high - low, 10)
-    axis.set_ylim(max(-4, low - room), min(104, high + room))
-
-
-def log_y(axis: Any) -> None:
-    """A logarithmic y axis with plain numbers at powers of 10.
-
-    Where these are few, at 2 and 5 times them, too.
-    """
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def mark_powers(axis: Any, ticks: Iterable[float]) -> None:
-    """A logarithmic x axis that is marked at these values, as far as there is room."""
-    ticks = sorted(set(ticks))
-    room = (ticks[-1] / ticks[0]) ** 0.1
-    shown = [
-        tick for index, tick in enumerate(ticks) if not index or tick >= room * ticks[index - 1]
-    ]
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator(shown))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: thousands(value)))
-    axis.grid(alpha=0.3)
-
-
-def mark_octaves(axis: Any, low: float, high: float) -> None:
-    """A logarithmic x axis with marks at the powers of 2 around these values."""
-    mark_powers(
-        axis,
-        [
-            2.0**octave
-            for octave in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
-        ],
-    )
-
-
-def finished(
-    figure: Figure,
-    axes: Any,
+def words_below(
     panels: Sequence[Panel],
     times: bool = False,
-    named: bool = False,
-    notes: Sequence[str] = (),
-) -> Figure:
-    """The figure with a legend for all panels, and below it what a reader must know of these arms.
+    drawn: Collection[str] | None = None,
+    others: str = "--where method=... chooses others",
+) -> list[str]:
+    """What a reader must know of the arms of these panels, in lines for below the picture.
 
     Parameters
     ----------
     times
         are drawn, so what must be known of them is said, too.
-    named
-        lines have their names at their ends, and there is no legend.
-    notes
-        further lines below.
+    drawn
+        the methods that are; None: all that the panels have.
+    others
+        what is said of the others.
     """
-    for axis in axes.flat:
-        box = axis.get_subplotspec().get_gridspec()
-        across, down = (
-            int(TO_AN_INCH * size / count)
-            for size, count in zip(figure.get_size_inches(), (box.ncols, box.nrows), strict=True)
-        )
-        room = across // 2 if named else across - 12
-        axis.set_title(textwrap.fill(axis.get_title(), room))
-        axis.set_xlabel(textwrap.fill(axis.get_xlabel(), room))
-        axis.set_ylabel(textwrap.fill(axis.get_ylabel(), int(0.7 * down)))
     arms = pd.concat([panel.arms for panel in panels])
-    panel_notes = dict.fromkeys(note for panel in panels for note in panel.notes)
-    below = [
-        *notes,
-        _left_out(panels),
-        *panel_notes,
-        " | ".join(filter(None, _caveats(arms, times))),
+    drawn = set(arms["method"]) if drawn is None else set(drawn)
+    every = set(arms["method"]).union(*(panel.left_out for panel in panels))
+    counted = f"{len(drawn)} of {len(every)} methods: {others}"
+    return [
+        *([counted] if every - drawn else []),
+        *dict.fromkeys(note for panel in panels for note in panel.notes),
+        " | ".join(filter(None, _caveats(arms[arms["method"].isin(drawn)], times))),
     ]
-    letters = int(1.1 * TO_AN_INCH * figure.get_figwidth())
-    words = "\n".join(textwrap.fill(line, letters) for line in below if line)
-    if not named:
-        return legend(figure, axes, words)
-    figure.supxlabel(words, fontsize=SMALL)
-    return figure
-
-
-def legend(figure: Figure, axes: Any, title: str, more: Sequence[Any] = ()) -> Figure:
-    """One legend for all axes and for `more` handles, under a title.
-
-    Without any of them there is the title alone.
-    """
-    lines = {
-        name: handle
-        for axis in axes.flat
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    lines |= {handle.get_label(): handle for handle in more}
-    if not lines:
-        figure.supxlabel(title, fontsize=SMALL)
-        return figure
-    columns = max(
-        1, min(len(lines), int(figure.get_figwidth() * TO_AN_INCH / (max(map(len, lines)) + 9)))
-    )
-    rows = math.ceil(len(lines) / columns) + title.count("\n") + bool(title)
-    figure.set_figheight(figure.get_figheight() + 0.16 * rows)
-    look = {"loc": "outside lower center", "ncols": columns, "frameon": False, "columnspacing": 1.2}
-    figure.legend(lines.values(), lines.keys(), title=title, handlelength=2.5, **look)
-    return figure
 
 
 def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
@@ -738,18 +477,13 @@ def _caveats(arms: pd.DataFrame, times: bool) -> list[str]:
     return [*(words for words, there in caveats.items() if there), machines]
 
 
+def of_budget(budget: Any) -> str:
+    """What stands in the title of a panel of one budget, without a gap where a line may break."""
+    return f"C = {size_text(budget)}".replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def size_text(budget: Any) -> str:
     """A budget as text: tokens, or a share of the prompt; "" for none."""
     if missing(budget):
         return ""
     return f"{100 * budget:g} %" if isinstance(budget, float) else str(budget)
-
-
-def thousands(value: float) -> str:
-    """36000 -> "36k", 131072 -> "131k", 4096 -> "4096", 0.1 -> "0.1"."""
-    return f"{value / 1000:.3g}k" if value >= 10_000 else f"{value:g}"
-
-
-def three_digits(value: float) -> str:
-    """1321.4 -> "1320", 0.01234 -> "0.0123": a number beside its bar."""
-    return f"{float(f'{value:.3g}'):g}"

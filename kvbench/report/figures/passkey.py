@@ -21,14 +21,19 @@ def passkey(runs: Runs) -> Figure:
     arms = arms_for(runs, "passkey", probed=False, task="passkey")
     named = named_arms(runs, "passkey", arms)
     units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
+    maps = [(title, passkey_cells(run.samples())) for title, run in named.runs]
+    counts = [len(run.scores.ids) for _, run in named.runs]
+    single = sum(n <= cells.size for n, (_, cells) in zip(counts, maps, strict=True))
+    note = f"in {single} of {len(maps)} maps a cell is one sample: found or not"
     return draw_maps(
-        [(title, passkey_cells(run.samples())) for title, run in named.runs],
+        maps,
         named.panels,
         f"passkeys found by depth and length{named.title}",
         100,
         colour="found (%)",
         columns=f"prompt length ({units})",
         rows="depth (%)",
+        notes=[note] * bool(single),
     )
 
 

@@ -13,8 +13,8 @@ from kvbench.report.data.papers import PaperTable, ids, table
 from kvbench.report.data.run import Runs
 from kvbench.report.data.stats import COVERAGE
 from kvbench.report.data.style import Style, style_of
-from kvbench.report.figures.panels import MOST_PANELS, SMALL, Panel, finished, refuse_crowd, tiled
-from kvbench.report.figures.pareto import FRONT
+from kvbench.report.figures.charts import FRONT, SMALL, fold_words, tiled, with_legend
+from kvbench.report.figures.panels import MOST_PANELS, Panel, refuse_crowd, words_below
 from kvbench.report.tables.cells import Cell
 from kvbench.report.tables.published import merge_published
 
@@ -66,7 +66,8 @@ def published(runs: Runs) -> Figure:
     used = Panel("", runs.arms.loc[[run.index for run in runs if run.folders in paths]], {})
     letters = sorted({letter for point in drawn for letter in point.marks})
     notes = [f"{letter}: {MARKS[letter]}" for letter in letters]
-    return finished(figure, axes, [used], notes=notes)
+    fold_words(figure, axes, named=False)
+    return with_legend(figure, axes, [*notes, *words_below([used])])
 
 
 def _points(runs: Runs, paper: PaperTable) -> list[_Point]:

@@ -5,36 +5,42 @@ It draws what `scripts/bench_index.py` prints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from kvbench.report.data.style import ORANGE, PURPLE, Style, styles_of
-from kvbench.report.figures.panels import grid, legend, line_look, of_script
-from kvbench.report.figures.pareto import FRONT
+from kvbench.report.data.style import STYLES, Style
+from kvbench.report.figures.charts import (
+    FRONT,
+    Chart,
+    Curve,
+    Mark,
+    Rule,
+    Scale,
+    draw_charts,
+    with_legend,
+)
+from kvbench.report.figures.scripts import of_script
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on
 # the same keys.
-TREES = styles_of(["icecache", "icecache_plus"])
 ARMS = {
-    "dci point": TREES["icecache"],
-    "dci_plus centroid": TREES["icecache_plus"],
-    "faiss_hnsw": Style("faiss, HNSW", ORANGE, "v"),
-    "faiss_ivf": Style("faiss, IVF", PURPLE, "o"),
+    "dci point": STYLES["icecache"],
+    "dci_plus centroid": STYLES["icecache_plus"],
+    "faiss_hnsw": Style("faiss, HNSW", "#3B6EA8", "v"),
+    "faiss_ivf": Style("faiss, IVF", "#C4453C", "o"),
 }
-SAME_BYTES: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.8}
 ALL = {**FRONT, "linestyle": ":"}
 
 
 def search(files: Sequence[Path]) -> Figure:
     """Recall of the exact top k against the time of one query.
 
-    There is a row for each kind of keys and a column for each number of them. A point is a beam
-    width, or faiss's efSearch or nprobe. A thin line is the time to read the nodes and keys that it
-    scored at the pace of one pass over all keys; what lies in a cache is read faster than that.
+    There is a chart for each kind and number of keys. A point is a beam width, or faiss's efSearch
+    or nprobe. A line without markers is the time to read the nodes and keys that the arm of its
+    colour scored at the pace of one pass over all keys; what lies in a cache is read faster.
 
     Parameters
     ----------
@@ -46,49 +52,41 @@ def search(files: Sequence[Path]) -> Figure:
     ConfigError
         it is not.
     """
-    runs = of_script(files, "search", "bench_index", _runs)
-    kinds, sizes = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
+    charts = of_script(files, "search", "bench_index", _charts)
     title = "recall of the exact top k against the time of a query, on one thread"
-    figure, axes = grid(len(kinds), len(sizes), title, 1.9)
-    for row, kind in zip(axes, kinds, strict=True):
-        for axis, size in zip(row, sizes, strict=True):
-            axis.set_title(f"{size:,} keys, {kind}")
-            if (kind, size) in runs:
-                _draw(axis, runs[kind, size])
-            else:
-                axis.set_title("")
-                axis.set_axis_off()
-        row[0].set_ylabel("recall")
-    for axis in axes[-1]:
-        axis.set_xlabel("time of a query (us)")
-    words = "the same bytes at the pace of one pass over all keys"
-    pace = Line2D([], [], color=FRONT["color"], label=words, **SAME_BYTES)
-    return legend(figure, axes, "", [pace])
+    figure, axes = draw_charts(charts, title, 1.9, across=3)
+    words = "lines without markers: the same bytes at the pace of one pass over all keys"
+    return with_legend(figure, axes, [words])
 
 
-def _runs(results: Any) -> dict[tuple[Any, Any], Any]:
-    runs = {(run["keys"], run["n"]): _single_queries(run) for run in results["runs"]}
-    if not runs:
+def _charts(results: Any) -> list[Chart]:
+    charts = [
+        Chart(
+            title=f"{run['n']:,} keys, {run['keys']}",
+            x=Scale("time of a query (us)", "log"),
+            y=Scale("recall", "share"),
+            curves=list(_curves(numbers)),
+            rules=(
+                Rule(numbers["stream_us"], "one pass over all keys", FRONT),
+                Rule(numbers["flat_us"], "faiss, all keys scored", ALL),
+            ),
+        )
+        for run in results["runs"]
+        for numbers in run["groups"]
+        if numbers["group"] == 1  # queries that come one by one
+    ]
+    if not charts:
         raise LookupError
-    return runs
+    return charts
 
 
-def _single_queries(run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The numbers of queries that are asked one by one."""
-    numbers: Mapping[str, Any] = next(group for group in run["groups"] if group["group"] == 1)
-    return numbers
-
-
-def _draw(axis: Any, numbers: Mapping[str, Any]) -> None:
+def _curves(numbers: Mapping[str, Any]) -> Iterator[Curve]:
+    """The curve of each arm, and that of the pace at which its bytes can be read."""
     for arm, style in ARMS.items():
         points = sorted(numbers["points"].get(arm, []), key=lambda point: point["recall"])
-        recall = [point["recall"] for point in points]
-        look = {**line_look(style), "markersize": 3, "linewidth": 1}
-        axis.plot([point["query_us"] for point in points], recall, label=style.label, **look)
-        if points and "floor_us" in points[0]:
-            look = {"color": style.colour, "linestyle": style.line, **SAME_BYTES}
-            axis.plot([point["floor_us"] for point in points], recall, **look)
-    axis.axvline(numbers["stream_us"], label="one pass over all keys", **FRONT)
-    axis.axvline(numbers["flat_us"], label="faiss, all keys scored", **ALL)
-    axis.set(xscale="log", ylim=(-0.03, 1.03))
-    axis.grid(alpha=0.3)
+        if not points:
+            continue
+        yield Curve(style.label, style, [Mark(p["query_us"], p["recall"]) for p in points])
+        if "floor_us" in points[0]:
+            plain = Style("", style.colour, "")
+            yield Curve("_", plain, [Mark(p["floor_us"], p["recall"]) for p in points])
