@@ -134,7 +134,11 @@ def _picture(
     methods = {curve.method for chart in charts for curve in chart.curves}
     own = [METHOD_TIME] * any(QUANTITIES[OWN_TIME].axis == chart.x.label for chart in charts)
     whole = untimed(runs) if TIME in spec.timed and OWN_TIME not in spec.timed else []
-    others = {"others": "no other has two points"} if spec.joined else {}
+    others = (
+        {"others": "the others have one point, or no room; --where method=... chooses"}
+        if spec.joined
+        else {}
+    )
     below = words_below([panel for panel, _ in rows], bool(spec.timed), methods, **others)
     lines = [*spec.notes, *own, *notes, *_falling(spec, charts), *whole, *below]
     return with_legend(figure, axes, lines, spec.named)

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
+from kvbench.config import ConfigError
 from kvbench.report.data.run import CELL, Run, Runs, TimedCell, framed, missing
 from kvbench.report.figures.charts import (
     LOOK,
@@ -66,9 +67,15 @@ def latency(runs: Runs) -> Figure:
     """
     arms = arms_for(runs, "latency", probed=False, columns=["tpot_ms_mean", "own_ms"])
     every = _latency_panels(runs, arms)
+    untimed = len(every)
+    every = [panel for panel in every if _is_timed(panel.arms)]
+    untimed -= len(every)
+    if not every:
+        raise ConfigError("figure=latency: no times but of runs beside other work")
     panels = [panel for panel in every if len(panel.arms) > 1] or every
     alone = len(every) - len(panels)
     notes = [f"not drawn: {alone} lengths and batches of one arm alone"] * bool(alone)
+    notes += [f"not drawn: {untimed} panels of times beside other work"] * bool(untimed)
     bar = _bar([len(panel.arms) for panel in panels])
     size = min(7.0, 72 * 0.9 * bar)  # points
     heights = [HEAD + bar * len(panel.arms) for panel in panels]
@@ -98,6 +105,11 @@ def latency(runs: Runs) -> Figure:
     for panel, row in zip(panels, axes, strict=True):
         _head(row[0], textwrap.fill(panel.title, int(TO_AN_INCH * figure.get_figwidth() * 0.8)))
     return figure
+
+
+def _is_timed(arms: pd.DataFrame) -> bool:
+    """Whether any of these arms has a time, or parts of one."""
+    return bool(arms[[*HEADINGS]].notna().any(axis=None) or len(_parts(arms).columns))
 
 
 def _head(axis: Any, words: str) -> None:
