@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,19 @@ def made(results: Path, out: Path) -> Path:
 
 
 class Cells(HTMLParser):
-    """The cells of a page with their words."""
+    """The cells of a page with their words; what their row has among its data, each cell has as well."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[dict[str, str], str]] = []
+        self.row: dict[str, str] = {}
         self.open = False
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "tr":
+            self.row = dict(attrs)
         if tag == "td":
-            self.found.append((dict(attrs), ""))
+            self.found.append(({**self.row, **dict(attrs)}, ""))
             self.open = True
 
     def handle_endtag(self, tag: str) -> None:
@@ -74,3 +78,44 @@ def cells_of(page: str) -> list[tuple[dict[str, str], str]]:
     parser = Cells()
     parser.feed(page)
     return parser.found
+
+
+class Outline(HTMLParser):
+    """What a keyboard and a screen reader need of a page: `faults` says what is missing."""
+
+    VOID = {"meta", "link", "img", "input", "br", "line", "circle", "polyline", "hr"}
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.ids: list[str] = []
+        self.levels: list[int] = []
+        self.faults: list[str] = []
+        self.captions = self.tables = 0
+        self.feed(page)
+        self.faults += [f"{self.tables - self.captions} tables without a caption"] * (self.tables != self.captions)
+        self.faults += [f"id {id} twice" for id in {*self.ids} if self.ids.count(id) > 1]
+        self.faults += ["not one h1"] * (self.levels.count(1) != 1)
+        jumps = [pair for pair in zip(self.levels, self.levels[1:], strict=False) if pair[1] > pair[0] + 1]
+        self.faults += [f"h{one} then h{two}" for one, two in jumps]
+        self.faults += [f"{tag} is not closed" for tag in self.stack]
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        own = dict(attrs)
+        self.ids += [own["id"]] if "id" in own else []
+        self.tables += tag == "table"
+        self.captions += tag == "caption"
+        if re.fullmatch("h[1-6]", tag):
+            self.levels.append(int(tag[1]))
+        wanted = {"th": "scope", "img": "alt", "html": "lang", "form": "aria-label"}
+        if tag in wanted and not own.get(wanted[tag]):
+            self.faults.append(f"{tag} without {wanted[tag]}")
+        if tag in ("input", "select") and "label" not in self.stack:
+            self.faults.append(f"{tag} {own.get('name')} without a label")
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            top = self.stack.pop()
+            self.faults += [f"{top} is closed by {tag}"] * (top != tag)

@@ -27,7 +27,7 @@ from kvbench.report.data.run import Runs
 from kvbench.report.data.table import plain_csv
 from kvbench.report.figures import all as figures
 from kvbench.report.figures.labels import as_written
-from kvbench.report.site.claimed import concerns_method
+from kvbench.report.site.claims import concerns_method
 from kvbench.report.tables import formats
 from kvbench.report.tables import runs as tables
 from kvbench.report.tables.latex import escaped, latex

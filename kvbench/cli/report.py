@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvbench.report.data.run import Run, Runs, SkippedRun
+    from kvbench.report.html import Outputs
     from kvbench.report.tables.cells import ReportTable
     from kvbench.runs.quantities import Quantity
 
@@ -546,11 +547,11 @@ def _page(flags: Namespace, runs: Runs | None, tables: Sequence[ReportTable]) ->
             undrawn.append(str(error))
     folders = " and ".join(map(str, flags.folders))
     subtitle = f"{len(chosen.arms)} runs below {folders}."
-    outputs = {run.arm["path"].name: _outputs(run) for run in chosen}
+    outputs = list(map(_outputs, chosen))
     return html.page("kvbench report", subtitle, tables, figures, runs.skipped, undrawn, outputs)
 
 
-def _outputs(run: Run) -> str:
+def _outputs(run: Run) -> Outputs:
     """A run's samples for the page."""
     from kvbench.report.html import outputs_of
 

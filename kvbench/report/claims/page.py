@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from kvbench.report.claims.verdict import Finding, Missing, Setting, Verdict, ju
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.data.table import csv_of
-from kvbench.report.html import STYLE
+from kvbench.report.html import render
 from kvbench.report.tables.formats import plain_markdown
 
 SHIPPED = results_dir()
@@ -308,19 +307,7 @@ def csv_text(judgements: Sequence[Judged]) -> str:
 
 def html(judgements: Sequence[Judged]) -> str:
     """A page with one table; where a number is missing it has the command that measures it."""
-    heads = "".join(f"<th class=label>{name}</th>" for name in HEADS)
-    rows = [
-        "<tr>" + "".join(f"<td>{escape(chr(10).join(cell))}</td>" for cell in row) + "</tr>"
-        for row in _rows(judgements)
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>claims</title>'
-        f"<style>{STYLE} td {{ max-width: 24rem; }}</style></head><body><h1>The papers' claims</h1>"
-        f"<p>{escape(_summary(judgements))}</p><table"
-        f" class=outputs><thead><tr>{heads}</tr></thead>\n<tbody>"
-        + "\n".join(rows)
-        + "</tbody></table></body></html>\n"
-    )
+    return render("claims.html", heads=HEADS, rows=_rows(judgements), summary=_summary(judgements))
 
 
 FORMATS = {"console": console, "markdown": markdown, "csv": csv_text, "html": html}

@@ -6,18 +6,19 @@ elsewhere. A further kind of page is a function of `Site` that yields files, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import kvbench
 from kvbench.config import ConfigError
 from kvbench.report.data.run import Runs
 from kvbench.report.site.board import board
-from kvbench.report.site.claim_pages import claim_pages
+from kvbench.report.site.claims import claim_pages
 from kvbench.report.site.files import check, write_files
 from kvbench.report.site.front import front
-from kvbench.report.site.markup import File
-from kvbench.report.site.method_pages import method_pages
+from kvbench.report.site.methods import method_pages
+from kvbench.report.site.pages import File, Page
 from kvbench.report.site.pictures import pictures
 from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
@@ -35,11 +36,11 @@ class Pages(NamedTuple):
     first
         path of the page that the site's navigation leads to.
     make
-        all pages and what they need, of the site and of the navigation (first pages by name).
+        all pages and what they need.
     """
 
     first: str
-    make: Callable[[Site, Mapping[str, str]], Iterator[File]]
+    make: Callable[[Site], Iterator[File | Page]]
 
 
 PAGES = {
@@ -84,8 +85,17 @@ def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] =
             f"--out {out}: timed runs alone make no site; --out report.html shows them"
         )
     kinds = PAGES | (OF_OTHERS if submitted else {})
-    sections = {name: pages.first for name, pages in kinds.items()}
-    files = [file for pages in kinds.values() for file in pages.make(site, sections)]
+    shared = {
+        "nav": {name: pages.first for name, pages in kinds.items()},
+        "version": kvbench.__version__,
+        "total": len(runs.arms),
+        "folders": folders,
+    }
+    files = [
+        file.rendered(**shared) if isinstance(file, Page) else file
+        for pages in kinds.values()
+        for file in pages.make(site)
+    ]
     files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
     write_files(out, files)
 

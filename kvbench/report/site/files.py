@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbench.config import ConfigError
-from kvbench.report.site.markup import File
+from kvbench.report.site.pages import File
 from kvbench.runs.stored import json_in
 
 MARK = '<meta name="generator" content="kvbench">'  # of a page of ours
-ENDINGS = {".html", ".svg", ".css", ".js"}
+ENDINGS = {".html", ".svg", ".css", ".js", ".csv"}
 # names the files of the site, so that the next one there knows what it may delete
 LIST = "site.json"
 

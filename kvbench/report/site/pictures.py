@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from html import escape
 from typing import NamedTuple
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from kvbench.config import choices
 from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
 from kvbench.report.data.run import Runs
-from kvbench.report.figures.all import draw, draw_file
-from kvbench.report.site.drawing import legible, picture
-from kvbench.report.site.markup import File, figure, page
+from kvbench.report.figures.all import draw, draw_file, drawn
+from kvbench.report.site.pages import File, Page
 from kvbench.report.site.rows import Site
+from kvbench.runs.stored import DAMAGED, ResultsError
+
+MOST_METHODS = 20  # that a reader can distinguish in one picture
+# Of more than that, a method of each kind.
+REPRESENTATIVES = {
+    *("full", "topk", "streaming_llm", "snapkv", "snapkv_racc", "h2o", "quest", "arkvale"),
+    *("lychee", "icecache", "icecache_plus", "pariskv", "pqcache", "clusterkv", "magicpig"),
+}
 
 
 class Shown(NamedTuple):
@@ -46,6 +56,10 @@ SHOWN = {
     "frontier": Shown(
         "What does a byte buy?", "KL, or the score, against the share of full attention's bytes"
     ),
+    "read": Shown(
+        "What does nearness cost?",
+        "How near each method stays for the keys and values that a decode step reads",
+    ),
     "question": Shown(
         "Does it survive a question that comes after?",
         "Score by when the question is read: with the context, or after it was compressed",
@@ -76,17 +90,33 @@ SHOWN = {
 }
 
 
-def pictures(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+def pictures(site: Site) -> Iterator[File | Page]:
     """The page with its pictures: of the site's runs, or else of those that kvbench ships."""
-    blocks = []
+    shots = {}
     for name, shown in SHOWN.items():
         image, note = _drawn(site, name, shown)
         if image:
             yield File(f"pictures/{name}.svg", image)
-            shot = figure(f"{name}.svg", f"{shown.caption}{note}")
-            blocks.append(f'<section id="{name}"><h2>{escape(shown.question)}</h2>{shot}</section>')
-    body = "\n".join(blocks) or "<p>None can be drawn of these runs.</p>"
-    yield page("pictures/index.html", "Pictures", site, sections, body)
+            shots[name] = {"question": shown.question, "caption": f"{shown.caption}{note}"}
+    yield Page("pictures/index.html", "Pictures", "pictures.html", {"shots": shots})
+
+
+def legible(runs: Runs) -> Runs:
+    """The runs of as many methods as a picture has room for, a user's own among them."""
+    methods = {run.arm["method"] for run in runs}
+    if len(methods) <= MOST_METHODS:
+        return runs
+    shown = REPRESENTATIVES | (methods - choices("method").keys())
+    return runs.only(run for run in runs if run.arm["method"] in shown)
+
+
+def picture(make: Callable[[], Figure]) -> bytes:
+    """A figure as SVG whose text is text; b"" where the runs are not to be drawn in it."""
+    try:
+        with rc_context({"svg.fonttype": "none"}):
+            return drawn(make(), "svg")
+    except (ResultsError, *DAMAGED):  # of which a ConfigError is one
+        return b""  # not from these runs, or not as kvbench writes them; the tables stand
 
 
 def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:

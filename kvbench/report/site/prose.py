@@ -1,29 +1,29 @@
-"""What the pages of `docs/` say, as HTML.
-
-What a method is, where its paper leaves a choice, how to add one.
-"""
+"""What the pages of `docs/` say of a method, of its paper's open choices, and of adding one."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
-from html import escape
 from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from kvbench.config import docs_dir
 
 CHOICE = "Where the paper"  # how the heading of a section on deviations begins
 
 
-def readme_entry(method: str) -> str:
+def readme_entry(method: str) -> Markup:
     """What a page of `docs/methods/` says of a method, or ""."""
     pages = sorted((docs_dir() / "methods").glob("*.md"))
-    entries = (entry for page in pages for entry in _blocks(_text(page)))
-    return next((html(entry) for entry in entries if entry.startswith(f"`{method}` ")), "")
+    entries = (entry for page in pages for entry in re.split(r"\n\s*\n", _text(page)))
+    own = (html(entry) for entry in entries if entry.startswith(f"`{method}` "))
+    return next(own, Markup(""))
 
 
-def choices_taken(target: str) -> str:
+def choices_taken(target: str) -> Markup:
     """Where a method's paper or code leaves a choice, and which was taken.
 
     It is from the method's page; "" without one.
@@ -36,52 +36,32 @@ def choices_taken(target: str) -> str:
     package, module = target.split(".")[:2]
     page = docs_dir() / "methods" / f"{module}.md" if package == "methods" else Path()
     sections = re.split(r"^## ", _text(page), flags=re.MULTILINE)
-    return "".join(
+    return Markup("").join(
         html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE)
     )
 
 
-def document(path: Path) -> tuple[str, str]:
-    """The title of a page, and all that follows it as HTML.
-
-    Headings, paragraphs, lists and code are known.
-    """
+def document(path: Path) -> tuple[str, Markup]:
+    """The title of a page, and all that follows it as HTML."""
     title, rest = _text(path).removeprefix("# ").split("\n", 1)
-    parts = []
-    for place, part in enumerate(re.split(r"^```.*\n", rest, flags=re.MULTILINE)):
-        if place % 2:
-            parts.append(f"<pre><code>{escape(part, quote=False)}</code></pre>")
-            continue
-        for section in re.split(r"^(?=## )", part, flags=re.MULTILINE):
-            heading = re.match(r"## (.*)\n", section)
-            parts.append(f"<h2>{_inline(heading[1])}</h2>" if heading else "")
-            parts.append(html(section[heading.end() :] if heading else section))
-    return title, "\n".join(filter(None, parts))
+    return title, html(rest)
 
 
-def html(markdown: str) -> str:
-    """Paragraphs and lists with code; of links the words: they lead to files outside the site."""
-    out, listed = [], False
-    for block in _blocks(markdown):
-        item = block.startswith("- ")
-        if item != listed:
-            out.append("<ul>" if item else "</ul>")
-            listed = item
-        words = _inline(block.removeprefix("- "))
-        out.append(f"<li>{words}</li>" if item else f"<p>{words}</p>")
-    return "\n".join([*out, *(["</ul>"] if listed else [])])
+def html(markdown: str) -> Markup:
+    """Markdown as HTML; of links the words alone: they lead to files outside the site."""
+    return Markup(_markdown().render(markdown))
 
 
-def _inline(words: str) -> str:
-    words = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", escape(words, quote=False))
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", words)
+@functools.cache
+def _markdown() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    for name in ("link_open", "link_close", "image"):
+        parser.add_render_rule(name, _nothing)
+    return parser
 
 
-def _blocks(markdown: str) -> Iterator[str]:
-    """Paragraphs and items, each on one line; tables, headings and code are left out."""
-    for block in re.split(r"\n\s*\n|\n(?=- )", markdown.strip()):
-        if block and not block.lstrip().startswith(("|", "#", "```", "!")):
-            yield " ".join(block.split())
+def _nothing(*_: Any) -> str:
+    return ""
 
 
 @functools.cache

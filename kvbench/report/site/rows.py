@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.config import choices
+from kvbench.models.hub import weights_origin
 from kvbench.report.claims.page import Judged, judged
 from kvbench.report.data.lengths import by_length
-from kvbench.report.data.run import Run, Runs, missing
+from kvbench.report.data.run import YARDSTICK, Run, Runs, SampleKey, missing
 from kvbench.report.data.seeds import over_seeds
-from kvbench.report.data.select import by_protocol, fewest_keys, last_word
+from kvbench.report.data.select import by_protocol, fewest_keys, last_word, order_of
 from kvbench.report.data.shared import on_shared_samples
-from kvbench.report.data.stats import LEAST, Estimate, ranks
-from kvbench.report.data.style import STYLES, style_of
+from kvbench.report.data.stats import FEWEST, LEAST, Estimate, ranks
+from kvbench.report.data.style import STYLES
+from kvbench.report.site.pages import Number, grouped, label, words_of
 from kvbench.report.submissions.checked import Submission
 from kvbench.report.tables.cells import Cell, ReportTable
-from kvbench.report.tables.formats import NONE
+from kvbench.report.tables.formats import NONE, text
 from kvbench.report.tables.runs import summary
 
 VALUES = (
@@ -58,6 +62,8 @@ class Row(NamedTuple):
         the settings in which it differs from others of the same method, budget and panel, or "".
     length
         of the prompts that its numbers are of; None: of all of them.
+    whole
+        the panel of its run with all lengths.
     of
         the submission that it is from; None for one of the board's own.
     """
@@ -75,6 +81,7 @@ class Row(NamedTuple):
     unranked: str
     variant: str = ""
     length: int | None = None
+    whole: str = ""
     of: Submission | None = None
 
     @property
@@ -92,7 +99,7 @@ class Row(NamedTuple):
     @property
     def has_lost(self) -> bool:
         """Whether it scores too little to be recommended, even as the best; KL has no such bar."""
-        return "kl_mean" not in self.cell.numbers and self.cell.numbers["score"] < LEAST
+        return not self.has_kl and self.cell.numbers["score"] < LEAST
 
     @property
     def whose(self) -> str:
@@ -102,8 +109,58 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """The arm in words, among those of its panel."""
+        return label(self.method) + self.arm
+
+    @property
+    def arm(self) -> str:
+        """What follows its method's name in words: " 256, kv=int8"."""
         budget = "" if self.budget == NONE else f" {self.budget}"
-        return f"{style_of(self.method).label}{budget}{f', {self.variant}' if self.variant else ''}"
+        return budget + (f", {self.variant}" if self.variant else "")
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether KL, and not the score, says how near it is."""
+        return "kl_mean" in self.cell.numbers
+
+    @property
+    def is_ranged(self) -> bool:
+        """Whether a range, of few samples, stands where others have an interval."""
+        return any("r" in self.cell.marks.get(name, "") for name in ("score", "kl_mean"))
+
+    @property
+    def tokens(self) -> str:
+        """The length of its prompts in words, where the task has one."""
+        lengths = self.run.settings.get("task.lengths")
+        if self.length is None and missing(lengths):
+            return ""
+        return f"{self.length or words_of(str(lengths))} tokens"
+
+    @property
+    def question(self) -> str:
+        """When the question is read: "with" the context, or "after" it was compressed."""
+        return str(self.run.settings["protocol.question"])
+
+    @property
+    def runs(self) -> str:
+        """The ids of its runs, those with probes among them."""
+        return " ".join(Path(path).name for path in self.cell.run.split("; "))
+
+    def number(self, name: str) -> Number | None:
+        """One of its numbers as tables show it; None where it has none."""
+        if name not in self.cell.numbers:
+            return None
+        shown, _, more = text(self.table, self.cell, name, 0).partition(" ")
+        more = re.sub(r"\d+\)$", ")", more).replace(" ()", "").replace("()", "")
+        if name == "score" and "score_low" in self.cell.numbers:
+            more = f"{text(self.table, self.cell, 'interval', 0)} {more}".strip()
+        return Number(name, self.cell.numbers[name], shown, more)
+
+    def time(self, name: str, machine: str) -> Number | None:
+        """A time that was taken on this machine, and beside no other work; else None."""
+        number, marks = self.number(name), self.cell.marks.get(name, "")
+        if number is None or self.cell.machine != machine or "n" in marks:
+            return None
+        return number._replace(more="")
 
     @property
     def rank(self) -> tuple[bool, bool, float, float]:
@@ -114,7 +171,7 @@ class Row(NamedTuple):
         numbers = self.cell.numbers
         nearness = numbers.get("kl_mean", -numbers["score"])
         memory = numbers.get("device_kv_bytes", 0.0)
-        return (self.run.is_unbounded, "kl_mean" not in numbers, nearness, memory)
+        return (self.run.is_unbounded, not self.has_kl, nearness, memory)
 
     def share(self, indexed: bool) -> float | None:
         """Per cent of the keys and values that full attention held on the device.
@@ -132,7 +189,8 @@ class Row(NamedTuple):
         same_kv_run = run.full(run.settings["kv"]) if dense else self.full
         if self.full is None or same_kv_run is None:
             return None
-        full, same_kv = self.full.on_samples_of(run), same_kv_run.on_samples_of(run)
+        keys = frozenset(run.scores.keys)
+        full, same_kv = _on_samples(self.full, keys), _on_samples(same_kv_run, keys)
         if any(
             missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (run.arm, full, same_kv)
         ):
@@ -212,7 +270,9 @@ class Site:
             for row in self._rows_of(table, protocol)
         ]
         named = []
-        for group in _grouped(_in_panels(plain), lambda row: (row.panel, row.method, row.budget)):
+        for group in grouped(
+            _in_panels(plain), lambda row: (row.panel, row.method, row.budget)
+        ).values():
             shared = set.intersection(*(set(row.words) for row in group))
             for row in group:
                 of = self.theirs.get(str(row.run.arm["path"]))
@@ -244,6 +304,29 @@ class Site:
             )
 
     @cached_property
+    def by_panel(self) -> dict[str, list[Row]]:
+        """The rows of each panel."""
+        return by_panel(self.rows)
+
+    @cached_property
+    def facts(self) -> dict[str, list[str]]:
+        """What is to be known of the samples of each panel, and of how they ran."""
+        return {panel: list(_facts(rows)) for panel, rows in self.by_panel.items()}
+
+    def rivals(self, row: Row) -> list[Row]:
+        """The arms of other sparse methods in its panel and budget, the best first.
+
+        Full attention has none.
+        """
+        return [
+            other
+            for other in self.by_panel[row.panel]
+            if other.budget == row.budget
+            and len({other.method, row.method, YARDSTICK}) == 3
+            and other.is_choice
+        ]
+
+    @cached_property
     def by_length(self) -> list[Row]:
         """The rows at each length of prompts.
 
@@ -266,7 +349,13 @@ class Site:
                     continue  # has probes, which stand in the line of the run without
                 panel = whole.panel if length is None else f"{whole.panel}, {length} tokens"
                 length_rows.append(
-                    row._replace(panel=panel, variant=whole.variant, length=length, of=whole.of)
+                    row._replace(
+                        panel=panel,
+                        variant=whole.variant,
+                        length=length,
+                        whole=whole.panel,
+                        of=whole.of,
+                    )
                 )
         panels = list(dict.fromkeys(row.panel for row in self.rows))
         place = {row.run.folders: panels.index(row.panel) for row in self.rows}
@@ -279,12 +368,14 @@ class Site:
     def ahead(self, first: Row, other: Row) -> Estimate | None:
         """How far an arm is ahead of another of its panel, paired by sample.
 
-        In nats of KL where both have some, else in points of score; None where they share too few
-        samples.
+        In nats of KL where both have some, else in points of score; None where there are too few
+        samples to test anything.
         """
         pair = first.run, other.run
+        if min(len(run.scores.ids) for run in pair) < FEWEST:
+            return None
         if pair not in self._paired:
-            kl = all("kl_mean" in row.cell.numbers for row in (first, other))
+            kl = first.has_kl and other.has_kl
             lead = first.run.against([other.run], kl=kl)
             turned = lead and lead.turned
             self._paired[pair], self._paired[pair[::-1]] = (turned, lead) if kl else (lead, turned)
@@ -326,7 +417,7 @@ class Site:
 
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
     """The rows, with panels whose names say in what their samples differ from others."""
-    for panel_rows in _grouped(rows, lambda row: row.panel):
+    for panel_rows in grouped(rows, lambda row: row.panel).values():
         settings = {
             row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows
         }
@@ -335,7 +426,10 @@ def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
             run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
             for run, setting in settings.items()
         }
-        for same_samples in _grouped(panel_rows, lambda row: tuple(names[row.run])):  # noqa: B023
+        for same_samples in grouped(
+            panel_rows,
+            lambda row: tuple(names[row.run]),  # noqa: B023
+        ).values():
             # data, in which no setting differs
             several = len({row.run.kind[-1] for row in same_samples}) > 1
             for row in same_samples:
@@ -343,22 +437,55 @@ def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
                 yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
-    """The rows of each key, in order of appearance."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
-
-
 def by_panel(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each panel, in order of appearance."""
-    return {group[0].panel: group for group in _grouped(rows, lambda row: row.panel)}
+    """The rows of each panel.
+
+    Panels in which the question comes after are the first, then scores, then those of many samples
+    and arms.
+    """
+
+    def order(panel_rows: list[Row]) -> tuple[Any, ...]:
+        first = panel_rows[0]
+        enough = min(int(row.cell.numbers["n"]) for row in panel_rows) >= FEWEST
+        return first.has_kl, order_of(first.question), not enough, -len(panel_rows)
+
+    panels = grouped(rows, lambda row: row.panel)
+    return dict(sorted(panels.items(), key=lambda item: order(item[1])))
+
+
+def _facts(rows: Sequence[Row]) -> Iterator[str]:
+    settings = rows[0].run.settings
+    arms = [row.run.arm for row in rows]
+    counts = sorted({int(arm["n"]) for arm in arms})
+    lengths = settings.get("task.lengths")
+    several = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    of = "" if missing(lengths) else f" of {words_of(str(lengths))} tokens"
+    yield f"{several} samples{of}"
+    yield str(settings["dtype"])
+    if words := weights_origin(str(settings["model.revision"])):
+        yield f"weights {words}"
+    dense = {row.run.settings["dense_layers"] for row in rows} - {"[]"}
+    if len(dense) == 1:
+        yield f"layers {words_of(min(dense))} dense"
+    if settings["batch"] > 1:
+        yield f"up to {settings['batch']} together, whose bytes and times these are"
+    if counts[-1] < FEWEST:
+        yield f"too few to rank methods, which takes {FEWEST} or more"
+    if any(row.is_ranged for row in rows):
+        yield "beside a number stands the range of so few"
+    for why in dict.fromkeys(row.unranked for row in rows if row.unranked):
+        yield f"{why}, so no method is named best and none has a place"
 
 
 def dense_of(run: Run) -> float:
     """The share of the layers that a run leaves dense."""
     return _number(run.arm, "dense_share")
+
+
+@lru_cache(maxsize=512)
+def _on_samples(run: Run, keys: frozenset[SampleKey]) -> dict[str, Any]:
+    """A run's line of `Runs.arms`, of those of its samples alone that have these keys."""
+    return run.arm if keys.issuperset(run.scores.keys) else run.line(run.records_of(keys))
 
 
 def _number(arm: Mapping[str, Any], name: str) -> float:

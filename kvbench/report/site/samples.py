@@ -5,79 +5,59 @@ There is a page for the arms of the same samples.
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvbench.report.data.frame import content_of
 from kvbench.report.data.run import Run
 from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
-from kvbench.report.html import MOST_LETTERS, score_of
-from kvbench.report.site.markup import File, page
-from kvbench.report.site.rows import Row, Site, by_panel
+from kvbench.report.html import score_of
+from kvbench.report.site.pages import Page
+from kvbench.report.site.rows import Row, Site
 
 KL = {"name": "KL", "unit": "nats", "digits": 4}
 SCORE = {"name": "score", "unit": "points", "digits": 1}
-NO_OUTPUTS = (
-    "<p class=notes>No outputs are stored in these runs: the task generates none, or they were left"
-    " out of a copy of the runs. Scores are there.</p>"
-)
+MOST_LETTERS = 400  # of an answer
 MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 
 
-def samples(site: Site, sections: Mapping[str, str]) -> Iterator[File]:
+def samples(site: Site) -> Iterator[Page]:
     """A page for each panel, and one that leads to them."""
-    links: dict[bool, list[str]] = {True: [], False: []}
-    for number, (title, rows) in enumerate(by_panel(site.rows).items(), 1):
-        path = f"samples/{number}.html"
-        whole, outputs = _panel(site, rows)
-        links[outputs].append(
-            f'<li><a href="{number}.html">{escape(title)}</a>: {len(rows)} arms</li>'
+    links: dict[bool, list[tuple[str, str, int]]] = {True: [], False: []}
+    for number, (title, rows) in enumerate(site.by_panel.items(), 1):
+        data = _panel(site, rows)
+        links[data["outputs"]].append((f"{number}.html", title, len(rows)))
+        yield Page(
+            f"samples/{number}.html",
+            f"Two arms: {title}",
+            "samples.html",
+            {
+                "data": data,
+                "shown": len(data["samples"]),
+                "count": data.pop("count"),
+                "tests": sum(pair is not None for pairs in data["pairs"] for pair in pairs),
+                "coverage": COVERAGE,
+                "fewest": FEWEST,
+            },
         )
-        yield page(path, f"Two arms: {title}", site, sections, whole)
-    lists = {
-        True: (
-            "Two arms against each other, paired by sample, and what they answered, side by side:"
-        ),
-        False: "Of these without what was answered:",
-    }
-    body = "".join(
-        f"<p>{lists[outputs]}</p><ul>{''.join(some)}</ul>"
-        for outputs, some in links.items()
-        if some
-    )
-    yield page("samples/index.html", "Two arms", site, sections, body)
+    yield Page("samples/index.html", "Two arms", "samples_index.html", {"links": links})
 
 
-def _panel(site: Site, rows: Sequence[Row]) -> tuple[str, bool]:
-    """The body of a page, and whether there are outputs on it."""
+def _panel(site: Site, rows: Sequence[Row]) -> dict[str, Any]:
+    """What a page has for its script."""
     rows = sorted(rows, key=lambda row: not row.run.is_full)
     entries, count = _entries(rows)
-    outputs = any(answer and answer[1] is not None for entry in entries for answer in entry["arms"])
-    kl = any("kl_mean" in row.cell.numbers for row in rows)
-    whole = {
+    return {
         "arms": [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows],
         "samples": entries,
-        "outputs": outputs,
-        "measure": KL if kl else SCORE,
+        "count": count,
+        "outputs": any(
+            answer and answer[1] is not None for entry in entries for answer in entry["arms"]
+        ),
+        "measure": KL if any(row.has_kl for row in rows) else SCORE,
         "pairs": _pairs(site, rows),
     }
-    data = json.dumps(whole, ensure_ascii=False).replace("<", "\\u003c")
-    most = f" The {len(entries)} of {count} on which arms differ most."
-    tests = len(rows) * (len(rows) - 1) // 2
-    body = f"""<p>The difference is over all samples that both have, paired, with its {COVERAGE} %
-interval; over fewer than {FEWEST} samples, or where that has no width, neither is called ahead.
-Of the {tests} pairs here 1 in 20 would differ by chance alone.</p>
-<form id="compare"><label>Left<select name="left"></select></label>
-<label>Right<select name="right"></select></label>
-<label class="check"><input type="checkbox" name="differ"> only where their scores differ</label>
-</form>
-<p id="pair" aria-live="polite"></p><h2>Samples</h2>
-<p>One prompt, two arms.{most * (len(entries) < count)}</p>{NO_OUTPUTS * (not outputs)}
-<div id="samples"></div><script type="application/json" id="data">{data}</script>"""
-    return body, outputs
 
 
 def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
@@ -101,25 +81,25 @@ def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
     return entries, len(answers)
 
 
-def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[float | int | str] | None]]:
+def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[Any] | None]]:
     """How far each arm is ahead of each after it: mean, ends, samples, and a word."""
-    pairs: list[list[list[float | int | str] | None]] = []
+    if max(len(row.run.scores.ids) for row in rows) < FEWEST:
+        return [[] for _ in rows]
+    pairs: list[list[list[Any] | None]] = []
     for number, row in enumerate(rows):
-        ahead = (site.ahead(row, other) for other in rows[number + 1 :])
-        pairs.append(
-            [
-                lead
-                and [*(float(f"{end:.5g}") for end in lead[:3]), lead.n, lead.is_range, _says(lead)]
-                for lead in ahead
-            ]
-        )  # type: ignore[arg-type,str-format]
+        leads = [site.ahead(row, other) for other in rows[number + 1 :]]
+        pairs.append([lead and [*_ends(lead), lead.n, _says(lead)] for lead in leads])
     return pairs
+
+
+def _ends(lead: Estimate) -> list[float]:
+    return [float(f"{end or 0.0:.4g}") for end in lead[:3]]
 
 
 def _says(lead: Estimate) -> str:
     if lead.differs:
-        return "ahead" if lead.mean > 0 else "behind"
-    return "alike" if lead.n >= FEWEST else "few"
+        return "better" if lead.mean > 0 else "worse"
+    return "not shown" if lead.n >= FEWEST else "not tested"
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,8 @@
-// Sorts tables, filters the leaderboard, and sets samples side by side. All that it reads stands in the page.
+// Sorts and filters tables, and sets samples side by side. All that it reads stands in the page.
 "use strict";
 
 const number = (row, name) => {
-  const cell = row.querySelector(`td[data-name="${name}"][data-value]`);
+  const cell = row.querySelector(`td[data-name="${name}"]`);
   return cell ? Number(cell.dataset.value) : null;
 };
 const make = (tag, text = "", look = "") => {
@@ -38,81 +38,46 @@ for (const button of document.querySelectorAll(".sortable thead button")) button
   sort(head, turn);
 });
 
-// -- the leaderboard --------------------------------------------------------------------------------------------------
+// -- filters: each is a choice that rows, or the section that they stand in, have among their data -------------------
 
-const board = document.getElementById("board"), filters = document.getElementById("filters");
+const filters = document.getElementById("filters"), answers = document.getElementById("answers");
 
+const within = (row, wanted) => {
+  if (answers) return row.dataset.share === wanted.share;
+  const held = wanted.share && number(row, wanted.index ? "index_share" : "device_share");
+  return !wanted.share || (held !== null && held <= Number(wanted.share));
+};
 const fits = (row, wanted) => {
-  const most = (name, limit) => {
-    const value = number(row, name);
-    return !limit || (value !== null && value <= Number(limit));
-  };
-  const words = wanted.method.trim().toLowerCase();
-  return (!wanted.task || row.dataset.task === wanted.task) && (!wanted.model || row.dataset.model === wanted.model)
-    && (!wanted.whose || row.dataset.whose === wanted.whose)
-    && (!wanted.budget || row.dataset.budget === wanted.budget || row.dataset.budget === "-")
-    && (!words || `${row.dataset.method} ${row.cells[0].textContent}`.toLowerCase().includes(words))
-    && most(wanted.index ? "index_share" : "device_share", wanted.share) && most("device_kv_bytes", wanted.memory) && most("tpot_ms_p50", wanted.time);
-};
-// Nearer to full attention, or with the better score; then with less memory.
-const order = (one, two) => {
-  const kl = number(one, "kl_mean") !== null && number(two, "kl_mean") !== null;
-  const ahead = kl ? number(one, "kl_mean") - number(two, "kl_mean") : number(two, "score") - number(one, "score");
-  return ahead || (number(one, "device_kv_bytes") ?? Infinity) - (number(two, "device_kv_bytes") ?? Infinity);
-};
-// A number as its cell shows it, without interval and marks; "" where the table has none.
-const shown = (row, name) => row.querySelector(`td[data-name="${name}"][data-value]`)?.firstChild.textContent.trim() ?? "";
-
-const places = new Map(), counts = {};  // of each row among those of its panel, as the page has them
-for (const row of board?.tBodies[0].rows ?? []) places.set(row, (counts[row.dataset.panel] = (counts[row.dataset.panel] ?? -1) + 1));
-
-const best = rows => {
-  const box = document.getElementById("best"), list = make("ul"), panels = new Map();
-  for (const row of rows) if (row.dataset.choice !== undefined) {
-    const { panel } = row.dataset;
-    panels.set(panel, [...(panels.get(panel) ?? []), row]);
-  }
-  for (const own of panels.values()) {
-    const [first, ...others] = own.sort(order), item = make("li"), name = number(first, "kl_mean") !== null ? "kl_mean" : "score";
-    if (name === "score" && number(first, name) < Number(box.dataset.least)) {
-      item.append(`${first.dataset.panel}: none scores ${box.dataset.least}; the best, of ${own.length}, has ${shown(first, name)}`);
-      list.append(item);
-      continue;
-    }
-    const { pairs } = first.dataset, letters = others.map(row => pairs?.[places.get(row)]), count = letter => letters.filter(one => one === letter).length;
-    const even = count("="), untested = count("?");
-    const link = first.querySelector("a.method").cloneNode(true);
-    const words = [
-      first.dataset.budget === "-" ? "" : `C = ${first.dataset.budget}`,
-      first.dataset.variant,
-      name === "score" ? `score ${shown(first, name)}` : `KL ${shown(first, name)} nats`,
-      shown(first, "device_kv_bytes") && `${shown(first, "device_kv_bytes")} MiB on the device`,
-      shown(first, "device_share") && `${shown(first, "device_share")} % of full attention's`,
-      shown(first, "index_share") && `${shown(first, "index_share")} % with its index`,
-      shown(first, "tpot_ms_p50") && `${shown(first, "tpot_ms_p50")} ms / token`,
-    ];
-    item.append(`${first.dataset.panel}: `, link, ` ${words.filter(Boolean).join("; ")}`);
-    if (others.length) item.append(" ", make("small", pairs ? `paired by sample, at 95 %: no different from ${even} of the ${others.length - untested} others that fit${untested ? ` and were tested, ${untested} were not` : ""}`
-      : `too few samples to rank it among the ${others.length} others that fit`));
-    list.append(item);
-  }
-  box.replaceChildren(make("h2", panels.size ? "First of what fits" : "Nothing fits"), list);
+  const of = { ...row.closest("details.section")?.dataset, ...row.dataset }, words = (wanted.method ?? "").trim().toLowerCase();
+  return within(row, wanted)
+    && ["task", "question", "model", "protocol", "whose"].every(key => !wanted[key] || of[key] === wanted[key])
+    && (!wanted.budget || of.budget === wanted.budget || of.budget === "-")
+    && (!words || `${of.method} ${row.cells[0].textContent}`.toLowerCase().includes(words));
 };
 const filter = () => {
-  const wanted = Object.fromEntries(new FormData(filters)), rows = [...board.tBodies[0].rows];
-  for (const row of rows) row.hidden = !fits(row, wanted);
-  best(rows.filter(row => !row.hidden));
-  const words = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
+  const wanted = Object.fromEntries(new FormData(filters)), start = answers ? { share: answers.dataset.share } : {};
+  const changed = Object.entries(wanted).filter(([name, value]) => value && value !== start[name]);
+  for (const group of document.querySelectorAll(answers ? "#answers tbody" : "details.section")) {
+    const rows = [...group.querySelectorAll("tbody tr, tr")].filter(row => row.querySelector("td"));
+    for (const row of rows) row.hidden = !fits(row, wanted);
+    group.hidden = rows.every(row => row.hidden);
+  }
+  const sections = [...document.querySelectorAll("details.section")], left = sections.filter(section => !section.hidden);
+  if (changed.length) left.forEach((section, at) => { section.open = at < 3; });
+  const told = document.getElementById("matches");
+  if (told) told.textContent = changed.length ? `${left.length} of ${sections.length} sets of samples have an arm that fits.` : "";
+  const words = new URLSearchParams(changed).toString();
   history.replaceState(null, "", words ? `#${words}` : location.pathname);
 };
-if (board) {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
-    if (filters.elements[name]?.type === "checkbox") filters.elements[name].checked = true;
-    else if (filters.elements[name]) filters.elements[name].value = value;
+if (filters) {
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    const field = filters.elements[name];
+    if (field?.type === "checkbox") field.checked = true; else if (field) field.value = value;
+  }
   filters.addEventListener("input", filter);
   filters.addEventListener("reset", () => setTimeout(filter));
   filters.addEventListener("submit", event => event.preventDefault());
-  filter();
+  if (location.hash.includes("=")) filter();
 }
 
 // -- samples ----------------------------------------------------------------------------------------------------------
@@ -136,16 +101,16 @@ if (compare) {
   right.value = Math.min(1, arms.length - 1);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
     if (arms.some(arm => arm.name === value)) compare.elements[name].value = arms.findIndex(arm => arm.name === value);
-  const verdicts = { alike: "No different by more than chance", few: "Too few samples to say", ahead: "Ahead by more than chance", behind: "Behind by more than chance" };
+  const verdicts = { better: "Better, significantly", worse: "Worse, significantly", "not shown": "No difference shown", "not tested": "Not tested" };
   const against = (one, two) => {
-    const turn = one < two ? 1 : -1, found = pairs[Math.min(one, two)][Math.abs(one - two) - 1];
+    const turn = one < two ? 1 : -1, found = pairs[Math.min(one, two)]?.[Math.abs(one - two) - 1];
     if (one === two) return "";
-    if (!found) return `${arms[one].name} and ${arms[two].name} share too few samples.`;
-    const [mean, low, high, n, ranged, says] = found, ends = turn > 0 ? [low, high] : [-high, -low];
+    if (!found) return `${arms[one].name} and ${arms[two].name} share too few samples to be tested.`;
+    const [mean, low, high, n, says] = found, ends = turn > 0 ? [low, high] : [-high, -low];
     const [shift, ...both] = [turn * mean, ...ends].map(end => end.toFixed(measure.digits));
-    const turned = turn > 0 ? says : { ahead: "behind", behind: "ahead" }[says] ?? says;
+    const turned = turn > 0 ? says : { better: "worse", worse: "better" }[says] ?? says;
     return `${arms[one].name} against ${arms[two].name}, by ${measure.name}: ${shift} ${measure.unit} ahead`
-      + ` (${ranged ? "range" : "95 % interval"} ${both.join(" to ")}) over ${n} samples. ${verdicts[turned]}.`;
+      + ` (95 % interval ${both.join(" to ")}) over ${n} samples. ${verdicts[turned]}.`;
   };
   const show = () => {
     const chosen = [left, right].map(select => Number(select.value));
@@ -168,6 +133,7 @@ if (compare) {
   show();
 }
 
-// A link to a part of a page opens what is folded there.
+// A link to a part of a page opens what is folded there, and a print has all of it.
 const reveal = () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
-if (!board) { addEventListener("hashchange", reveal); reveal(); }
+if (!filters) { addEventListener("hashchange", reveal); reveal(); }
+addEventListener("beforeprint", () => document.querySelectorAll("details.section").forEach(section => { section.open = true; }));

@@ -1,0 +1,290 @@
+"""A page for each method: what it is, its results, and what the papers print of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbench.config import ConfigError, choices, conf_dir, method_config, show
+from kvbench.report.data.papers import PaperTable, ids, table
+from kvbench.report.data.run import YARDSTICK, Runs, missing
+from kvbench.report.data.select import last_word, order_of
+from kvbench.report.data.stats import COVERAGE, FEWEST
+from kvbench.report.site.board import machine_of
+from kvbench.report.site.chart import Chart, charts
+from kvbench.report.site.claims import ITS_PAPER, by_side, counts, look
+from kvbench.report.site.pages import Number, Page, grouped, label, slug
+from kvbench.report.site.prose import choices_taken, readme_entry
+from kvbench.report.site.rows import FAR_OVER, Row, Site
+from kvbench.report.tables.cells import Cell, ReportTable
+from kvbench.report.tables.formats import text
+from kvbench.report.tables.published import merge_published
+
+SHOWN = ("score", "against_full", "kl_mean", "device_kv_bytes", "tpot_ms_p50", "own_ms")
+LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a published row
+
+
+def method_pages(site: Site) -> Iterator[Page]:
+    """The pages, and one that leads to them."""
+    tables = all_printed(site.without_submissions(site.joined))
+    shipped = choices("method")
+    sides = {method: by_side(site, method) for method in site.methods}
+    own = {method: counts(sides[method].get(ITS_PAPER, [])) for method in site.methods}
+    yield Page(
+        "methods/index.html",
+        "Methods",
+        "methods.html",
+        {"methods": site.methods, "shipped": shipped, "ran": site.ran, "own": own},
+    )
+    for method in site.methods:
+        rows = [row for row in site.rows if row.method == method]
+        printed = published(method, tables)
+        claimed = [
+            {
+                "title": f"Of {label(method)}'s own paper"
+                if side == ITS_PAPER
+                else f"Of other papers, {side}",
+                "side": side,
+                "counts": counts(claims),
+                "claims": claims,
+            }
+            for side, claims in sides[method].items()
+        ]
+        yield Page(
+            f"methods/{slug(method)}.html",
+            label(method),
+            "method.html",
+            {
+                "method": method,
+                "about": readme_entry(method),
+                "short": shipped.get(method) or _whose(rows),
+                "panels": results(site, rows),
+                "charts": _charts(site, rows),
+                "claimed": claimed,
+                "own_paper": ITS_PAPER in sides[method],
+                "look": look,
+                "printed": printed,
+                "totals": sum((some.counts for some in printed), Counter[str]()),
+                "choices": choices_taken(method_config(method).target) if method in shipped else "",
+                "settings": _settings(method) if method in shipped else _options(rows),
+                "source": _source(method) if method in shipped else "",
+                "coverage": COVERAGE,
+                "fewest": FEWEST,
+                "far_over": FAR_OVER,
+            },
+        )
+
+
+class MethodResults(NamedTuple):
+    """What a method has on the same samples.
+
+    Attributes
+    ----------
+    title, facts
+        of the samples.
+    machine
+        that the times are of.
+    columns
+        name of each number -> its heading.
+    rows
+        each arm, its place as "1 to 3 of 9" or "", and its numbers by column.
+    groups
+        the score of each group of samples by arm, with how it looks beside other methods'.
+    """
+
+    title: str
+    facts: list[str]
+    machine: str
+    columns: dict[str, str]
+    rows: list[tuple[Row, str, dict[str, Number | None]]]
+    groups: dict[str, list[tuple[Number, str] | None]]
+
+
+def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
+    """Every arm of a method, by the samples that it ran on."""
+    panels = []
+    for panel, rows in grouped(method_rows, lambda row: row.panel).items():
+        rows = sorted(rows, key=lambda row: order_of(row.budget))
+        machine = machine_of(rows)
+        columns = {
+            name: row.table.lines[name].narrow_heading
+            for name in SHOWN
+            for row in rows
+            if name in row.cell.numbers and name in row.table.lines
+        }
+        shown = [(row, _place(site, row), _numbers(row, columns, machine)) for row in rows]
+        facts = site.facts[panel]
+        groups = _by_group(site, rows)
+        panels.append(MethodResults(panel, facts, machine, columns, shown, groups))
+    return panels
+
+
+def _numbers(row: Row, columns: dict[str, str], machine: str) -> dict[str, Number | None]:
+    return {
+        name: row.time(name, machine) if row.table.lines[name].is_time else row.number(name)
+        for name in columns
+    }
+
+
+def _place(site: Site, row: Row) -> str:
+    """Its place among sparse methods of its budget, from the best to the worst that tests leave."""
+    rivals = site.rivals(row)
+    place = site.place(row, rivals) if row.is_choice else None
+    if place is None:
+        return ""
+    return f"{' to '.join(map(str, dict.fromkeys(place)))} of {1 + len(rivals)}"
+
+
+def _by_group(site: Site, rows: Sequence[Row]) -> dict[str, list[tuple[Number, str] | None]]:
+    """The score of each group of samples; none where there is one group."""
+    groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
+    if len(groups) < 2:
+        return {}
+    return {group: [_of_group(site, row, group) for row in rows] for group in groups}
+
+
+def _of_group(site: Site, row: Row, group: str) -> tuple[Number, str] | None:
+    """A group's score, and "ahead" or "behind" of the median of other methods by a paired test."""
+    strata = row.run.scores.strata((group,))
+    count = int(strata[0].sum())
+    if not count:
+        return None
+    mean = float(row.run.scores.values[strata[0]].mean())
+    number = Number("score", mean, f"{mean:.1f}")
+    if count < FEWEST:
+        return number, ""
+    rivals = [other.run for other in site.rivals(row) if group in other.run.scores.groups]
+    rivals = sorted(rivals, key=lambda run: run.score((group,)).mean)
+    lead = row.run.against([rivals[len(rivals) // 2]], (group,)) if rivals else None
+    return (
+        number,
+        "" if lead is None or not lead.differs else "ahead" if lead.mean > 0 else "behind",
+    )
+
+
+def _charts(site: Site, method_rows: Sequence[Row]) -> list[Chart]:
+    """Score or KL against the budget where it ran with several, beside full attention and top-k."""
+    return [
+        chart
+        for panel, rows in grouped(method_rows, lambda row: row.panel).items()
+        if (chart := charts(panel, rows, site.by_panel[panel]))
+    ]
+
+
+def _whose(rows: Sequence[Row]) -> str:
+    """Whose a method is that kvbench does not ship."""
+    people = " and ".join(dict.fromkeys(row.of.manifest.who for row in rows if row.of))
+    return (
+        f"A method of {people}, of which nothing but its runs is known."
+        if people
+        else "A method of your own."
+    )
+
+
+def _options(rows: Sequence[Row]) -> dict[str, str]:
+    """The options that runs of such a method say that they had."""
+    return {
+        last_word(key): row.run.label(key)
+        for row in rows
+        for key, value in row.run.settings.items()
+        if key.startswith("method.") and not missing(value)
+    }
+
+
+def _settings(method: str) -> dict[str, str]:
+    """The least budget, and the preset."""
+    config = method_config(method)
+    least = config.minimum or {}
+    facts: dict[str, Any] = {
+        "least C, as published": least.get("paper"),
+        "least C, everything counted": least.get("unified"),
+        "C where none is given": config.preset,
+        "layers that its paper leaves dense": config.published_dense_layers,
+    }
+    return {name: show(value) for name, value in facts.items()}
+
+
+def _source(method: str) -> str:
+    """The method's file as it is."""
+    return (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
+
+
+# -- what papers print -----------------------------------------------------------------------------
+
+
+class Printed(NamedTuple):
+    """A published table, or the rows of it that a page shows.
+
+    Attributes
+    ----------
+    paper
+        as published.
+    merged
+        with ours.
+    notes
+        on both.
+    counts
+        how many numbers of the method are published, and how many were run here.
+    rows
+        label, kind and cells of each line.
+    """
+
+    paper: PaperTable
+    merged: ReportTable
+    notes: list[str]
+    counts: Counter[str] = Counter()
+    rows: list[tuple[str, str, list[tuple[Number, str] | None]]] = []
+
+
+def all_printed(runs: Runs) -> list[Printed]:
+    """Every published table with what these runs measured."""
+    return [_printed(runs, table(id)) for id in ids()]
+
+
+def _printed(runs: Runs, paper: PaperTable) -> Printed:
+    try:
+        merged = merge_published(runs, paper)
+    except ConfigError as error:  # several runs fit
+        merged = merge_published(None, paper)
+        return Printed(paper, merged, [*merged.notes, str(error)])
+    return Printed(paper, merged, merged.notes)
+
+
+def published(method: str, tables: Sequence[Printed]) -> list[Printed]:
+    """The tables that print a number of a method, with full attention's row of the same model."""
+    of_method = []
+    for printed in tables:
+        frame = printed.paper.frame
+        names = set(frame["row"][frame["method"] == method])
+        if not names:
+            continue
+        models = frame["model"][frame["method"] == method]
+        full = (frame["method"] == YARDSTICK) & frame["model"].isin(models)
+        cells = printed.merged.cells.items()
+        own = [cell for (row, _), cell in cells if printed.merged.rows[row][0] in names]
+        there = Counter(name for cell in own for name in cell.numbers)
+        lines = list(_lines(printed.merged, names | set(frame["row"][full])))
+        of_method.append(printed._replace(counts=there, rows=lines))
+    return of_method
+
+
+def _lines(
+    merged: ReportTable, shown: set[str]
+) -> Iterator[tuple[str, str, list[tuple[Number, str] | None]]]:
+    for place, (name,) in enumerate(merged.rows):
+        cells = [merged.cells.get((place, column), Cell()) for column in range(len(merged.columns))]
+        for kind, what in LINES.items():
+            if name in shown and any(kind in cell.numbers for cell in cells):
+                numbers = [_cell(merged, cell, kind, at) for at, cell in enumerate(cells)]
+                yield what or name, kind, numbers
+
+
+def _cell(merged: ReportTable, cell: Cell, kind: str, column: int) -> tuple[Number, str] | None:
+    """A number of a published table, and the runs that it is of."""
+    if kind not in cell.numbers:
+        return None
+    first, _, more = text(merged, cell, kind, column).partition(" ")
+    runs = " ".join(Path(path).name for path in cell.run.split("; ")) if kind == "score" else ""
+    return Number(kind, cell.numbers[kind], first, more), runs
