@@ -80,7 +80,7 @@ class Outputs(NamedTuple):
 
     name: str
     id: str
-    count: int
+    total: int
     rows: list[list[str]]
 
 
