@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.report.data.run import SkippedRun
+from kvbench.report.data.table import NONE
 from kvbench.report.tables.cells import ReportTable
-from kvbench.report.tables.formats import NONE, NOT_RUN, Grid, grid
+from kvbench.report.tables.formats import NOT_RUN, Grid, grid
 from kvbench.runs.quantities import is_number
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from kvbench.report.data.select import order_of
 from kvbench.report.data.table import NONE, csv_of
-from kvbench.report.site.pages import File, Number, Page, grouped
+from kvbench.report.site.pages import File, Page, PageNumber, grouped
 from kvbench.report.site.rows import FAR_OVER, Row, Site, by_panel
 from kvbench.report.site.submitted import anchor
 
@@ -78,7 +78,7 @@ class Section(NamedTuple):
     machine: str
     elsewhere: int
     columns: list[str]
-    rows: list[tuple[Row, dict[str, Number | None]]]
+    rows: list[tuple[Row, dict[str, PageNumber | None]]]
     task: str
     model: str
     question: str
@@ -152,14 +152,14 @@ def machine_of(rows: Sequence[Row]) -> str:
     return max(counts, key=lambda name: counts[name], default="")
 
 
-def numbers_of(row: Row, machine: str) -> dict[str, Number | None]:
+def numbers_of(row: Row, machine: str) -> dict[str, PageNumber | None]:
     """What the columns show of an arm, with the times of this machine alone."""
     shares = {"device_share": row.share(False), "index_share": row.share(True)}
     numbers = {
         name: row.time(name, machine) if name in TIMES else row.number(name) for name in COLUMNS
     }
     return numbers | {
-        name: None if share is None else Number(name, share, f"{share:.1f}")
+        name: None if share is None else PageNumber(name, share, f"{share:.1f}")
         for name, share in shares.items()
     }
 

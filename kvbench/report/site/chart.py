@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import order_of
+from kvbench.report.data.table import NONE
 from kvbench.report.site.pages import colour, label
 from kvbench.report.site.rows import ORACLE, Row
-from kvbench.report.tables.formats import NONE
 
 WIDE, TALL, LEFT, BELOW = 420, 190, 44, 28  # of the whole picture, and of its axes
 

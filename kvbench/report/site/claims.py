@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.claims.claim import Claim, Criterion, beds
-from kvbench.report.claims.page import Judged, Part, unmeasured
+from kvbench.report.claims.page import Judged, Part, counted, unmeasured
 from kvbench.report.claims.power import lacks
 from kvbench.report.claims.sampled import arms_of, is_time, runs_of
-from kvbench.report.claims.verdict import Finding, Missing, Verdict
-from kvbench.report.site.pages import Number, Page, begin, grouped, label
+from kvbench.report.claims.verdict import Finding, Missing, Setting, Verdict
+from kvbench.report.site.pages import Page, PageNumber, begin, grouped, label
 from kvbench.report.site.rows import Site
 
 LOOKS = {Verdict.HOLDS: "ahead", Verdict.FAILS: "behind"}
@@ -63,9 +63,12 @@ def _names(claim: Claim, method: str) -> bool:
 
 
 def counts(claims: Sequence[Judged]) -> str:
-    """How many claims have each verdict, in words, with those that a stand-in decided."""
-    some = {verdict: sum(judged.verdict is verdict for judged in claims) for verdict in Verdict}
-    return ", ".join(f"{count} {verdict.of(count)}" for verdict, count in some.items() if count)
+    """How many claims have each verdict, in words; those that a stand-in decided are apart."""
+    parts = []
+    for setting, by_verdict in counted(claims).items():
+        words = ", ".join(f"{count} {verdict.of(count)}" for verdict, count in by_verdict.items())
+        parts.append(f"of a stand-in {words}" if words and setting is Setting.STAND_IN else words)
+    return "; ".join(filter(None, parts))
 
 
 def look(judged: Judged, side: str = "") -> str:
@@ -95,7 +98,7 @@ class CriterionResult(NamedTuple):
     verdict: Verdict
     look: str
     missing: str = ""
-    numbers: tuple[Number | None, ...] = ()
+    numbers: tuple[PageNumber | None, ...] = ()
     source: dict[str, str] = {}
 
 
@@ -156,11 +159,11 @@ def _results(judged: Judged, parts: Sequence[Part]) -> list[CriterionResult]:
             continue
         numbers = {"value": finding.value, "low": finding.low, "high": finding.high}
         shown = [
-            None if number is None else Number(name, number, f"{number:.3g}")
+            None if number is None else PageNumber(name, number, f"{number:.3g}")
             for name, number in numbers.items()
         ]
         few = f"of {criterion.n}" if finding.n < criterion.n else ""
-        shown.append(Number("n", finding.n, f"{finding.n:.3g}", few))
+        shown.append(PageNumber("n", finding.n, f"{finding.n:.3g}", few))
         source = {"claim": judged.claim.id, "part" if decides else "superseded": str(place)}
         source |= _source(judged, criterion)
         results.append(CriterionResult(criterion, verdict, colour, "", tuple(shown), source))

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
+from kvbench.report.data.table import NONE
 from kvbench.report.site.board import SHARES, machine_of
 from kvbench.report.site.claims import counts
-from kvbench.report.site.pages import Number, Page, grouped
+from kvbench.report.site.pages import Page, PageNumber, grouped
 from kvbench.report.site.paired import Verdict, verdicts
 from kvbench.report.site.rows import Row, Site, by_panel
-from kvbench.report.tables.formats import NONE
 
 SHARE = 10  # of `SHARES`: the one that the page opens with
 MOST_NAMED = 3  # of the arms that are not shown to be worse
@@ -30,8 +30,8 @@ NEAR = "Nearness to full attention on texts, without a question"
 class Times(NamedTuple):
     """A time of an arm, and full attention's on the same machine."""
 
-    own: Number
-    full: Number | None
+    own: PageNumber
+    full: PageNumber | None
 
 
 class Answer(NamedTuple):
@@ -231,8 +231,8 @@ class Pair(NamedTuple):
     """An arm whose runs differ in when the question comes, on the same prompts."""
 
     row: Row
-    before: Number | None
-    after: Number | None
+    before: PageNumber | None
+    after: PageNumber | None
 
 
 def _questions(site: Site) -> tuple[list[Pair], int]:

@@ -15,7 +15,7 @@ from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.site.board import machine_of
 from kvbench.report.site.chart import Chart, charts
 from kvbench.report.site.claims import ITS_PAPER, by_side, counts, look
-from kvbench.report.site.pages import Number, Page, grouped, label, slug
+from kvbench.report.site.pages import Page, PageNumber, grouped, label, slug
 from kvbench.report.site.prose import choices_taken, readme_entry
 from kvbench.report.site.rows import FAR_OVER, Row, Site
 from kvbench.report.tables.cells import Cell, ReportTable
@@ -98,8 +98,8 @@ class MethodResults(NamedTuple):
     facts: list[str]
     machine: str
     columns: dict[str, str]
-    rows: list[tuple[Row, str, dict[str, Number | None]]]
-    groups: dict[str, list[tuple[Number, str] | None]]
+    rows: list[tuple[Row, str, dict[str, PageNumber | None]]]
+    groups: dict[str, list[tuple[PageNumber, str] | None]]
 
 
 def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
@@ -121,7 +121,7 @@ def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
     return panels
 
 
-def _numbers(row: Row, columns: dict[str, str], machine: str) -> dict[str, Number | None]:
+def _numbers(row: Row, columns: dict[str, str], machine: str) -> dict[str, PageNumber | None]:
     return {
         name: row.time(name, machine) if row.table.lines[name].is_time else row.number(name)
         for name in columns
@@ -137,7 +137,7 @@ def _place(site: Site, row: Row) -> str:
     return f"{' to '.join(map(str, dict.fromkeys(place)))} of {1 + len(rivals)}"
 
 
-def _by_group(site: Site, rows: Sequence[Row]) -> dict[str, list[tuple[Number, str] | None]]:
+def _by_group(site: Site, rows: Sequence[Row]) -> dict[str, list[tuple[PageNumber, str] | None]]:
     """The score of each group of samples; none where there is one group."""
     groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
     if len(groups) < 2:
@@ -145,14 +145,14 @@ def _by_group(site: Site, rows: Sequence[Row]) -> dict[str, list[tuple[Number, s
     return {group: [_of_group(site, row, group) for row in rows] for group in groups}
 
 
-def _of_group(site: Site, row: Row, group: str) -> tuple[Number, str] | None:
+def _of_group(site: Site, row: Row, group: str) -> tuple[PageNumber, str] | None:
     """A group's score, and "ahead" or "behind" of the median of other methods by a paired test."""
     strata = row.run.scores.strata((group,))
     count = int(strata[0].sum())
     if not count:
         return None
     mean = float(row.run.scores.values[strata[0]].mean())
-    number = Number("score", mean, f"{mean:.1f}")
+    number = PageNumber("score", mean, f"{mean:.1f}")
     if count < FEWEST:
         return number, ""
     rivals = [other.run for other in site.rivals(row) if group in other.run.scores.groups]
@@ -235,7 +235,7 @@ class Printed(NamedTuple):
     merged: ReportTable
     notes: list[str]
     counts: Counter[str] = Counter()
-    rows: list[tuple[str, str, list[tuple[Number, str] | None]]] = []
+    rows: list[tuple[str, str, list[tuple[PageNumber, str] | None]]] = []
 
 
 def all_printed(runs: Runs) -> list[Printed]:
@@ -272,7 +272,7 @@ def published(method: str, tables: Sequence[Printed]) -> list[Printed]:
 
 def _lines(
     merged: ReportTable, shown: set[str]
-) -> Iterator[tuple[str, str, list[tuple[Number, str] | None]]]:
+) -> Iterator[tuple[str, str, list[tuple[PageNumber, str] | None]]]:
     for place, (name,) in enumerate(merged.rows):
         cells = [merged.cells.get((place, column), Cell()) for column in range(len(merged.columns))]
         for kind, what in LINES.items():
@@ -281,10 +281,10 @@ def _lines(
                 yield what or name, kind, numbers
 
 
-def _cell(merged: ReportTable, cell: Cell, kind: str, column: int) -> tuple[Number, str] | None:
+def _cell(merged: ReportTable, cell: Cell, kind: str, column: int) -> tuple[PageNumber, str] | None:
     """A number of a published table, and the runs that it is of."""
     if kind not in cell.numbers:
         return None
     first, _, more = text(merged, cell, kind, column).partition(" ")
     runs = " ".join(Path(path).name for path in cell.run.split("; ")) if kind == "score" else ""
-    return Number(kind, cell.numbers[kind], first, more), runs
+    return PageNumber(kind, cell.numbers[kind], first, more), runs

@@ -48,7 +48,7 @@ class Page(NamedTuple):
         return File(self.path, render(self.template, **words, **shared, **self.data))
 
 
-class Number(NamedTuple):
+class PageNumber(NamedTuple):
     """A number as a table shows it.
 
     Attributes

@@ -20,10 +20,11 @@ from kvbench.report.data.select import by_protocol, fewest_keys, last_word, orde
 from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.stats import FEWEST, LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.site.pages import Number, grouped, label, words_of
+from kvbench.report.data.table import NONE
+from kvbench.report.site.pages import PageNumber, grouped, label, words_of
 from kvbench.report.submissions.checked import Submission
 from kvbench.report.tables.cells import Cell, ReportTable
-from kvbench.report.tables.formats import NONE, text
+from kvbench.report.tables.formats import text
 from kvbench.report.tables.runs import summary
 
 VALUES = (
@@ -145,7 +146,7 @@ class Row(NamedTuple):
         """The ids of its runs, those with probes among them."""
         return " ".join(Path(path).name for path in self.cell.run.split("; "))
 
-    def number(self, name: str) -> Number | None:
+    def number(self, name: str) -> PageNumber | None:
         """One of its numbers as tables show it; None where it has none."""
         if name not in self.cell.numbers:
             return None
@@ -153,9 +154,9 @@ class Row(NamedTuple):
         more = re.sub(r"\d+\)$", ")", more).replace(" ()", "").replace("()", "")
         if name == "score" and "score_low" in self.cell.numbers:
             more = f"{text(self.table, self.cell, 'interval', 0)} {more}".strip()
-        return Number(name, self.cell.numbers[name], shown, more)
+        return PageNumber(name, self.cell.numbers[name], shown, more)
 
-    def time(self, name: str, machine: str) -> Number | None:
+    def time(self, name: str, machine: str) -> PageNumber | None:
         """A time that was taken on this machine, and beside no other work; else None."""
         number, marks = self.number(name), self.cell.marks.get(name, "")
         if number is None or self.cell.machine != machine or "n" in marks:
