@@ -58,7 +58,7 @@ class Section(NamedTuple):
     Attributes
     ----------
     title
-        task, model, and what else distinguishes the samples.
+        what distinguishes the samples beside the task and the model.
     facts
         what is to be known of them.
     machine
@@ -100,7 +100,7 @@ def board(site: Site) -> Iterator[File | Page]:
         "Leaderboard",
         "leaderboard.html",
         {
-            "sections": sections,
+            "tasks": grouped(sections, lambda section: (section.task, section.model)),
             "columns": COLUMNS,
             "letters": [note for note in letters if not note[0].isdigit()],
             "choices": _choices(site.by_length),
@@ -130,7 +130,7 @@ def _section(site: Site, rows: Sequence[Row]) -> Section:
         )
     ]
     return Section(
-        title=f"{rows[0].panel}, n = {rows[0].cell.numbers['n']:.0f}",
+        title=", ".join([*rows[0].panel.split(", ")[2:], f"n = {rows[0].cell.numbers['n']:.0f}"]),
         facts=site.facts[rows[0].whole],
         machine=machine,
         elsewhere=sum(row.cell.machine not in ("", machine) for row in rows),

@@ -64,6 +64,10 @@ const filter = () => {
   }
   const sections = [...document.querySelectorAll("details.section")], left = sections.filter(section => !section.hidden);
   if (changed.length) left.forEach((section, at) => { section.open = at < 3; });
+  for (const task of document.querySelectorAll("details.task")) {
+    task.hidden = !task.querySelector("details.section:not([hidden])");
+    if (changed.length) task.open = !!task.querySelector("details.section:not([hidden])[open]");
+  }
   const told = document.getElementById("matches");
   if (told) told.textContent = changed.length ? `${left.length} of ${sections.length} sets of samples have an arm that fits.` : "";
   const words = new URLSearchParams(changed).toString();
@@ -136,4 +140,4 @@ if (compare) {
 // A link to a part of a page opens what is folded there, and a print has all of it.
 const reveal = () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
 if (!filters) { addEventListener("hashchange", reveal); reveal(); }
-addEventListener("beforeprint", () => document.querySelectorAll("details.section").forEach(section => { section.open = true; }));
+addEventListener("beforeprint", () => document.querySelectorAll("details.task, details.section").forEach(part => { part.open = true; }));
