@@ -22,8 +22,6 @@ QUESTIONS = {
     "with": "The question is known while the context is compressed",
     "decode": "The question is read token by token, after the context was compressed",
 }
-
-
 NEAR = "Nearness to full attention on texts, without a question"
 
 
@@ -132,6 +130,7 @@ def front(site: Site) -> Iterator[Page]:
         {
             "first": first,
             "keeps": next((answer for answer in panel if answer.keeps), None),
+            "machine": machines[_kind(first.panel)] if first else "",
             "groups": _groups(answers, machines),
             "share": SHARE,
             "shares": SHARES,
