@@ -20,7 +20,7 @@ from kvbench.report.data.select import by_protocol, fewest_keys, last_word, orde
 from kvbench.report.data.shared import on_shared_samples
 from kvbench.report.data.stats import FEWEST, LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES
-from kvbench.report.data.table import NONE
+from kvbench.report.data.table import NONE, Table
 from kvbench.report.site.pages import PageNumber, grouped, label, words_of
 from kvbench.report.submissions.checked import Submission
 from kvbench.report.tables.cells import Cell, ReportTable
@@ -363,24 +363,22 @@ class Site:
         return sorted(length_rows, key=lambda row: (place[row.run.folders], row.length or 0))
 
     @cached_property
-    def _paired(self) -> dict[tuple[Run, Run], Estimate | None]:
-        return {}
+    def table(self) -> Table:
+        """The numbers of all arms."""
+        return Table(self.joined)
 
     def ahead(self, first: Row, other: Row) -> Estimate | None:
-        """How far an arm is ahead of another of its panel, paired by sample.
+        """How far an arm of `rows` is ahead of another of its panel, paired by sample.
 
         In nats of KL where both have some, else in points of score; None where there are too few
         samples to test anything.
         """
-        pair = first.run, other.run
-        if min(len(run.scores.ids) for run in pair) < FEWEST:
+        arms = first.run, other.run
+        if min(len(run.scores.ids) for run in arms) < FEWEST:
             return None
-        if pair not in self._paired:
-            kl = first.has_kl and other.has_kl
-            lead = first.run.against([other.run], kl=kl)
-            turned = lead and lead.turned
-            self._paired[pair], self._paired[pair[::-1]] = (turned, lead) if kl else (lead, turned)
-        return self._paired[pair]
+        kl = first.has_kl and other.has_kl
+        lead = self.table.lead(*(run.index for run in arms), "kl_mean" if kl else "score")
+        return lead and (lead.estimate.turned if kl else lead.estimate)
 
     def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
         """The best and the worst place that an arm may have among these.
