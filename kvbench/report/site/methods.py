@@ -105,8 +105,9 @@ class MethodResults(NamedTuple):
 def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
     """Every arm of a method, by the samples that it ran on."""
     panels = []
-    for panel, rows in grouped(method_rows, lambda row: row.panel).items():
-        rows = sorted(rows, key=lambda row: order_of(row.budget))
+    by_panel = grouped(method_rows, lambda row: row.panel)
+    for panel in (panel for panel in site.by_panel if panel in by_panel):
+        rows = sorted(by_panel[panel], key=lambda row: order_of(row.budget))
         machine = machine_of(rows)
         columns = {
             name: row.table.lines[name].narrow_heading
