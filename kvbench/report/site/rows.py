@@ -377,7 +377,8 @@ class Site:
         if min(len(run.scores.ids) for run in arms) < FEWEST:
             return None
         kl = first.has_kl and other.has_kl
-        lead = self.table.lead(*(run.index for run in arms), "kl_mean" if kl else "score")
+        quantity = "kl_mean" if kl else "score"
+        lead = self.table.lead(first.run.index, other.run.index, quantity)
         return lead and (lead.estimate.turned if kl else lead.estimate)
 
     def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
