@@ -134,10 +134,10 @@ def test_bad_settings_are_told_before_anything_runs(settings: dict[str, str], to
 
 def test_a_predicted_step_is_bytes_and_launches() -> None:
     """And what runs between graphs keeps Python's pace; the table has each preset of the goals."""
-    launches = {"model": 40, "append": 2, "select": 5, "executor": 3, "waits": 9}
+    launches = {"model": 40, "append": 2, "select": 5, "executor": 3, "waits": 9, "once": 16}
     captured, pieces = (predict_gpu.predicted("quest", 36000, launches, host) for host in (False, True))
     assert captured.floor == pytest.approx(3.64, abs=0.01)  # measured on an H200
-    assert captured.device == pytest.approx(captured.floor + captured.scan + 32 * 50 * 2.1e-3)
+    assert captured.device == pytest.approx(captured.floor + captured.scan + (32 * 50 + 16) * 2.1e-3)
     assert captured.whole == captured.device
-    assert pieces.whole == pytest.approx(pieces.floor + pieces.scan + 32 * (40 * 2.1e-3 + 10 * 20e-3))
+    assert pieces.whole == pytest.approx(pieces.floor + pieces.scan + 16 * 2.1e-3 + 32 * (40 * 2.1e-3 + 10 * 20e-3))
     assert len(list(predict_gpu.table())) == 2 + len(gpu_check.GOALS)

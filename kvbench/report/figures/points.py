@@ -120,7 +120,7 @@ def _cost(run: Run, arm: Any, name: str) -> float:
             return float(PLACES[str(run.settings[name])])
     value = run.settings.get(name) if name.startswith("method.") else arm[name]
     scale = QUANTITIES[name].unit.scale if name in QUANTITIES else 1.0
-    return math.nan if missing(value) else float(value) * scale
+    return math.nan if missing(value) else float(str(value)) * scale
 
 
 def _estimate(run: Run, arm: Any, name: str) -> Estimate | None:

@@ -31,7 +31,7 @@ class ChartLine(NamedTuple):
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
 
 
-class Chart(NamedTuple):
+class PageChart(NamedTuple):
     """A chart.
 
     Attributes
@@ -55,7 +55,7 @@ class Chart(NamedTuple):
     tall: int = TALL
 
 
-def charts(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> Chart | None:
+def charts(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> PageChart | None:
     """Of the arms that differ in their budget alone; None where these are fewer than two."""
     plain = {row.budget: row for row in rows if row.budget != NONE and not row.variant}
     budgets = sorted(plain, key=order_of)
@@ -97,4 +97,4 @@ def charts(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> Chart | 
     levels = [(y(top * part), f"{top * part:.{digits}f}") for part in (0, 0.5, 1)]
     ticks = [(x(place), budget) for budget, place in places.items()]
     what = "score" if name == "score" else "KL from full attention, nats"
-    return Chart(panel, what, lines, ticks, levels)
+    return PageChart(panel, what, lines, ticks, levels)

@@ -13,7 +13,7 @@ from kvbench.report.data.run import YARDSTICK, Runs, missing
 from kvbench.report.data.select import last_word, order_of
 from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.site.board import machine_of
-from kvbench.report.site.chart import Chart, charts
+from kvbench.report.site.chart import PageChart, charts
 from kvbench.report.site.claims import ITS_PAPER, by_side, counts, look
 from kvbench.report.site.pages import Page, PageNumber, grouped, label, slug
 from kvbench.report.site.prose import choices_taken, readme_entry
@@ -165,7 +165,7 @@ def _of_group(site: Site, row: Row, group: str) -> tuple[PageNumber, str] | None
     )
 
 
-def _charts(site: Site, method_rows: Sequence[Row]) -> list[Chart]:
+def _charts(site: Site, method_rows: Sequence[Row]) -> list[PageChart]:
     """Score or KL against the budget where it ran with several, beside full attention and top-k."""
     return [
         chart
