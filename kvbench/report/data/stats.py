@@ -90,7 +90,8 @@ def mean_score(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Esti
     sample more, whose variance is `CAUTION` times that of all samples, and 0/1 scores' at most; and
     n is the number of 0/1 samples of one stratum whose mean would vary as much (effective sample
     size, Korn and Graubard 1998), with Student's t of Satterthwaite's degrees of freedom (1946) for
-    z. So samples that are all alike have an interval, too: 0 in 13 of 13 is 0 to 22.8.
+    z; or, where that is narrower, Wilson's of 0/1 scores, than which none vary more. So samples
+    that are all alike have an interval, too: 0 in 13 of 13 is 0 to 22.8.
 
     Parameters
     ----------
@@ -102,15 +103,15 @@ def mean_score(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Esti
     shares = [values / 100 for values in strata]
     mean = sum(float(values.mean()) for values in shares) / len(shares)
     n = len(shares) ** 2 / sum(1 / len(values) for values in shares)
-    z = student(math.inf, coverage)
+    width = student(math.inf, coverage) ** 2 / n  # z^2 / n, by which Wilson's interval goes
     if mean * (1 - mean) > 1e-12 and not (len(shares) == 1 and np.isin(shares[0], (0, 1)).all()):
-        spread = _spread(
-            shares, mean, min(1.0, CAUTION * _dispersion(np.concatenate(shares)) or 1.0)
-        )
-        n, z = mean * (1 - mean) / spread.variance, student(spread.degrees, coverage)
-    centre = mean + z**2 / (2 * n)
-    half = z * math.sqrt(max(0.0, mean * (1 - mean)) / n + z**2 / (4 * n**2))
-    low, high = (100 * (centre + side) / (1 + z**2 / n) for side in (-half, half))
+        dispersion = min(1.0, CAUTION * _dispersion(np.concatenate(shares)) or 1.0)
+        spread = _spread(shares, mean, dispersion)
+        own = student(spread.degrees, coverage) ** 2 * spread.variance / (mean * (1 - mean))
+        width = min(width, own)  # no scores vary more than those that are 0 or 1
+    centre = mean + width / 2
+    half = math.sqrt(max(0.0, width * mean * (1 - mean)) + width**2 / 4)
+    low, high = (100 * (centre + side) / (1 + width) for side in (-half, half))
     return Estimate(
         100 * mean,
         min(100 * mean, max(0.0, low)),
