@@ -13,10 +13,12 @@ from kvbench.config import choices
 from kvbench.report.claims.page import OURS, SHIPPED, shipped_runs
 from kvbench.report.data.run import Runs
 from kvbench.report.figures.all import draw, draw_file, drawn
+from kvbench.report.figures.interactive import interactive
 from kvbench.report.site.pages import File, Page
 from kvbench.report.site.rows import Site
 from kvbench.runs.stored import DAMAGED, ResultsError
 
+INTERACTIVE = "interactive.html"
 MOST_METHODS = 20  # that a reader can distinguish in one picture
 # Of more than that, a method of each kind.
 REPRESENTATIVES = {
@@ -98,7 +100,19 @@ def pictures(site: Site) -> Iterator[File | Page]:
         if image:
             yield File(f"pictures/{name}.svg", image)
             shots[name] = {"question": shown.question, "caption": f"{shown.caption}{note}"}
-    yield Page("pictures/index.html", "Pictures", "pictures.html", {"shots": shots})
+    moving = _interactive(site.without_submissions(site.joined))
+    if moving:
+        yield File(f"pictures/{INTERACTIVE}", moving)
+    words = {"shots": shots, "interactive": INTERACTIVE if moving else ""}
+    yield Page("pictures/index.html", "Pictures", "pictures.html", words)
+
+
+def _interactive(runs: Runs) -> str:
+    """The page whose marks say what they are; "" where it cannot be made of these runs."""
+    try:
+        return interactive(runs)
+    except (ResultsError, *DAMAGED):
+        return ""
 
 
 def legible(runs: Runs) -> Runs:
