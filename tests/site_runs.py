@@ -10,6 +10,7 @@ from typing import Any
 from report_runs import record, stored
 
 from kvbench.cli.report import main
+from kvbench.report.site.pictures import INTERACTIVE
 
 # (method, budget) -> scores of two groups, MiB on the device, ms a token
 DENSE, INDEX = 0.02, 2**20  # share of the layers, bytes of every arm
@@ -119,3 +120,8 @@ class Outline(HTMLParser):
         if tag not in self.VOID:
             top = self.stack.pop()
             self.faults += [f"{top} is closed by {tag}"] * (top != tag)
+
+
+def own_pages(site: Path) -> list[Path]:
+    """The HTML files that kvbench writes itself; one is Vega's, where that is installed."""
+    return [page for page in site.rglob("*.html") if page.name != INTERACTIVE]

@@ -6,6 +6,7 @@ install 'kvbench[interactive]'`); the site calls `interactive`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -66,7 +67,7 @@ def chart(runs: Runs) -> dict[str, Any]:
     arms = arms.dropna(subset=["share"])
     if not len(arms):
         raise ConfigError(f"figure={NAME}: no audit that counts bytes, beside full attention's")
-    charts = []
+    charts, looks = [], dict[str, tuple[str, str]]()  # the charts of a page share one legend
     for panel in ranking(runs, panels_of(NAME, runs, arms)):
         marks = [
             _mark(runs[run], series.label(arm["budget"]), series.style, arm)
@@ -74,8 +75,10 @@ def chart(runs: Runs) -> dict[str, Any]:
             for run, arm in series.arms.iterrows()
         ]
         if marks := list(filter(None, marks)):
-            charts.append(_chart(panel.title, marks))
-    shown = sorted(charts, key=lambda one: -len(one["data"]["values"]))[:MOST_PANELS]
+            looks |= {mark["method"]: (mark.pop("colour"), mark.pop("shape")) for mark in marks}
+            charts.append((panel.title, marks))
+    most = sorted(charts, key=lambda one: -len(one[1]))[:MOST_PANELS]
+    shown = [_chart(title, marks, looks) for title, marks in most]
     page = {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "vconcat": shown}
     if len(shown) < len(charts):
         page["title"] = f"{len(shown)} of {len(charts)} tasks, models and protocols: most arms"
@@ -104,11 +107,12 @@ def _mark(run: Run, label: str, style: Style, arm: Any) -> dict[str, Any]:
     }
 
 
-def _chart(title: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart(
+    title: str, marks: list[dict[str, Any]], looks: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
     """Marks with their intervals over the share of bytes; a dotted line at full attention's."""
     measure = marks[0]["measure"]
     log = measure != "score"
-    looks = {mark["method"]: (mark.pop("colour"), mark.pop("shape")) for mark in marks}
     colours = {"domain": [*looks], "range": [colour for colour, _ in looks.values()]}
     shapes = {"domain": [*looks], "range": [shape for _, shape in looks.values()]}
     y = {
