@@ -116,7 +116,8 @@ def overprinted(figure: Figure) -> list[tuple[str, str]]:
     return [(one, other) for (one, here), (other, there) in pairs if here.overlaps(there)]
 
 
-OF_OTHER_RUNS = {"fidelity", "drift", "breakeven", "question", "gain", "published", "capacity"}  # drawn in their own tests
+# drawn in their own tests
+OF_OTHER_RUNS = {"fidelity", "drift", "breakeven", "question", "gain", "published", "capacity"}
 
 
 @pytest.mark.parametrize(
