@@ -62,8 +62,8 @@ def test_without_words_it_shows_the_runs_below_results(results, capsys, monkeypa
     lines = [line.split() for line in told.splitlines()]
     assert [line[:6] for line in lines if line[:1] in (["full"], ["quest"])] == [
         ["full", "-", "100.0", "[51.0,", "100.0]", "-"],
-        ["quest", "64", "75.0", "[12.2,", "98.5]", "-25.0"],
-        ["quest", "128", "75.0", "[12.2,", "98.5]", "-25.0"],
+        ["quest", "64", "75.0", "[30.1,", "95.4]", "-25.0"],
+        ["quest", "128", "75.0", "[30.1,", "95.4]", "-25.0"],
     ]
 
 
