@@ -16,7 +16,6 @@ from kvbench.report.data.stats import (
     estimate,
     intervals,
     mean_score,
-    p_value,
     ratio,
     student,
 )
@@ -114,14 +113,6 @@ def test_of_44_pairs_one_is_lost():
     """Tango 1998 has -11.8 to 5.9, by another way."""
     found = difference([np.repeat([-100.0, 0.0], [1, 43])])
     assert found[1:3] == (pytest.approx(-11.8, abs=0.3), pytest.approx(5.9, abs=0.3))
-
-
-@given(st.integers(8, 60), st.integers(0, 60))
-def test_a_p_value_is_what_the_interval_says(n, gained):
-    values = np.repeat([100.0, -100.0], [min(gained, n), n - min(gained, n)])
-    surely = p_value(lambda coverage: difference([values], coverage))
-    assert 0 <= surely <= 1
-    assert (surely < 0.05) == (not difference([values]).low <= 0 <= difference([values]).high)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ order. tests/test_coverage.py simulates how often each interval holds the truth.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -273,23 +273,3 @@ def _spread(
         part**2 / freedom for part, freedom in zip(variances, degrees, strict=True) if freedom
     )
     return _Spread(whole / len(strata) ** 2, whole**2 / parts if parts else 1.0)
-
-
-# -- what an interval says -------------------------------------------------------------------------
-
-
-def p_value(interval: Callable[[float], Estimate]) -> float:
-    """How surely a number is not 0: the share that is left of the widest interval without it.
-
-    Parameters
-    ----------
-    interval
-        the estimate at a coverage in per cent.
-    """
-    least, most = 0.0, 1.0  # of the share: 0 lies in the interval at the first, not at the second
-    for _ in range(30):
-        middle = (least + most) / 2
-        widest = interval(100 * (1 - middle))
-        inside = widest.low is None or widest.high is None or widest.low <= 0 <= widest.high
-        least, most = (middle, most) if inside else (least, middle)
-    return most
