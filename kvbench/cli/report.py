@@ -224,6 +224,9 @@ def _check(flags: Namespace) -> None:
         names them.
     """
     if flags.figure and not flags.out:
+        from kvbench.report.figures.all import refuse_unknown
+
+        refuse_unknown(flags.figure)
         raise ConfigError(
             f"--figure {flags.figure}: give a file with --out, such as {flags.figure}.png"
         )

@@ -8,7 +8,7 @@ know of the runs (random weights, transfers to no device, failed samples) stands
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +51,20 @@ OF_FILES = {
 }
 
 
+def refuse_unknown(name: str, known: Collection[str] = (*FIGURES, *OF_FILES)) -> None:
+    """Refuse a name that none of the known figures has.
+
+    Raises
+    ------
+    ConfigError
+        names the nearest.
+    """
+    if name not in known:
+        raise ConfigError(
+            f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES, LISTING)}"
+        )
+
+
 def draw(name: str, runs: Runs, size: str = "page") -> Figure:
     """The figure of a name of `FIGURES`.
 
@@ -66,10 +80,7 @@ def draw(name: str, runs: Runs, size: str = "page") -> Figure:
         no such figure (names the nearest), or not of these runs: there is none to draw it from, or
         what they stored is not as kvbench writes it.
     """
-    if name not in FIGURES:
-        raise ConfigError(
-            f"figure={name}: no such figure; {nearest(name, FIGURES | OF_FILES, LISTING)}"
-        )
+    refuse_unknown(name, FIGURES)
     make = partial(curves, name) if name in SPECS else _function(name)
     try:
         with printed(size):
