@@ -35,6 +35,8 @@ from typing import (
 from omegaconf import DictConfig, OmegaConf
 from platformdirs import user_cache_dir
 
+from kvbench.plugins import plugins
+
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
 
@@ -319,15 +321,35 @@ def shipped(group: str, name: str) -> dict[str, Any] | None:
     """The unresolved YAML of `name` in `group` as kvbench ships it, with the files its `defaults`
     name, or None.
     """
-    files = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
-    if name not in files:
-        return None
-    choice = read_choice(files[name])
+    file = conf_dir() / group / f"{name}.yaml"
+    return _whole(file) if name in choices(group) else None
+
+
+def installed(group: str, name: str) -> dict[str, Any] | None:
+    """As `shipped`, or what an installed package brings under a name that kvbench has not.
+
+    Raises
+    ------
+    ConfigError
+        the package says that it has such a file, and has none.
+    """
+    plugin = plugins(group).get(name)
+    if name in choices(group) or plugin is None:
+        return shipped(group, name)
+    if plugin.file is None:
+        raise ConfigError(
+            f"{group}={name}: the package {plugin.package} says that it has one; expected"
+            f" {group}/{name}.yaml in {plugin.folder or 'a package that can be imported'}"
+        )
+    return _whole(plugin.file)
+
+
+def _whole(file: Path) -> dict[str, Any]:
+    choice = read_choice(file)
     if "defaults" not in choice:
         return choice
-    return copy.deepcopy(
-        _merged(files[name], tuple(path.stat().st_mtime_ns for path in files.values()))
-    )
+    files = [file, *(conf_dir() / file.parent.name).glob("*.yaml")]
+    return copy.deepcopy(_merged(file, tuple(path.stat().st_mtime_ns for path in files)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -496,7 +518,7 @@ def method_config(name: str, **options: Any) -> MethodConfig:
     Parameters
     ----------
     name
-        a file of `conf/method`.
+        a file of `conf/method`, or a method of an installed package.
     options
         constructor options that differ from the file's.
 
@@ -511,11 +533,10 @@ def method_config(name: str, **options: Any) -> MethodConfig:
         no such method or option, a value of another type than the default's, or one that is not
         valid.
     """
-    node = shipped("method", name)
+    node = installed("method", name)
     if node is None:
-        raise ConfigError(
-            f"method={name}: no such method; {nearest(name, choices('method'), LISTING)}"
-        )
+        every = {*choices("method"), *plugins("method")}
+        raise ConfigError(f"method={name}: no such method; {nearest(name, every, LISTING)}")
     valid = node.keys() - HARNESS_KEYS
     for key in options:
         if key not in valid:

@@ -8,8 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from kvbench.config import (
     read_choice,
 )
 from kvbench.method import Method
+from kvbench.plugins import plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +68,64 @@ def test_a_new_method_is_two_files_that_build_and_say_what_they_are(kvbench: Any
     assert {"about", "minimum", "valid", "published_dense_layers"} <= node.keys() & FACTS & HARNESS_KEYS
     sys.path.append(str(tmp_path / "mine"))
     assert TargetConfig.of(node).build().window == 8 and locate("near_sink.NearSink").__doc__
+
+
+def a_package(site: Path, name: str, points: str) -> None:
+    """What pip leaves of a package: its metadata, in a folder that Python looks in."""
+    (folder := site / f"kvbench_{name}-0.1.dist-info").mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvbench-{name}\nVersion: 0.1\n")
+    (folder / "entry_points.txt").write_text(points)
+
+
+@pytest.fixture
+def packaged(kvbench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The same command line where a package of new-method's is installed, with more entry points than it has files."""
+    done = kvbench("new-method", "near_key", "--package", "--folder", "made")
+    root = tmp_path / "made" / "kvbench-near_key"
+    written = [str(path.relative_to(tmp_path)) for path in root.rglob("*") if path.is_file()]
+    assert sorted(written) == sorted(done.out.splitlines()[:5])
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["kvbench.methods"]
+    assert declared == {"near_key": "kvbench_near_key"}
+    points = "\n".join(f"{name} = {module}" for name, module in declared.items())
+    more = "\nquest = kvbench_near_key\nlost = kvbench_near_key\ngone = no_such_module\n"
+    a_package(tmp_path / "site", "near_key", f"[kvbench.methods]\n{points}{more}")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(root))
+    plugins.cache_clear()
+    yield kvbench
+    plugins.cache_clear()
+    sys.modules.pop("kvbench_near_key", None)
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_name(packaged: Any, tmp_path: Path) -> None:
+    listed = cli.help_text().partition("methods of installed packages")[2].partition("\n\n")[0]
+    assert re.findall(r"method=(\w+) +(kvbench-near_key 0.1)(:?)", listed) == [
+        (name, "kvbench-near_key 0.1", why)
+        for name, why in [("gone", ":"), ("lost", ":"), ("near_key", ""), ("quest", ":")]
+    ]
+    assert method_config("near_key", window=4).build().window == 4
+    assert method_config("quest").target == "methods.quest.Quest", "kvbench's own names stay its own"
+    run = packaged("method=near_key", "budget=64", "task.limit=1", "task.lengths=[256]", f"results_dir={tmp_path}/r")
+    assert run.code == 0
+    (written,) = (OmegaConf.load(path) for path in (tmp_path / "r").rglob("run.yaml"))
+    assert written.config.packages == ["kvbench-near_key 0.1"] and len(written.identity.versions.method) == 12
+
+
+def test_a_package_is_refused_for_what_it_lacks_alone(packaged: Any) -> None:
+    for name in ("lost", "gone"):
+        for command in (["check-method", name], [f"method={name}"]):
+            err = packaged(*command).err
+            assert err.count("\n") == 1 and name in err, err
+        with pytest.raises(ConfigError, match=f"method={name}: .*kvbench-near_key 0.1"):
+            method_config(name)
+    assert packaged("new-method", "near_key").err.endswith("kvbench-near_key 0.1 has one; choose another\n")
+    assert "did you mean near_key" in packaged("method=near_kye").err
+
+
+@pytest.mark.slow
+def test_what_new_package_writes_holds_what_every_method_must(packaged: Any) -> None:
+    done = packaged("check-method", "near_key")
+    assert done.code == 0 and "claims hold for near_key" in done.out
 
 
 @pytest.mark.parametrize("name", choices("method"))

@@ -49,17 +49,18 @@ from kvbench.config import (
     show,
     sweep_words,
 )
+from kvbench.plugins import plugin_folders
 
 
-class OwnFolder(SearchPathPlugin):
-    """Choices of a user's `--config-dir`, found after kvbench's own."""
+class MoreFolders(SearchPathPlugin):
+    """Choices found after kvbench's own: of a user's `--config-dir`, then of installed packages."""
 
-    folder: ClassVar[Path | None] = None
+    folders: ClassVar[list[Path]] = []
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """What Hydra calls when it is initialised."""
-        if self.folder is not None:
-            search_path.append("--config-dir", f"file://{self.folder}")
+        for folder in self.folders:
+            search_path.append("kvbench", f"file://{folder}")
 
 
 class RunRequest(NamedTuple):
@@ -138,17 +139,15 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
     ConfigError
         there is no such folder.
     """
-    folder = None
-    if config_dir is not None:
-        folder = Path(config_dir).absolute()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir={config_dir}: no such folder")
+    users = [] if config_dir is None else [Path(config_dir).absolute()]
+    if not all(folder.is_dir() for folder in users):
+        raise ConfigError(f"--config-dir={config_dir}: no such folder")
     choose_from(None if config_dir is None else Path(config_dir))
-    Plugins.instance().register(OwnFolder)
-    OwnFolder.folder = folder
+    Plugins.instance().register(MoreFolders)
+    MoreFolders.folders = [*users, *plugin_folders()]
     GlobalHydra.instance().clear()  # a notebook may have used Hydra itself
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        OwnFolder.folder = None  # whatever else uses Hydra in this process has none
+        MoreFolders.folders = []  # whatever else uses Hydra in this process has none
         return GlobalHydra.instance().config_loader()
 
 

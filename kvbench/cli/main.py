@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import kvbench
@@ -23,6 +23,7 @@ from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag
 from kvbench.config import ConfigError, bind_methods, choices, documented_keys, groups
+from kvbench.plugins import plugins
 from kvbench.runs.folder import ResultsError
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def help_text() -> str:
     ]:
         rows = [(f"{group}={name}", description) for name, description in choices(group).items()]
         parts.append(_table(TITLES.get(group, f"{group}s"), rows))
+    parts += _of_packages()
     rows = [
         (f"+experiment={name}", description) for name, description in choices("experiment").items()
     ]
@@ -134,6 +136,22 @@ def help_text() -> str:
         " or a task."
     )
     return "\n".join(parts).rstrip()
+
+
+def _of_packages() -> Iterator[str]:
+    """What installed packages add, each with whose it is; what of it cannot be chosen says why."""
+    for group in ("method", "task"):
+        ours = choices(group)
+        rows = []
+        for name, plugin in sorted(plugins(group).items()):
+            whose = plugin.package
+            if name in ours:
+                whose += f": not taken, {group}={name} is kvbench's own"
+            elif plugin.file is None:
+                whose += f": cannot be chosen, it has no {group}/{name}.yaml"
+            rows.append((f"{group}={name}", whose))
+        if rows:
+            yield _table(f"{group}s of installed packages, none of them kvbench's", rows)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:

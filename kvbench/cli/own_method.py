@@ -1,6 +1,6 @@
-"""A method of one's own: `kvbench new-method` writes its two files, `kvbench check-method` puts a
-method through what every method must satisfy. The claims are the tests that kvbench's own methods
-pass; a wheel carries them along.
+"""A method of one's own: `kvbench new-method` writes its two files, or a package that pip installs;
+`kvbench check-method` puts a method through what every method must satisfy. The claims are the
+tests that kvbench's own methods pass; a wheel carries them along.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,39 +25,56 @@ from kvbench.config import (
     bind_methods,
     choices,
     choose_from,
+    installed,
     nearest,
     searched,
 )
 from kvbench.kernels.often import LINE_SECONDS
+from kvbench.plugins import plugins
 
 TEMPLATES = ASSETS / "method"
+# Of a package: where each template goes, below the folder of the whole.
+PACKAGE_FILES = {
+    "pyproject.toml": "pyproject.toml.txt",
+    "README.md": "README.md.txt",
+    "kvbench_@NAME@/__init__.py": "method.py.txt",
+    "kvbench_@NAME@/method/@NAME@.yaml": "method.yaml.txt",
+    "tests/test_@NAME@.py": "test.py.txt",
+}
 REQUIRED_PACKAGES = ("pytest", "hypothesis")  # to check, not to run
 
 
 def new_method(arguments: Sequence[str]) -> int:
-    """Write FOLDER/NAME.py and FOLDER/method/NAME.yaml, a method that runs as it is; returns the
-    exit code.
+    """Write FOLDER/NAME.py and FOLDER/method/NAME.yaml, a method that runs as it is, or a package
+    of it; returns the exit code.
     """
     parser = argparse.ArgumentParser(
         "kvbench new-method", description="Write the two files of a method of your own."
     )
     parser.add_argument("name", metavar="NAME", help="its name, as in method=NAME")
     parser.add_argument("--folder", type=Path, default=Path(), help="where they go; default: here")
+    parser.add_argument(
+        "--package",
+        action="store_true",
+        help="FOLDER/kvbench-NAME instead, a package with a test and a page, for others to install",
+    )
     flags = parser.parse_args(arguments)
-    files = {
-        flags.folder / f"{flags.name}.py": "py",
-        flags.folder / "method" / f"{flags.name}.yaml": "yaml",
-    }
-    _refuse_name(flags.name, files)
     words = {
         "@NAME@": flags.name,
         "@CLASS@": "".join(part.capitalize() for part in flags.name.split("_")),
+        "@MODULE@": f"kvbench_{flags.name}" if flags.package else flags.name,
     }
+    whole = flags.folder / f"kvbench-{flags.name}"
+    files = {
+        flags.folder / f"{flags.name}.py": "method.py.txt",
+        flags.folder / "method" / f"{flags.name}.yaml": "method.yaml.txt",
+    }
+    if flags.package:
+        files = {whole / _filled(path, words): name for path, name in PACKAGE_FILES.items()}
+    _refuse_name(flags.name, words["@MODULE@"], files)
     try:
-        for file, kind in files.items():
-            text = (TEMPLATES / f"method.{kind}.txt").read_text(encoding="utf-8")
-            for mark, word in words.items():
-                text = text.replace(mark, word)
+        for file, name in files.items():
+            text = _filled((TEMPLATES / name).read_text(encoding="utf-8"), words)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -65,32 +82,45 @@ def new_method(arguments: Sequence[str]) -> int:
             f"--folder={flags.folder}: cannot write there ({error.strerror})"
         ) from error
     print(*files, sep="\n")
-    option = f"--config-dir {shlex.quote(str(flags.folder))}"
-    commands = {
-        f"kvbench {option} method={flags.name} budget=256": "runs it",
-        f"kvbench check-method {flags.name} {option}": (
+    option = "" if flags.package else f" --config-dir {shlex.quote(str(flags.folder))}"
+    install = {
+        f"pip install -e {shlex.quote(str(whole))}": "kvbench finds it by its name from here"
+    }
+    commands = (install if flags.package else {}) | {
+        f"kvbench{option} method={flags.name} budget=256": "runs it",
+        f"kvbench check-method {flags.name}{option}": (
             "says which of the claims about every method hold"
         ),
-        f"kvbench {option} -m method=full,snapkv,{flags.name} budget=256": "compares it",
+        f"kvbench{option} -m method=full,snapkv,{flags.name} budget=256": "compares it",
     }
     width = max(map(len, commands))
     print("", *(f"{command:<{width}}  # {what}" for command, what in commands.items()), sep="\n")
     return 0
 
 
-def _refuse_name(name: str, files: Iterable[Path]) -> None:
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    """A template with its words."""
+    for mark, word in words.items():
+        text = text.replace(mark, word)
+    return text
+
+
+def _refuse_name(name: str, module: str, files: Iterable[Path]) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ConfigError(
             f"new-method {name}: expected small letters, digits and _, such as key_norm"
         )
     if name in choices("method"):
         raise ConfigError(f"new-method {name}: kvbench has a method of that name; choose another")
+    if name in plugins("method"):
+        package = plugins("method")[name].package
+        raise ConfigError(f"new-method {name}: the package {package} has one; choose another")
     for file in files:
         if file.exists():
             raise ConfigError(
                 f"new-method {name}: {file} is there already; choose another name or --folder"
             )
-    if find_spec(name) is not None:
+    if find_spec(module) is not None:
         raise ConfigError(
             f"new-method {name}: Python has a module of that name already; choose another"
         )
@@ -103,7 +133,7 @@ def check_method(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "kvbench check-method", description="Put a method through what every method must satisfy."
     )
-    parser.add_argument("name", metavar="NAME", help="of conf/method, or of FOLDER/method")
+    parser.add_argument("name", metavar="NAME", help="of conf/method, FOLDER/method or a package")
     parser.add_argument(
         "--config-dir", type=Path, metavar="FOLDER", help="with your own FOLDER/method/NAME.yaml"
     )
@@ -119,9 +149,13 @@ def check_method(arguments: Sequence[str]) -> int:
     user_methods = {
         file.stem for file in (flags.config_dir or Path(os.devnull)).glob("method/*.yaml")
     }
-    if flags.name not in user_methods | choices("method").keys():
-        near = nearest(flags.name, [*user_methods, *choices("method")], LISTING)
+    known = {*user_methods, *choices("method"), *plugins("method")}
+    if flags.name not in known:
+        near = nearest(flags.name, known, LISTING)
         raise ConfigError(f"check-method {flags.name}: no such method; {near}{searched('method')}")
+    if flags.name not in user_methods | choices("method").keys():
+        installed("method", flags.name)  # refuses a package that has no file of it
+        choose_from(plugins("method")[flags.name].folder)
     bind_methods()
     import pytest
 

@@ -28,6 +28,7 @@ from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import treatment
 from kvbench.models.types import Tokenizer
+from kvbench.plugins import plugins
 from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import LOCAL, arm_name
 from kvbench.runs.quantities import machine_name
@@ -243,6 +244,7 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         "decode": arm.decode,
         **({} if arm.loaded.device.type == "cpu" else {"unfused": arm.loaded.unfused}),
         **({} if (folder := user_choices()) is None else {"config_dir": folder}),
+        **({"packages": packages} if (packages := _packages(arm.config)) else {}),
     }
     return RunFolder.open(
         arm.config.results_dir,
@@ -252,6 +254,19 @@ def open_folder(arm: Arm, shard: Shard = WHOLE) -> RunFolder:
         identity(arm),
         {**arm.config.resolved, **facts},
         shard,
+    )
+
+
+def _packages(config: RunConfig) -> list[str]:
+    """The installed packages that a run's method and task are of, where they are not kvbench's."""
+    chosen = {"method": config.method, "task": config.task}
+    found = {group: plugins(group).get(choice.name) for group, choice in chosen.items()}
+    return sorted(
+        {
+            plugin.package
+            for group, plugin in found.items()
+            if plugin is not None and not is_ours(chosen[group])
+        }
     )
 
 

@@ -1,8 +1,8 @@
 """Which tasks may be built from a stored run.yaml, which anybody may have written. No torch.
 
 Its `_target_` names code that would be imported and called. kvbench's own tasks are known by the
-files of `conf/task`; a user's own by the file of that kind in a folder that the user names on the
-command line, never in the run.
+files of `conf/task`, those of installed packages by their entry points; a user's own by the file of
+that kind in a folder that the user names on the command line, never in the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import ConfigError, TargetConfig, choices, choose_from, read_choice, shipped
+from kvbench.config import ConfigError, TargetConfig, choices, choose_from, installed, read_choice
+from kvbench.plugins import plugins
 from kvbench.tasks import Task, task_of
 
 
@@ -67,7 +68,7 @@ def refuse_unknown(
     if target in targets:
         assert config_dir is not None
         choose_from(config_dir)
-    elif target not in {(shipped("task", name) or {}).get("_target_") for name in choices("task")}:
+    elif target not in _known_targets():
         where = "" if config_dir is None else f", and in {config_dir}/task no file names it"
         which = (
             f" {recorded_dir}, as when it was run"
@@ -78,6 +79,13 @@ def refuse_unknown(
             f"{folder}: config.task._target_={target}: no task of kvbench's{where}; a task of your"
             f" own needs --config-dir{which}"
         )
+
+
+def _known_targets() -> set[str]:
+    """The targets of kvbench's own tasks, and of those of installed packages."""
+    broken = {name for name, plugin in plugins("task").items() if plugin.file is None}
+    names = {*choices("task"), *plugins("task").keys() - broken}
+    return {str((installed("task", name) or {}).get("_target_")) for name in names}
 
 
 def user_targets(config_dir: Path | None) -> set[str]:
