@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import (
     Annotated,
@@ -35,34 +36,10 @@ from typing import (
 from omegaconf import DictConfig, OmegaConf
 from platformdirs import user_cache_dir
 
-from kvbench.plugins import plugins
-
 PACKAGE = Path(__file__).resolve().parent
 ASSETS = PACKAGE / "assets"  # what kvbench ships besides code: the small model
 
-# Keys of a method's or task's YAML that the harness reads; all others are options of the
-# constructor.
-HARNESS_KEYS = frozenset(
-    {
-        "_target_",
-        "name",
-        "about",
-        "valid",
-        "minimum",
-        "preset",
-        "published_dense_layers",
-        "limit",
-        "new_tokens",
-        "own_prefill",
-        "one_by_one",
-        "version",
-    }
-)
-
-# Options of a method that a class below its own has as attributes; constructors do not take them.
-INHERITED = frozenset({"protect"})
-
-# Of these, what the file says of itself and no run can change.
+# What a method's or task's YAML says of itself and no run can change.
 FACTS = frozenset(
     {
         "about",
@@ -75,6 +52,12 @@ FACTS = frozenset(
         "one_by_one",
     }
 )
+
+# All of its keys that the harness reads; the others are options of the constructor.
+HARNESS_KEYS = FACTS | {"_target_", "name", "preset", "limit"}
+
+# Options of a method that a class below its own has as attributes; constructors do not take them.
+INHERITED = frozenset({"protect"})
 
 
 class ConfigError(ValueError):
@@ -260,34 +243,17 @@ def fetched_folder(model: str) -> Path:
     return home() / "models" / model
 
 
+def shipped_folder(name: str) -> Path:
+    """A folder that kvbench ships beside its code, "docs" or "results": `kvbench/NAME` in a wheel,
+    the checkout's `NAME/` otherwise.
+    """
+    packaged = PACKAGE / name
+    return packaged if packaged.is_dir() else PACKAGE.parent / name
+
+
 def conf_dir() -> Path:
-    """The configuration folder: `kvbench/conf` in a wheel, the checkout's `conf/` otherwise."""
-    packaged = PACKAGE / "conf"
-    return packaged if packaged.is_dir() else PACKAGE.parent / "conf"
-
-
-def docs_dir() -> Path:
-    """The pages that a site shows: `kvbench/docs` in a wheel, the checkout's `docs/` otherwise."""
-    packaged = PACKAGE / "docs"
-    return packaged if packaged.is_dir() else PACKAGE.parent / "docs"
-
-
-def results_dir() -> Path:
-    """What kvbench ships of its runs: `kvbench/results` in a wheel, the checkout's `results/`
-    otherwise.
-    """
-    packaged = PACKAGE / "results"
-    return packaged if packaged.is_dir() else PACKAGE.parent / "results"
-
-
-def how_to_have_vllm() -> str:
-    """How to make the environment that vLLM has of its own: by make in a checkout, by pip beside a
-    wheel.
-    """
-    if (PACKAGE.parent / "Makefile").is_file():
-        return "make setup-vllm makes an environment with it"
-    made = "python -m venv FOLDER; FOLDER/bin/pip install 'kvbench[vllm]'"
-    return f"{made} makes an environment with it, which KVBENCH_VLLM=FOLDER names"
+    """The configuration folder."""
+    return shipped_folder("conf")
 
 
 def groups() -> list[str]:
@@ -317,6 +283,36 @@ def _description(text: str) -> str:
     return line.group(1).strip("'\"") if line else ""
 
 
+class Plugin(NamedTuple):
+    """What an entry point of an installed package, NAME = "kvbench_mine", leads to.
+
+    Attributes
+    ----------
+    package
+        its name and version, "kvbench-mine 0.1".
+    file
+        `kvbench_mine/method/NAME.yaml`; None: there is none.
+    """
+
+    package: str
+    file: Path | None
+
+
+@functools.cache
+def plugins(group: str) -> dict[str, Plugin]:
+    """What installed packages add to a group by entry points of "kvbench.methods" or
+    "kvbench.tasks", by its name. Nothing of them is imported.
+    """
+    found = {}
+    for point in entry_points(group=f"kvbench.{group}s"):
+        spec = importlib.util.find_spec(point.value) if point.value.isidentifier() else None
+        places = (spec and spec.submodule_search_locations) or []
+        files = [Path(place, group, f"{point.name}.yaml") for place in places]
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+        found[point.name] = Plugin(package, next(filter(Path.is_file, files), None))
+    return found
+
+
 def shipped(group: str, name: str) -> dict[str, Any] | None:
     """The unresolved YAML of `name` in `group` as kvbench ships it, with the files its `defaults`
     name, or None.
@@ -339,7 +335,7 @@ def installed(group: str, name: str) -> dict[str, Any] | None:
     if plugin.file is None:
         raise ConfigError(
             f"{group}={name}: the package {plugin.package} says that it has one; expected"
-            f" {group}/{name}.yaml in {plugin.folder or 'a package that can be imported'}"
+            f" {group}/{name}.yaml beside its code"
         )
     return _whole(plugin.file)
 

@@ -34,10 +34,10 @@ from kvbench.config import (
     conf_dir,
     locate,
     method_config,
+    plugins,
     read_choice,
 )
 from kvbench.method import Method
-from kvbench.plugins import plugins
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbench import config
+from kvbench.backends import vllm
 from kvbench.backends.vllm import bodies, plan
 from kvbench.cli import main as cli
 from kvbench.cli import serve
@@ -67,7 +67,7 @@ def test_without_vllm_it_says_what_makes_an_environment(elsewhere: Path, capsys:
 def test_beside_a_wheel_nothing_is_made_by_make(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "PACKAGE", elsewhere / "kvbench")
+    monkeypatch.setattr(vllm, "PACKAGE", elsewhere / "kvbench")
     line = refused(capsys, "method=quest")
     assert "make setup" not in line and "pip install 'kvbench[vllm]'" in line and f"{serve.ENVIRONMENT}=" in line
     monkeypatch.setattr(plan, "PACKAGE", "vllm-of-nobody")

@@ -46,10 +46,10 @@ from kvbench.config import (
     conf_dir,
     groups,
     nearest_key,
+    plugins,
     show,
     sweep_words,
 )
-from kvbench.plugins import plugin_folders
 
 
 class MoreFolders(SearchPathPlugin):
@@ -144,7 +144,9 @@ def loader_of(config_dir: str | None = None) -> ConfigLoader:
         raise ConfigError(f"--config-dir={config_dir}: no such folder")
     choose_from(None if config_dir is None else Path(config_dir))
     Plugins.instance().register(MoreFolders)
-    MoreFolders.folders = [*users, *plugin_folders()]
+    installed = [*plugins("method").values(), *plugins("task").values()]
+    folders = {plugin.file.parents[1] for plugin in installed if plugin.file is not None}
+    MoreFolders.folders = [*users, *sorted(folders)]
     GlobalHydra.instance().clear()  # a notebook may have used Hydra itself
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         MoreFolders.folders = []  # whatever else uses Hydra in this process has none

@@ -22,8 +22,7 @@ from kvbench.cli.output import printing
 from kvbench.cli.stopping import Terminated, stopped_by
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag
-from kvbench.config import ConfigError, bind_methods, choices, documented_keys, groups
-from kvbench.plugins import plugins
+from kvbench.config import ConfigError, bind_methods, choices, documented_keys, groups, plugins
 from kvbench.runs.folder import ResultsError
 
 if TYPE_CHECKING:

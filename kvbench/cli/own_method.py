@@ -27,10 +27,10 @@ from kvbench.config import (
     choose_from,
     installed,
     nearest,
+    plugins,
     searched,
 )
 from kvbench.kernels.often import LINE_SECONDS
-from kvbench.plugins import plugins
 
 TEMPLATES = ASSETS / "method"
 # Of a package: where each template goes, below the folder of the whole.
@@ -155,7 +155,9 @@ def check_method(arguments: Sequence[str]) -> int:
         raise ConfigError(f"check-method {flags.name}: no such method; {near}{searched('method')}")
     if flags.name not in user_methods | choices("method").keys():
         installed("method", flags.name)  # refuses a package that has no file of it
-        choose_from(plugins("method")[flags.name].folder)
+        file = plugins("method")[flags.name].file
+        assert file is not None
+        choose_from(file.parents[1])
     bind_methods()
     import pytest
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.config import ConfigError, results_dir
+from kvbench.config import ConfigError, shipped_folder
 from kvbench.runs.stored import ResultsError, printable, runs_below
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvbench.runs.quantities import Quantity
 
 FOLDER = Path("results")
-RESULTS = results_dir()
+RESULTS = shipped_folder("results")
 SWEEPS = (
     "claims",
     "controls",

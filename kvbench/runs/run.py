@@ -18,7 +18,7 @@ from kvbench.backends.hf import loading as models
 from kvbench.backends.hf import spread
 from kvbench.backends.protocol import GREEDY
 from kvbench.backends.run_config import RunConfig
-from kvbench.config import ConfigError, user_choices
+from kvbench.config import ConfigError, plugins, user_choices
 from kvbench.measure import machine
 from kvbench.measure.arm import Arm, Setup
 from kvbench.measure.work import Work
@@ -28,7 +28,6 @@ from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import treatment
 from kvbench.models.types import Tokenizer
-from kvbench.plugins import plugins
 from kvbench.runs.folder import ResultsError, RunFolder
 from kvbench.runs.identity import LOCAL, arm_name
 from kvbench.runs.quantities import machine_name

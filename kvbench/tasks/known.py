@@ -12,8 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import ConfigError, TargetConfig, choices, choose_from, installed, read_choice
-from kvbench.plugins import plugins
+from kvbench.config import (
+    ConfigError,
+    TargetConfig,
+    choices,
+    choose_from,
+    installed,
+    plugins,
+    read_choice,
+)
 from kvbench.tasks import Task, task_of
 
 

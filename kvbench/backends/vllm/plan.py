@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from kvbench.backends.run_config import RunConfig
+from kvbench.backends.vllm import how_to_have_vllm
 from kvbench.budget import Accounting, Budget
 from kvbench.config import (
     ConfigError,
-    how_to_have_vllm,
     method_config,
     nearest,
     shipped,

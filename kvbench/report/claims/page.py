@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvbench.config import results_dir
+from kvbench.config import shipped_folder
 from kvbench.report.claims.claim import Claim, Criterion, claims
 from kvbench.report.claims.numbers import filed, printed
 from kvbench.report.claims.power import lacks
@@ -22,7 +22,7 @@ from kvbench.report.data.table import csv_of
 from kvbench.report.html import render
 from kvbench.report.tables.formats import plain_markdown
 
-SHIPPED = results_dir()
+SHIPPED = shipped_folder("results")
 WIDTH = 120
 OURS = "runs that kvbench ships"
 DECIDING = tuple(  # the archives of them

@@ -10,14 +10,14 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from kvbench.config import docs_dir
+from kvbench.config import shipped_folder
 
 CHOICE = "Where the paper"  # how the heading of a section on deviations begins
 
 
 def readme_entry(method: str) -> Markup:
     """What a page of `docs/methods/` says of a method, or ""."""
-    pages = sorted((docs_dir() / "methods").glob("*.md"))
+    pages = sorted((shipped_folder("docs") / "methods").glob("*.md"))
     entries = (entry for page in pages for entry in re.split(r"\n\s*\n", _text(page)))
     own = (html(entry) for entry in entries if entry.startswith(f"`{method}` "))
     return next(own, Markup(""))
@@ -34,7 +34,7 @@ def choices_taken(target: str) -> Markup:
         its class, such as "methods.icecache.IceCache".
     """
     package, module = target.split(".")[:2]
-    page = docs_dir() / "methods" / f"{module}.md" if package == "methods" else Path()
+    page = shipped_folder("docs") / "methods" / f"{module}.md" if package == "methods" else Path()
     sections = re.split(r"^## ", _text(page), flags=re.MULTILINE)
     return Markup("").join(
         html(section.partition("\n")[2]) for section in sections if section.startswith(CHOICE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.config import docs_dir
+from kvbench.config import shipped_folder
 from kvbench.report.site.pages import Page, slug
 from kvbench.report.site.prose import document
 from kvbench.report.site.rows import Site
@@ -15,7 +15,7 @@ PATH = "submissions.html"
 
 def add_yours(site: Site) -> Iterator[Page]:
     """The tutorial on a method of one's own: from nothing to a row."""
-    title, body = document(docs_dir() / "tutorials" / "own_method.md")
+    title, body = document(shipped_folder("docs") / "tutorials" / "own_method.md")
     yield Page("add.html", title, "document.html", {"body": body})
 
 
