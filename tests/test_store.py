@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from integrity import DEVICE, DROPPED, HOST, check, everything, tiers_of
 
 from kvbench.memory.device import NO_TOKEN, whole_pages
-from kvbench.memory.store import LayerStore, Sealed
+from kvbench.memory.store import LayerStore
 
 HEAD_DIM = 3
 ENTRY = 2 * HEAD_DIM * 4  # bytes of one token's key and value in one KV head
@@ -525,7 +525,9 @@ def test_a_store_outgrows_the_memory_it_began_in() -> None:
     prompt = torch.arange(2 * 2 * 20 * HEAD_DIM, dtype=torch.float32).view(2, 2, 20, HEAD_DIM)
     lent.write_prompt(prompt, -prompt, 0, [0, 0])
     lent.seal_prompt([20, 12])
-    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=Sealed.of(lent))
+    shared = lent.device.key, lent.device.value
+    store = LayerStore(2, 2, HEAD_DIM, 20, torch.float32, torch.device("cpu"), grows=True, shared=shared)
+    store.seal_prompt(lent.lengths)
     new = torch.ones(2, 2, 1, HEAD_DIM)
     store.append(new, -new)
     check(store)

@@ -1,8 +1,8 @@
 """One generation's state: the stores, the method, the executor and the meters, and the order in
 which they meet.
 
-`generate.py` and `hf.KVCache` say which phase a forward pass belongs to; `hf.py` then calls
-`attend` once per layer. The engine knows no method by name and no transformers class.
+Who makes the forward passes says which phase each belongs to, and calls `attend` once per layer.
+The engine knows no method by name and no transformers class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvbench.attention import torch as dense
 from kvbench.attention.cpu import READABLE
 from kvbench.attention.executor import executor
 from kvbench.attention.sinks import with_sinks
@@ -30,11 +31,10 @@ from kvbench.engine.positions import CachePositions, ModelRotation, Rotary
 from kvbench.engine.probes import Probe
 from kvbench.engine.prompt import PromptReader
 from kvbench.engine.replay import Template
-from kvbench.engine.turn import Turn
 from kvbench.kernels.library import why_missing
 from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
-from kvbench.memory.store import LayerStore, Sealed
+from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on, uploaded
 from kvbench.memory.view import Counted, StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
@@ -45,6 +45,10 @@ from kvbench.spans import Spans
 def worker_pool() -> ThreadPoolExecutor:
     """The one pool in which all background index work of this process runs."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
+
+
+# query, key and value [B, H, q, D], of which the query has q = 0 where nobody asks for it; sinks
+TurnRows = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class LayerMemory(Protocol):
@@ -168,7 +172,8 @@ class Engine:
         self.windowed: Mapping[int, LayerMemory] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
-        self._turn: Turn | None = None  # that is being read
+        self._turn: Tensor | None = None  # tokens [B, q] that are read at once
+        self._turn_rows: dict[int, TurnRows] = {}  # of each layer so far
         self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
         if offsets is None and shape.windows:
@@ -228,13 +233,15 @@ class Engine:
             self.method.step(tokens, torch.tensor(self.lengths), torch.tensor(self._active))
 
     def start_turn(self, token_ids: Tensor) -> None:
-        """A pass of several more tokens of every row, token_ids [B, q], read at once; see
-        `kvbench.engine.turn`.
+        """A pass of several more tokens of every row, token_ids [B, q], read at once, as a later
+        turn of a conversation is.
+
+        They attend all that any tier still has, and themselves, causally. After the last layer they
+        are stored one after the other, and the method learns of each as of a generated token.
         """
         assert self.prefilled, "the prompt is not complete"
-        meters = self.audit, self.spans, self.probe
-        parts = self.method, self.stores, self._positions, self.executor, *meters
-        self._turn = Turn(token_ids.cpu(), self.shape, *parts)
+        self._turn, self._turn_rows = token_ids.cpu(), {}
+        self.audit.start_turn()
 
     def attend(
         self,
@@ -258,18 +265,15 @@ class Engine:
         valid
             queries and keys were checked before.
         """
-        parts = layer, query, key, value, sinks, valid
         if self.captured is None or self._whole:
-            return self._attend(*parts)
-        return self.captured.outside(partial(self._attend_copies, *parts))
+            return self._attend(layer, query, key, value, sinks, valid)
 
-    def _attend_copies(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *more: Any
-    ) -> Tensor:
-        """As `_attend`; a method may keep what it is shown, and a graph fills its tensors anew in
-        each step.
-        """
-        return self._attend(layer, query.clone(), key.clone(), value.clone(), *more)
+        def part() -> Tensor:
+            # a method may keep what it is shown, and a graph fills its tensors anew in each step
+            copies = query.clone(), key.clone(), value.clone()
+            return self._attend(layer, *copies, sinks, valid)
+
+        return self.captured.outside(part)
 
     def _attend(
         self,
@@ -292,7 +296,7 @@ class Engine:
                 if not self.prefilled
                 else self._decode
                 if self._turn is None
-                else self._turn.attend
+                else self._read_at_once
             )
             return attend(layer, query, key, value, sinks)
 
@@ -394,15 +398,14 @@ class Engine:
             )
         self.waiting = {}
 
-    def adopt(self, layer: int, shared: Sealed, prompt: Prompt) -> LayerStore:
-        """Begin a layer from a prefill made elsewhere, in layer order; returns the store that
-        shares its memory.
+    def adopt(self, layer: int, rows: tuple[Tensor, Tensor], prompt: Prompt) -> LayerStore:
+        """Begin a layer from a prefill made elsewhere, in layer order; returns the store, which
+        uses the memory of its keys and values.
         """
-        store, layer_prompt = self._store(layer, shared), None
-        longest = prompt.keys.shape[2]
-        if layer in self._sparse:
-            layer_prompt = replace(prompt, **shared.first(longest), on_host=store.on_host(longest))
-        self._begin_layer(layer, store, layer_prompt)
+        store = self.stores[layer] = self._layer_store(layer, rows)
+        store.seal_prompt(self.shape.lengths)
+        shown = replace(prompt, **store.first(max(self.shape.lengths)))
+        self._begin_layer(layer, store, shown if layer in self._sparse else None)
         return store
 
     def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
@@ -456,13 +459,13 @@ class Engine:
         except ValueError as error:
             raise ConfigError(first_line(error)) from error
 
-    def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
+    def _store(self, layer: int) -> LayerStore:
         if layer not in self.stores:
-            self.stores[layer] = self._layer_store(layer, shared)
+            self.stores[layer] = self._layer_store(layer)
         return self.stores[layer]
 
-    def _layer_store(self, layer: int, shared: Sealed | None) -> LayerStore:
-        """A fresh store for a layer; `shared`: the prompt that it shall share."""
+    def _layer_store(self, layer: int, shared: tuple[Tensor, Tensor] | None = None) -> LayerStore:
+        """A fresh store for a layer; `shared`: as of `LayerStore`."""
         shape, audit = self.shape, self.audit
         return LayerStore(
             shape.batch,
@@ -538,6 +541,90 @@ class Engine:
     def _end_step(self) -> None:
         with self.spans("index_update"):
             self.method.end_step()
+
+    # -- later turns -------------------------------------------------------------------------------
+
+    def _read_at_once(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        asks = self.method.needs.queries or self.method.needs.probabilities
+        shown = query if asks and layer in self._sparse else query[:, :, :0]
+        self._turn_rows[layer] = shown, key, value, sinks
+        with self.spans("attention"):
+            self.audit.moved(self.stores[layer].remote_bytes())
+            out = self.over_remaining(layer, query, key, value, sinks)
+        if layer == self._last and self._turn is not None:
+            with self.spans("index_update"):
+                self.take_in(self._turn, self._turn_row)
+            self._turn_rows.clear()
+        return out
+
+    def over_remaining(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of tokens after the prompt over all that any tier still has, and themselves."""
+        store, weights = self.stores[layer], None
+        past = store.remaining()
+        if layer in self._sparse:
+            weights = self.method.turn_weights(layer)
+            if self._positions is not None:
+                past = past._replace(key=self._positions.of_turn(past.key, store))
+        return dense.turn(query, key, value, past, self.shape.scaling, sinks, weights)
+
+    def _turn_row(self, layer: int, at: int) -> TurnRows:
+        *parts, sinks = self._turn_rows[layer]
+        query, key, value = (part[:, :, at : at + 1] for part in parts)
+        return query, key, value, sinks
+
+    def take_in(self, token_ids: Tensor, rows: Callable[[int, int], TurnRows]) -> None:
+        """Store tokens [B, q] that were read at once, and have the method learn of them: a decode
+        step each, without its attention. `rows` gives those of a layer and a column.
+        """
+        everyone = torch.ones(len(token_ids), dtype=torch.bool)
+        for at, tokens in enumerate(token_ids.T):
+            self.method.step(tokens, torch.tensor(self.lengths), everyone)
+            for layer, store in self.stores.items():
+                query, key, value, sinks = rows(layer, at)
+                store.append(key, value)
+                if layer in self._sparse:
+                    if self.probe is not None:
+                        self.probe.append(layer, key, value)
+                    self.method.append(layer, key, value)
+                    if query.shape[2]:
+                        self._show_attention(layer, query, key, sinks)
+            self.method.end_step()
+        self.audit.end_turn(token_ids.shape[1])
+
+    def _show_attention(self, layer: int, query: Tensor, key: Tensor, sinks: Tensor | None) -> None:
+        selection = self.method.select(layer, query)
+        if self.method.needs.probabilities:
+            store = self.stores[layer]
+            attended = with_sinks(selection, store, sinks, key)
+            _, weights = self.executor(query, store, attended, self.shape.scaling, True)
+            assert weights is not None
+            self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
+
+    def crop(self, count: int) -> None:
+        """Take the last `count` tokens of every row back.
+
+        Raises
+        ------
+        ValueError
+            the method cannot, or tokens were dropped.
+        """
+        method = self.method
+        if not method.needs.crops or not all(store.complete for store in self.stores.values()):
+            raise ValueError(
+                f"{type(method).__name__} takes no tokens back: its needs do not say crops=True, or"
+                " it dropped some"
+            )
+        for layer, store in self.stores.items():
+            store.device.crop(count)
+            store.lengths = [length - count for length in store.lengths]
+            if layer in self._sparse:
+                method.crop(layer)
+
+    # -- counting ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Count the step that just ended; called outside the timed part, or before the next step

@@ -93,9 +93,8 @@ class PromptReader:
                 "attention sums, hidden states and replays are those of a model that reads the"
                 " prompt"
             )
-        size = min(self._needs.query_window, max(self.lengths))
-        if size:
-            self._queries[layer] = query[:, :, query.shape[2] - size :]
+        if self._needs.query_window:
+            self._observe_window(layer, query)
 
     def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after,
@@ -127,23 +126,23 @@ class PromptReader:
 
     def prompt(self, layer: int, store: LayerStore) -> Prompt:
         """The whole prompt of one layer, and forget what was collected of it."""
-        longest = max(self.lengths)
-        key, value = store.device.key, store.device.value
+        longest, key = max(self.lengths), store.device.key
         nothing = key.new_zeros(len(self.lengths), 0, 0, key.shape[3])
         sums = self._sums.pop(layer, None)
         return Prompt(
             lengths=self.lengths,
             token_ids=self._aligned_token_ids(),
-            keys=key[:, :, :longest],
-            values=value[:, :, :longest],
             queries=self._queries.pop(layer, nothing),
             attention_sums=None if sums is None else sums[..., :longest],
-            on_host=store.on_host(longest),
+            **store.first(longest),
         )
 
     def _observe_window(self, layer: int, query: torch.Tensor) -> None:
-        """Copy into the window [B, Hq, W, D] what this chunk holds of each row's last W queries."""
-        width = query.shape[2]
+        """Copy into the window [B, Hq, W, D] what the chunk's last queries [B, Hq, n, D] hold of
+        each row's last W.
+        """
+        end = self.column + self.width
+        column = end - query.shape[2]
         size = min(self._needs.query_window, max(self.lengths))
         if layer not in self._queries:
             self._queries[layer] = query.new_zeros(*query.shape[:2], size, query.shape[3])
@@ -152,11 +151,10 @@ class PromptReader:
             # index 0 of the window is column `start`; the row's own tokens begin no earlier than
             # its offset
             start = offset + length - size
-            first = max(self.column, start, offset)
-            last = min(self.column + width, offset + length)
+            first, last = max(column, start, offset), min(end, offset + length)
             if first < last:
                 window[row, :, first - start : last - start] = query[
-                    row, :, first - self.column : last - self.column
+                    row, :, first - column : last - column
                 ]
 
     def _observe_sums(

@@ -47,8 +47,7 @@ class QuestionTokens:
     rows
         token ids of each row, as many of each; (): nothing.
     at_once
-        as a later turn of a conversation (`kvbench.engine.turn`); else a decode step for each
-        token.
+        as a later turn of a conversation (`Engine.start_turn`); else a decode step for each token.
     """
 
     rows: Sequence[Sequence[int]] = ()

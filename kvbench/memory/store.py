@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -44,25 +44,6 @@ from kvbench.method import Selection
 Result = TypeVar("Result")
 
 
-class Sealed(NamedTuple):
-    """A layer's prompt: keys and values [B, Hkv, capacity, D], whole pages, of which each row has
-    `lengths` tokens.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, store: LayerStore) -> Sealed:
-        """That of a sealed store, from which others may begin."""
-        return cls(store.device.key, store.device.value, list(store.lengths))
-
-    def first(self, count: int) -> dict[str, Any]:
-        """The first tokens, in place, as a `kvbench.method.Prompt` names them."""
-        return {"keys": self.key[:, :, :count], "values": self.value[:, :, :count]}
-
-
 class LayerStore:
     """Keys and values of one layer: writes them, brings them up, evicts them.
 
@@ -71,7 +52,8 @@ class LayerStore:
     capacity
         tokens a row to reserve memory for.
     shared
-        a prompt to begin from; its memory is used in place, after the prompt too.
+        keys and values [B, Hkv, capacity, D] of a prompt to begin from, which is to be sealed;
+        their memory, whole pages, is used in place, after the prompt too.
     settings
         see `StoreSettings`.
 
@@ -92,7 +74,7 @@ class LayerStore:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        shared: Sealed | None = None,
+        shared: tuple[torch.Tensor, torch.Tensor] | None = None,
         **settings: Any,
     ) -> None:
         self.how = how = StoreSettings(**settings)
@@ -106,12 +88,8 @@ class LayerStore:
         if shared is None:
             size = batch, kv_heads, whole_pages(capacity), head_dim
             # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
-            key, value = (zeros(size, dtype, device) for _ in range(2))
-        else:
-            key, value = shared.key, shared.value
-        self.device = DeviceTier(key, value, capacity, how.grows)
-        if shared is not None:
-            self.seal_prompt(shared.lengths)
+            shared = zeros(size, dtype, device), zeros(size, dtype, device)
+        self.device = DeviceTier(*shared, capacity, how.grows)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what was worked out, which has addresses."""
@@ -391,6 +369,11 @@ class LayerStore:
         stored = self.device.codecs.key.decode(rows)
         rebuilt = pad(selection.keys, (0, 0, 0, stored.shape[2] - selection.keys.shape[2]))
         return replace(selection, keys=torch.where(on_device[..., None], stored, rebuilt))
+
+    def first(self, count: int) -> dict[str, Any]:
+        """The first tokens of a prompt, in place, as a `kvbench.method.Prompt` names them."""
+        keys, values = self.device.key[:, :, :count], self.device.value[:, :, :count]
+        return {"keys": keys, "values": values, "on_host": self.on_host(count)}
 
     def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
         """The first `count` keys and values, [B, Hkv, count, D], where the home is the host."""

@@ -29,7 +29,6 @@ from kvbench.backends.hf.watch import WatchedCache, watch
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, worker_pool
-from kvbench.engine.turn import Transcript, take_back
 from kvbench.kernels.listed import compile_silently
 from kvbench.memory.kinds import kv_of
 from kvbench.method import Method
@@ -210,7 +209,7 @@ class KVCache(WatchedCache):
         if count:
             assert self.engine is not None
             self._settle(self.engine)
-            take_back(self._method, self.engine.stores, self.engine.shape.sparse_layers, count)
+            self.engine.crop(count)
             self._transcript.cut(count)
             self.count(-count)
 
@@ -355,6 +354,46 @@ class KVCache(WatchedCache):
         else:
             self.engine.start_turn(ids)
         self._transcript.add(ids)
+
+
+class Transcript:
+    """The token ids that a cache has read, which the next turn goes on from."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, token_ids: torch.Tensor) -> None:
+        """The next columns, [B, q]; -1 where the id is not known, or is padding."""
+        self._parts.append(token_ids)
+
+    def cut(self, count: int) -> None:
+        """Forget the last `count` columns."""
+        ids = self._ids()
+        self._parts = [ids[:, : ids.shape[1] - count]]
+
+    def check(self, token_ids: torch.Tensor) -> None:
+        """Refuse token_ids [B, n] that do not go on from what was read.
+
+        Raises
+        ------
+        ValueError
+            they do not, or hold nothing new.
+        """
+        previous, columns = self._ids(), token_ids.shape[1]
+        length, previous = previous.shape[1], previous[:, :columns]
+        same = previous == token_ids[:, :length].to(previous.device)
+        differ = (~same & (previous >= 0)).any(dim=0).nonzero().flatten().tolist()
+        if differ or columns <= length:
+            why = f"column {differ[0]} differs" if differ else f"it has {columns} columns"
+            raise ValueError(
+                f"this KVCache has read {length} tokens, and the input does not go on from them"
+                f" ({why}): give it the tokens that generate returned and the new turn after them,"
+                " or take a new KVCache (or reset() this one)"
+            )
+
+    def _ids(self) -> torch.Tensor:
+        self._parts = [torch.cat(self._parts, dim=1)]
+        return self._parts[0]
 
 
 def _check_options(question: Any, prompt_length: Any) -> None:

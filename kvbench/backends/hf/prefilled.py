@@ -23,7 +23,7 @@ from kvbench.engine.audit import method_bytes
 from kvbench.engine.engine import Engine
 from kvbench.engine.replay import Template
 from kvbench.engine.request import chosen_tokens
-from kvbench.memory.store import LayerStore, Sealed
+from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import Original, shares_pages
 from kvbench.method import Method, Needs, Prompt, Replay, Replayed
 
@@ -115,8 +115,8 @@ class Prefilled:
         self.seconds = time.perf_counter() - start
         self.logits, self.lengths, self._capacity = logits, engine.shape.lengths, engine.capacity
         self._recorded, self._windowed = recorded, engine.windowed
-        sealed = map(Sealed.of, engine.stores.values())
-        blocks = [block for part in sealed for block in (part.key, part.value)]
+        tiers = [store.device for store in engine.stores.values()]
+        blocks = [block for tier in tiers for block in (tier.key, tier.value)]
         engine.release()
         whole = sum(block.nbytes for block in blocks)
         left_out = torch.empty(0, device="meta")  # the keys and values of what methods are shown
@@ -148,12 +148,9 @@ class Prefilled:
         prompts = {layer: recorded.shown_to(method, layer) for layer in recorded.prompts}
         for store in self._lent:
             store.close()
-        blocks, lengths = self._blocks(), list(self.lengths)
+        blocks = self._blocks()
         layers = zip(engine.shape.full_layers, blocks[::2], blocks[1::2], strict=True)
-        stores = [
-            engine.adopt(layer, Sealed(key, value, lengths), prompts[layer])
-            for layer, key, value in layers
-        ]
+        stores = [engine.adopt(layer, (key, value), prompts[layer]) for layer, key, value in layers]
         self._lent = [] if self._copies else stores
         for layer, windowed in windows_of(engine).items():
             windowed.begin_from(self._windowed[layer])

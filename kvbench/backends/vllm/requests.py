@@ -6,7 +6,7 @@ vLLM reads prompts, whole or in chunks, and writes all keys and values. A method
 when its last chunk is there; from then on a forward pass of a single token is a decode step. A
 preempted request is read again from its first token: its prompt is one anew, and the tokens that it
 had generated are those of a later turn, which attend everything that is left (see
-`kvbench.engine.turn`). Where prompts are freed that is what the method keeps, as in the decode
+`Engine.start_turn`). Where prompts are freed that is what the method keeps, as in the decode
 steps that are repeated, though vLLM holds the whole prompt in that pass.
 
 A method whose tokens live on the host, in an order of its own, has them there: a copy of what
@@ -26,16 +26,14 @@ import torch
 from torch import Tensor
 
 from kvbench.attention import cpu
-from kvbench.attention.torch import turn
 from kvbench.backends.vllm.paged import BlockTable, Memory, PagedStore, PagedTier, attend_blocks
 from kvbench.backends.vllm.plan import Plan
 from kvbench.backends.vllm.resting import RestingRequests
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.engine import Engine, surely_finite
+from kvbench.engine.engine import Engine, TurnRows, surely_finite
 from kvbench.kernels.library import library
-from kvbench.memory.device import Resident
-from kvbench.memory.store import LayerStore, Sealed
+from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
 
 REPORTS = 1000  # ended requests whose audits are kept, the last ones
@@ -157,9 +155,9 @@ class RequestEngine(Engine):
         self._request_executor = self.executor = _Executor()  # type: ignore[assignment]
         library()  # built now, if nobody has built them
 
-    def _store(self, layer: int, shared: Sealed | None = None) -> LayerStore:
+    def _store(self, layer: int) -> LayerStore:
         if self._copied(layer):
-            return super()._store(layer, shared)
+            return super()._store(layer)
         if layer not in self.stores:
             place = self._memory[layer], self.table, layer
             seat = self.seat if layer in self._sparse else None
@@ -249,39 +247,17 @@ class RequestEngine(Engine):
             self.attend(layer, *(part[:, :, : self._within] for part in (query, key, value)))
         freed = self.seat is not None and layer in self._sparse and len(self._behind) > 0
         new = (part[:, :, self._within :] for part in (query, key, value))
-        out = self._turned(layer, *new) if freed else None
+        out = self.over_remaining(layer, *new) if freed else None
         if layer == self._last:
-            self._take_in()
+            self.audit.start_turn()
+            self.take_in(self._behind[None], self._written)
         return out
 
-    def _turned(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of tokens after the prompt that are read at once, over what is left of it."""
-        store = self.stores[layer]
-        past = Resident(*store.remaining())
-        if self._positions is not None:
-            past = past._replace(key=self._positions.of_turn(past.key, store))
-        weights = self.method.turn_weights(layer)
-        return turn(query, key, value, past, self.shape.scaling, None, weights)
-
-    def _take_in(self) -> None:
-        """Learn of tokens after the prompt that vLLM has read at once.
-
-        A decode step each, without its attention.
-        """
-        if not len(self._behind):
-            return
-        self.audit.start_turn()
-        for token in self._behind:
-            at = torch.tensor(self.lengths)
-            self.method.step(token[None], at, torch.ones(1, dtype=torch.bool))
-            for layer, store in self.stores.items():
-                here = at.expand(1, self.shape.kv_heads, 1)
-                key, value = self._memory[layer].rows(self.table.of(layer), here)
-                store.append(key, value)
-                if layer in self._sparse:
-                    self.method.append(layer, key, value)
-            self.method.end_step()
-        self.audit.end_turn(len(self._behind))
+    def _written(self, layer: int, at: int) -> TurnRows:
+        """The next token's key and value, which vLLM has written; its query is not shown."""
+        here = torch.tensor(self.stores[layer].lengths).expand(1, self.shape.kv_heads, 1)
+        key, value = self._memory[layer].rows(self.table.of(layer), here)
+        return key[:, :, :0], key, value, None
 
     def end_pass(self) -> None:
         """Count the step that has ended."""
