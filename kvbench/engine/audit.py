@@ -170,7 +170,7 @@ class Audit:
         self.moved_bytes = before
 
     def attended(
-        self, layer: int, selection: Selection | None, resident: NDArray[np.int64]
+        self, layer: int, selection: Selection | None, resident: NDArray[np.int64], times: int = 1
     ) -> None:
         """Note what a sparse layer attends; counted by `end_step`, outside the timed part.
 
@@ -180,12 +180,13 @@ class Audit:
             what the method returned; None = everything resident.
         resident
             [B, Hkv] entries resident in this layer; the caller may change the array later.
+        times
+            -1 takes the last note back.
         """
-        self._pending.append((layer, selection, resident.copy() if selection is None else None))
-
-    def undo_attended(self) -> None:
-        """Take the last note back."""
-        self._pending.pop()
+        if times < 0:
+            self._pending.pop()
+        else:
+            self._pending.append((layer, selection, resident.copy() if selection is None else None))
 
     def end_step(
         self,

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.memory.view import Counted
+from kvbench.memory.view import Count
 from kvbench.spans import GraphNotes, Spans
 
 Forward = Callable[[Tensor, Tensor], Tensor]  # from token ids and positions, [B] each, to logits
-Repeats = list[Counted]  # in their order
+Repeats = list[Count]  # in their order
 
 
 class Repeated(Protocol):
@@ -93,8 +93,8 @@ class CapturedStep:
         if not self.pieces:
             return self._capture(ids, positions, forward)
         self.repeated += 1
-        for counted in self._repeats:
-            counted.again()
+        for count in self._repeats:
+            count(1)
         with self._engine.spans("model"):
             for piece in self.pieces:
                 self._replay(piece)
@@ -179,8 +179,8 @@ class CapturedStep:
         """
         reason = str(error).partition("\n")[0]
         print(f"no CUDA graph of a decode step, so steps run one by one: {reason}", file=sys.stderr)
-        for counted in reversed(self._repeats):
-            counted.undo()
+        for count in reversed(self._repeats):
+            count(-1)
         self._parts_done = [piece.out for piece in self.pieces if piece.out is not None]
         self._refused, self.eager = True, self.eager + 1
         self._forget(None)

@@ -36,7 +36,7 @@ from kvbench.kernels.tokens import finite
 from kvbench.memory.kinds import KV, NATIVE
 from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on, uploaded
-from kvbench.memory.view import Counted, StoreView
+from kvbench.memory.view import StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
 from kvbench.spans import Spans
 
@@ -388,16 +388,6 @@ class Engine:
         if self.method.needs.replay is None:
             self.begin_layers({})
 
-    def begin_layers(self, replayed: Mapping[int, tuple[Replayed, ...]]) -> None:
-        """Begin the layers that wait; `replayed` is what a replay has shown of each."""
-        for layer, prompt in self.waiting.items():
-            self._begin_layer(
-                layer,
-                self.stores[layer],
-                prompt and replace(prompt, replayed=replayed.get(layer, ())),
-            )
-        self.waiting = {}
-
     def adopt(self, layer: int, rows: tuple[Tensor, Tensor], prompt: Prompt) -> LayerStore:
         """Begin a layer from a prefill made elsewhere, in layer order; returns the store, which
         uses the memory of its keys and values.
@@ -405,21 +395,25 @@ class Engine:
         store = self.stores[layer] = self._layer_store(layer, rows)
         store.seal_prompt(self.shape.lengths)
         shown = replace(prompt, **store.first(max(self.shape.lengths)))
-        self._begin_layer(layer, store, shown if layer in self._sparse else None)
+        self.waiting[layer] = shown if layer in self._sparse else None
+        self.begin_layers({})
         return store
 
-    def _begin_layer(self, layer: int, store: LayerStore, prompt: Prompt | None) -> None:
-        """The whole prompt of a layer is stored: build its index (`prompt`: of a sparse layer),
-        then decode.
+    def begin_layers(self, replayed: Mapping[int, tuple[Replayed, ...]]) -> None:
+        """Build the indexes of the layers that wait, whose whole prompts are stored; `replayed` is
+        what a replay has shown of each.
         """
-        if prompt is not None:
-            if self.probe is not None:
-                self.probe.begin_layer(layer, store)
-            with self.spans("index_build"):
-                self._build_index(layer, prompt)
-            store.leave_device()
-        if layer == self._last and not self.method.needs.layer_similarity:
-            self.end_prefill()
+        waiting, self.waiting = self.waiting, {}
+        for layer, prompt in waiting.items():
+            if prompt is not None:
+                store, replays = self.stores[layer], replayed.get(layer, prompt.replayed)
+                if self.probe is not None:
+                    self.probe.begin_layer(layer, store)
+                with self.spans("index_build"):
+                    self._build_index(layer, replace(prompt, replayed=replays))
+                store.leave_device()
+            if layer == self._last and not self.method.needs.layer_similarity:
+                self.end_prefill()
 
     def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
         """For `Needs.layer_similarity`: the hidden states [B, q, E] before a layer's attention and
@@ -489,51 +483,45 @@ class Engine:
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        store, spans = self.stores[layer], self.spans
+        store, spans, sparse = self.stores[layer], self.spans, layer in self._sparse
+        selection: Selection | None = None
         self._has_sinks = sinks is not None
         with spans("attention"):
             store.append(key, value)
             if self._repeats is not None:
-                self._repeats.append(Counted(store.advance, partial(store.advance, -1)))
-            if layer not in self._sparse:
-                everything = with_sinks(None, store, sinks, key)
-                return self._end_layer(
-                    layer, self.executor(query, store, everything, self.shape.scaling)[0]
-                )
-            spans.then("index_update")
-            self.method.append(layer, key, value)
-            spans.then("select")
-            selection = self.method.select(layer, query)
-            spans.then("attention")
+                self._repeats.append(store.advance)
+            if sparse:
+                spans.then("index_update")
+                self.method.append(layer, key, value)
+                spans.then("select")
+                selection = self.method.select(layer, query)
+                spans.then("attention")
             attended = selection
-            if self._positions is not None:
+            if sparse and self._positions is not None:
                 attended = self._positions(
                     selection or Selection(store.resident_ids()), store, query.device
                 )
             attended = with_sinks(attended, store, sinks, key)
-            out, weights = self.executor(
-                query, store, attended, self.shape.scaling, self.method.needs.probabilities
-            )
-        noted = layer, selection, store.device.numbers
-        self.audit.attended(*noted)
-        if self._repeats is not None:
-            again = partial(self.audit.attended, *noted)
-            self._repeats.append(Counted(again, self.audit.undo_attended))
-        if self.probe is not None:
-            self.probe.step(
-                layer, query, key, value, selection, store.resident_ids(), out, self._active, sinks
-            )
+            probabilities = sparse and self.method.needs.probabilities
+            out, weights = self.executor(query, store, attended, self.shape.scaling, probabilities)
+        if sparse:
+            note = partial(self.audit.attended, layer, selection, store.device.numbers)
+            note()
+            if self._repeats is not None:
+                self._repeats.append(note)
+            if self.probe is not None:
+                resident = store.resident_ids()
+                self.probe.step(
+                    layer, query, key, value, selection, resident, out, self._active, sinks
+                )
         if weights is not None:
             weights = weights if sinks is None else weights[..., :-1]
-            with self.spans("index_update"):
+            with spans("index_update"):
                 self.method.observe(
                     layer,
                     selection,
                     self._positions.in_order(weights) if self._positions else weights,
                 )
-        return self._end_layer(layer, out)
-
-    def _end_layer(self, layer: int, out: Tensor) -> Tensor:
         if layer == self._last and not self._whole:
             self._end_step()
         return out

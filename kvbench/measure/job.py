@@ -54,10 +54,11 @@ class SharedPrompts:
         room: int = 0,
     ) -> None:
         arm, sample = arms[0], prompts[0].sample
+        self._model, self._forced = arm.loaded.model, sample.forced
         self.room, self.reference = max(prompts[0].room, room), list[Tensor]()
         total = max(len(prompt.ids) for prompt in prompts) + sample.max_new_tokens
         self.prefilled = prefill_once(
-            arm.loaded.model,
+            self._model,
             [prompt.ids for prompt in prompts],
             [arm.method.needs for arm in arms],
             max_new_tokens=self.room,
@@ -70,13 +71,13 @@ class SharedPrompts:
         vocabulary = arm.loaded.card.vocabulary
         self.nbytes = self.prefilled.nbytes + steps * vocabulary * float32.itemsize
 
-    def begin_reference(self, loaded: Loaded, prompt: TokenizedSample) -> batch.Sequence:
+    def begin_reference(self) -> batch.Sequence:
         """Begin what a sample with forced tokens is compared with, to go on ahead of those that
         compare.
         """
-        forced = prompt.sample.forced
-        assert forced is not None
-        return fidelity.full_attention(loaded.model, self.prefilled, forced.tokens, self.reference)
+        assert self._forced is not None
+        tokens = self._forced.tokens
+        return fidelity.full_attention(self._model, self.prefilled, tokens, self.reference)
 
 
 class PromptJob:
@@ -153,7 +154,7 @@ class PromptJob:
         if sample.timed:
             return self._scored(*self._timed(sample.timed))
         if sample.forced and shared is not None and not shared.reference:
-            shared.begin_reference(arm.loaded, self.prompts[0]).decode()
+            shared.begin_reference().decode()
         request = self._request()
         begin = partial(self._sequence, arm, request, timed=True)
         with machine.observed(arm.loaded.device, arm.loaded.devices) as measured_on:

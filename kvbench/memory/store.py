@@ -192,7 +192,7 @@ class LayerStore:
             self.device.append(self.lengths, key, value)
         self.lengths = [length + 1 for length in self.lengths]
 
-    def advance(self, tokens: int = 1) -> None:
+    def advance(self, tokens: int) -> None:
         """Count tokens of every row that the device has stored by itself; below 0: has not."""
         self.lengths = [length + tokens for length in self.lengths]
         self.device.advance(tokens)

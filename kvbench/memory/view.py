@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from kvbench.memory.store import LayerStore
 from kvbench.method import View
 
-
-class Counted(NamedTuple):
-    """What the host counts of a step that a device makes by itself: `again` counts it once more,
-    `undo` takes it back.
-    """
-
-    again: Callable[[], object]
-    undo: Callable[[], object]
+# What the host counts of a step that a device makes by itself: called with 1 it counts that once
+# more, with -1 it takes it back.
+Count = Callable[[int], object]
 
 
 class StoreView(View):
@@ -29,7 +23,7 @@ class StoreView(View):
     captured step.
     """
 
-    repeats: list[Counted] | None = None
+    repeats: list[Count] | None = None
 
     def __init__(self, stores: Mapping[int, LayerStore], read: Callable[[int], None]) -> None:
         self._stores, self._metered = stores, read
@@ -116,12 +110,11 @@ class StoreView(View):
             self._metered(int((ids >= 0).sum()) * store.sizes[which])
             return read
         read = store.read(None)[which]
-        self._meter_all(store, which)
+        self._meter_all(store, which, 1)
         if self.repeats is not None:
-            undo = partial(self._meter_all, store, which, -1)
-            self.repeats.append(Counted(partial(self._meter_all, store, which), undo))
+            self.repeats.append(partial(self._meter_all, store, which))
         return read
 
-    def _meter_all(self, store: LayerStore, which: int, times: int = 1) -> None:
+    def _meter_all(self, store: LayerStore, which: int, times: int) -> None:
         longest = store.device.longest if store.home == "device" else max(store.lengths)
         self._metered(times * longest * store.device.numbers.size * store.sizes[which])

@@ -392,9 +392,8 @@ class Sweep:
             return None, f"{type(error).__name__}: {error}"
         self._token_bytes[key] = shared.nbytes / first.columns
         if self._together and forced:  # what is compared goes on ahead of those that compare
-            begin = partial(shared.begin_reference, self._first.loaded, first.ready[0])
             admission = Admission(lambda *_: None, memory={shared: shared.nbytes})
-            self._batch.admit(partial(self._expected, begin), 1, admission)
+            self._batch.admit(partial(self._expected, shared.begin_reference), 1, admission)
         return shared, ""
 
     def _start(
