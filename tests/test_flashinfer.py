@@ -265,7 +265,7 @@ def test_no_call_waits_for_the_device(home: Any, lengths: tuple[int, ...]) -> No
     with twin.device() as cuda:
         store = filled(*lengths, head_dim=64, dtype=torch.bfloat16, device="cuda", steps=4, home=home)
         if home == "host":
-            store.on_host(1).result()  # as an index over the prompt does
+            store.first(1)["on_host"].result()  # as an index over the prompt does
         run, rng = FlashInfer(shape_of(store, HEADS[0])), torch.Generator().manual_seed(2)
         query = queries(store)
         lists = [some(store, heads, 20, seed=heads) for heads in (1, *HEADS)]

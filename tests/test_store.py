@@ -98,8 +98,7 @@ class StoreTwin(RuleBasedStateMachine):
         self.block = self.pointers()
 
     def check_copy_on_host(self) -> None:
-        future = self.store.on_host(max(self.lengths))
-        assert future is not None
+        future = self.store.first(max(self.lengths))["on_host"]
         key, value = future.result(timeout=0)
         for row, length in enumerate(self.lengths):
             for head in range(self.heads):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,8 +47,20 @@ def worker_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench")
 
 
-# query, key and value [B, H, q, D], of which the query has q = 0 where nobody asks for it; sinks
-TurnRows = tuple[Tensor, Tensor, Tensor, Tensor | None]
+class TurnTokens(NamedTuple):
+    """Tokens of a turn in one layer, [B, H, q, D] each: queries have q = 0 where nobody asks for
+    them. `sinks` as of `Engine.attend`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+
+    def column(self, at: int) -> TurnTokens:
+        """A token of each row."""
+        here = slice(None), slice(None), slice(at, at + 1)
+        return TurnTokens(self.query[here], self.key[here], self.value[here], self.sinks)
 
 
 class LayerMemory(Protocol):
@@ -173,7 +185,7 @@ class Engine:
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
         self._turn: Tensor | None = None  # tokens [B, q] that are read at once
-        self._turn_rows: dict[int, TurnRows] = {}  # of each layer so far
+        self._turn_tokens: dict[int, TurnTokens] = {}  # of each layer so far
         self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
         if offsets is None and shape.windows:
@@ -240,7 +252,7 @@ class Engine:
         are stored one after the other, and the method learns of each as of a generated token.
         """
         assert self.prefilled, "the prompt is not complete"
-        self._turn, self._turn_rows = token_ids.cpu(), {}
+        self._turn, self._turn_tokens = token_ids.cpu(), {}
         self.audit.start_turn()
 
     def attend(
@@ -483,8 +495,9 @@ class Engine:
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        store, spans, sparse = self.stores[layer], self.spans, layer in self._sparse
+        store, spans = self.stores[layer], self.spans
         selection: Selection | None = None
+        sparse = layer in self._sparse
         self._has_sinks = sinks is not None
         with spans("attention"):
             store.append(key, value)
@@ -537,14 +550,14 @@ class Engine:
     ) -> Tensor:
         asks = self.method.needs.queries or self.method.needs.probabilities
         shown = query if asks and layer in self._sparse else query[:, :, :0]
-        self._turn_rows[layer] = shown, key, value, sinks
+        self._turn_tokens[layer] = TurnTokens(shown, key, value, sinks)
         with self.spans("attention"):
             self.audit.moved(self.stores[layer].remote_bytes())
             out = self.over_remaining(layer, query, key, value, sinks)
         if layer == self._last and self._turn is not None:
             with self.spans("index_update"):
-                self.take_in(self._turn, self._turn_row)
-            self._turn_rows.clear()
+                self.take_in(self._turn, lambda layer, at: self._turn_tokens[layer].column(at))
+            self._turn_tokens.clear()
         return out
 
     def over_remaining(
@@ -559,36 +572,31 @@ class Engine:
                 past = past._replace(key=self._positions.of_turn(past.key, store))
         return dense.turn(query, key, value, past, self.shape.scaling, sinks, weights)
 
-    def _turn_row(self, layer: int, at: int) -> TurnRows:
-        *parts, sinks = self._turn_rows[layer]
-        query, key, value = (part[:, :, at : at + 1] for part in parts)
-        return query, key, value, sinks
-
-    def take_in(self, token_ids: Tensor, rows: Callable[[int, int], TurnRows]) -> None:
+    def take_in(self, token_ids: Tensor, shown: Callable[[int, int], TurnTokens]) -> None:
         """Store tokens [B, q] that were read at once, and have the method learn of them: a decode
-        step each, without its attention. `rows` gives those of a layer and a column.
+        step each, without its attention. `shown` gives those of a layer in a column.
         """
         everyone = torch.ones(len(token_ids), dtype=torch.bool)
         for at, tokens in enumerate(token_ids.T):
             self.method.step(tokens, torch.tensor(self.lengths), everyone)
             for layer, store in self.stores.items():
-                query, key, value, sinks = rows(layer, at)
-                store.append(key, value)
+                token = shown(layer, at)
+                store.append(token.key, token.value)
                 if layer in self._sparse:
                     if self.probe is not None:
-                        self.probe.append(layer, key, value)
-                    self.method.append(layer, key, value)
-                    if query.shape[2]:
-                        self._show_attention(layer, query, key, sinks)
+                        self.probe.append(layer, token.key, token.value)
+                    self.method.append(layer, token.key, token.value)
+                    if token.query.shape[2]:
+                        self._show_attention(layer, token)
             self.method.end_step()
         self.audit.end_turn(token_ids.shape[1])
 
-    def _show_attention(self, layer: int, query: Tensor, key: Tensor, sinks: Tensor | None) -> None:
-        selection = self.method.select(layer, query)
+    def _show_attention(self, layer: int, token: TurnTokens) -> None:
+        selection = self.method.select(layer, token.query)
         if self.method.needs.probabilities:
-            store = self.stores[layer]
-            attended = with_sinks(selection, store, sinks, key)
-            _, weights = self.executor(query, store, attended, self.shape.scaling, True)
+            store, sinks = self.stores[layer], token.sinks
+            attended = with_sinks(selection, store, sinks, token.key)
+            _, weights = self.executor(token.query, store, attended, self.shape.scaling, True)
             assert weights is not None
             self.method.observe(layer, selection, weights if sinks is None else weights[..., :-1])
 

@@ -12,46 +12,6 @@ from typing import Any
 
 import torch
 
-from kvbench.backends.hf.layers import shape_of
-from kvbench.backends.hf.prefilled import Prefilled
-from kvbench.backends.hf.runner import ModelRunner
-from kvbench.budget import Budget
-from kvbench.engine.batch import Sequence as Decoded
-from kvbench.engine.engine import Engine
-from kvbench.engine.request import GenerationRequest
-from kvbench.method import Method
-from kvbench.models.types import Model
-
-
-def full_attention(
-    model: Model,
-    prefilled: Prefilled,
-    forced_tokens: Sequence[int],
-    steps: list[torch.Tensor],
-) -> Decoded:
-    """Full attention on forced tokens, which notes what it says after each, ahead of whatever
-    compares with it.
-
-    Parameters
-    ----------
-    model
-        with "kvbench" attention.
-    prefilled
-        of one prompt; unless who begins there has a copy of it, what began before must not go on.
-    forced_tokens
-        token ids; the last one is only predicted.
-    steps
-        where to note the log-probabilities [vocabulary] fp32.
-    """
-    shape = shape_of(model, prefilled.lengths, (), model.dtype, model.device)
-    engine = Engine(shape, Method(), Budget(None), new_tokens=len(forced_tokens))
-    request = GenerationRequest(
-        len(forced_tokens),
-        forced_tokens=[forced_tokens],
-        watch=lambda logits: steps.append(logits[0].float().log_softmax(dim=-1)),
-    )
-    return Decoded(ModelRunner(model), engine, (), prefilled).ask(request)
-
 
 class Comparison:
     """Compares a generation, step by step, with full attention's log-probabilities; `watch` of

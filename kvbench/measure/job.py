@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor, float32
 
 from kvbench.backends.backend import GeneratedBatch
+from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
 from kvbench.backends.hf.prefilled import prefill_once
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.backends.hf.sampling import Sampler
+from kvbench.budget import Budget
 from kvbench.engine import batch
 from kvbench.engine.batch import Generation
 from kvbench.engine.engine import Engine
@@ -27,6 +29,7 @@ from kvbench.measure import fidelity, latency, machine
 from kvbench.measure.arm import Arm
 from kvbench.measure.prompts import TokenizedSample
 from kvbench.measure.synthetic import SyntheticEngine
+from kvbench.method import Method
 from kvbench.models.types import Tokenizer
 from kvbench.tasks import Sample, Timed
 
@@ -72,12 +75,20 @@ class SharedPrompts:
         self.nbytes = self.prefilled.nbytes + steps * vocabulary * float32.itemsize
 
     def begin_reference(self) -> batch.Sequence:
-        """Begin what a sample with forced tokens is compared with, to go on ahead of those that
-        compare.
+        """Begin full attention on the forced tokens of a sample, which notes what it says after
+        each, to go on ahead of those that compare; unless these have copies of the prefill, none
+        has begun.
         """
         assert self._forced is not None
-        tokens = self._forced.tokens
-        return fidelity.full_attention(self._model, self.prefilled, tokens, self.reference)
+        model, tokens = self._model, self._forced.tokens
+        shape = shape_of(model, self.prefilled.lengths, (), model.dtype, model.device)
+        engine = Engine(shape, Method(), Budget(None), new_tokens=len(tokens))
+
+        def watch(logits: Tensor) -> None:
+            self.reference.append(logits[0].float().log_softmax(dim=-1))
+
+        request = GenerationRequest(len(tokens), forced_tokens=[tokens], watch=watch)
+        return batch.Sequence(ModelRunner(model), engine, (), self.prefilled).ask(request)
 
 
 class PromptJob:

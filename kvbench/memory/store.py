@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -373,11 +372,8 @@ class LayerStore:
     def first(self, count: int) -> dict[str, Any]:
         """The first tokens of a prompt, in place, as a `kvbench.method.Prompt` names them."""
         keys, values = self.device.key[:, :, :count], self.device.value[:, :, :count]
-        return {"keys": keys, "values": values, "on_host": self.on_host(count)}
-
-    def on_host(self, count: int) -> Future[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The first `count` keys and values, [B, Hkv, count, D], where the home is the host."""
-        return None if self.host is None else Arrival(self.host, count)
+        on_host = None if self.host is None else Arrival(self.host, count)
+        return {"keys": keys, "values": values, "on_host": on_host}
 
     # -- evicting ----------------------------------------------------------------------------------
 

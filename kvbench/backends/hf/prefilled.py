@@ -8,7 +8,6 @@ pages alone that its method writes, where several go on side by side.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -95,8 +94,6 @@ class Prefilled:
         [B, vocabulary], of what comes after each row.
     lengths
         prompt tokens of each row.
-    seconds
-        what the prefill took.
     nbytes
         bytes of keys and values, and of what methods are shown beside them.
     copy_bytes
@@ -109,10 +106,9 @@ class Prefilled:
     """
 
     def __init__(
-        self, logits: torch.Tensor, recorded: Recorder, engine: Engine, start: float, copies: bool
+        self, logits: torch.Tensor, recorded: Recorder, engine: Engine, copies: bool
     ) -> None:
         chosen_tokens(logits)
-        self.seconds = time.perf_counter() - start
         self.logits, self.lengths, self._capacity = logits, engine.shape.lengths, engine.capacity
         self._recorded, self._windowed = recorded, engine.windowed
         tiers = [store.device for store in engine.stores.values()]
@@ -187,7 +183,7 @@ def prefill_once(
     copies
         who begins has a copy of the prompt, so that many go on side by side.
     """
-    start, needs = time.perf_counter(), list(needs)
+    needs = list(needs)
     shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
     refuse_recomputed(model, shape.lengths, max_new_tokens)
     recorder = Recorder(needs)
@@ -196,4 +192,4 @@ def prefill_once(
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = Template.of(tokenizer, "a replay").passes(prompts, replay)
         recorder.replays[replay] = replayed(model, engine, passes)
-    return Prefilled(logits, recorder, engine, start, copies)
+    return Prefilled(logits, recorder, engine, copies)

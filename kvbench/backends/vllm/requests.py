@@ -31,7 +31,7 @@ from kvbench.backends.vllm.plan import Plan
 from kvbench.backends.vllm.resting import RestingRequests
 from kvbench.backends.vllm.side import Seat, Side, SideTier, attend_some
 from kvbench.config import ConfigError, first_line
-from kvbench.engine.engine import Engine, TurnRows, surely_finite
+from kvbench.engine.engine import Engine, TurnTokens, surely_finite
 from kvbench.kernels.library import library
 from kvbench.memory.store import LayerStore
 from kvbench.method import Selection, Shape
@@ -253,11 +253,11 @@ class RequestEngine(Engine):
             self.take_in(self._behind[None], self._written)
         return out
 
-    def _written(self, layer: int, at: int) -> TurnRows:
+    def _written(self, layer: int, at: int) -> TurnTokens:
         """The next token's key and value, which vLLM has written; its query is not shown."""
         here = torch.tensor(self.stores[layer].lengths).expand(1, self.shape.kv_heads, 1)
         key, value = self._memory[layer].rows(self.table.of(layer), here)
-        return key[:, :, :0], key, value, None
+        return TurnTokens(key[:, :, :0], key, value)
 
     def end_pass(self) -> None:
         """Count the step that has ended."""
