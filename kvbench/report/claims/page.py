@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,35 +248,27 @@ def console(judgements: Sequence[Judged]) -> str:
     return "\n".join([*paragraphs, textwrap.fill(_summary(judgements), WIDTH)]) + "\n"
 
 
-HEADS = (
-    *("id", "claim", "source", "kind", "measured", "verdict"),
-    *("original", "design", "weaker", "superseded"),
-)
-
-
-def _rows(judgements: Sequence[Judged]) -> Iterator[list[list[str]]]:
-    """The cells of each claim's row, each the lines in it."""
-    for judgement in judgements:
-        claim = judgement.claim
-        cells = [
-            [claim.id],
-            [claim.claim],
-            [claim.source],
-            [claim.kind],
-            judgement.sentences,
-            [judgement.shown],
-        ]
-        yield [*cells, [claim.original], [claim.design], [claim.weaker], [claim.superseded.why]]
+def _rows(judgements: Sequence[Judged]) -> list[dict[str, list[str]]]:
+    """The cells of each claim's row by their heads, each the lines in it."""
+    return [
+        {
+            **{name: [getattr(one.claim, name)] for name in ("id", "claim", "source", "kind")},
+            "measured": one.sentences,
+            "verdict": [one.shown],
+            **{name: [getattr(one.claim, name)] for name in ("original", "design", "weaker")},
+            "superseded": [one.claim.superseded.why],
+        }
+        for one in judgements
+    ]
 
 
 def markdown(judgements: Sequence[Judged]) -> str:
     """A table with a row for each claim."""
-    rows = (["<br>".join(map(plain_markdown, cell)) for cell in row] for row in _rows(judgements))
-    lines = [HEADS, ["---"] * len(HEADS), *rows]
-    return (
-        "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        + f"\n\n{_summary(judgements)}\n"
-    )
+    rows = _rows(judgements)
+    lines = [[*rows[0]], ["---"] * len(rows[0])]
+    lines += [["<br>".join(map(plain_markdown, cell)) for cell in row.values()] for row in rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{table}\n\n{_summary(judgements)}\n"
 
 
 OF_CRITERIA = ("id", "claim", "setting", "verdict", "part", "part_verdict")
@@ -307,7 +299,7 @@ def csv_text(judgements: Sequence[Judged]) -> str:
 
 def html(judgements: Sequence[Judged]) -> str:
     """A page with one table; where a number is missing it has the command that measures it."""
-    return render("claims.html", heads=HEADS, rows=_rows(judgements), summary=_summary(judgements))
+    return render("claims.html", rows=_rows(judgements), summary=_summary(judgements))
 
 
 FORMATS = {"console": console, "markdown": markdown, "csv": csv_text, "html": html}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator
 from datetime import datetime
 
 from kvbench.report.claims.claim import Criterion
@@ -73,24 +73,19 @@ def _until(finding: Finding, bound: float) -> int:
 def minutes_a_sample(criterion: Criterion, runs: Runs | None) -> float | None:
     """What a sample of all arms took in these runs, in minutes.
 
-    Arms of scores ran side by side, those of times one after another. None where no run says it: of
-    files, and of runs without the times at which they began and ended.
+    Arms of scores ran side by side, those of times one after another, and a repeat is a run. None
+    where no run says it: of files, and of runs without the times at which they began and ended.
     """
     if criterion.kind != "runs":
         return None
-    timed = is_time(criterion.spec["value"])
-    minutes = list(_minutes(criterion, runs, timed))
-    return (sum if timed else max)(minutes) if minutes and all(minutes) else None
-
-
-def _minutes(criterion: Criterion, runs: Runs | None, timed: bool) -> Iterator[float]:
-    """Of each arm the minutes of a sample, of timed ones of a repeat, which is a run."""
-    for words in (arm for arms in arms_of(criterion.spec).values() for arm in arms):
-        chosen = runs_of(runs, criterion.spec["bed"], words, timed)
+    spec, minutes = criterion.spec, list[float]()
+    timed = is_time(spec["value"])
+    for words in itertools.chain(*arms_of(spec).values()):
+        chosen = runs_of(runs, spec["bed"], words, timed)
         spans = [] if isinstance(chosen, Missing) else [_span(run) for run in chosen]
-        yield sum(span for span, _ in spans) / max(
-            1, len(spans) if timed else sum(count for _, count in spans)
-        )
+        count = len(spans) if timed else sum(samples for _, samples in spans)
+        minutes.append(sum(span for span, _ in spans) / max(1, count))
+    return (sum if timed else max)(minutes) if minutes and all(minutes) else None
 
 
 def _span(run: Run) -> tuple[float, int]:

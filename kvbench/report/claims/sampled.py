@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from kvbench.config import show
 from kvbench.report.claims.claim import beds
@@ -41,52 +43,16 @@ USUAL = {
     "kv": "native",
     "method.protect": "0.0",
 }
-
 SHARED_KEYS = ("kv", "dense_layers")  # of arms that are compared, where they do not ask for it
-
 ROLES = ("of", "less", "over", "among")
-
 # how the values begin that a disturbed machine spoils
 TIMES = ("tpot_ms", "breakdown_ms", "ttft_s", "tt2t_s")
+# Of an arm's samples: the seed of each or the word for its content, its id, its group, its value,
+# and the number that divides it (NaN: none does).
+KEYS = ["which", "id"]
+READINGS = [*KEYS, "group", "value", "below"]
 
-Key = tuple[str, str]  # the seed of a sample or the word for its content, and its id
-
-
-class Reading(NamedTuple):
-    """What one sample says.
-
-    Attributes
-    ----------
-    group
-        of the sample.
-    value
-        of it.
-    below
-        the number that divides it; NaN where none does.
-    """
-
-    group: str
-    value: float
-    below: float = float("nan")
-
-
-class Compared(NamedTuple):
-    """Samples that count.
-
-    Attributes
-    ----------
-    values
-        [n] of each group of samples, less those of another arm where a criterion asks for it.
-    below
-        likewise what divides them; [] where nothing does.
-    used_share, taken
-        as of `Finding`.
-    """
-
-    values: list[np.ndarray]
-    below: list[np.ndarray]
-    used_share: float
-    taken: float
+Arms = dict[str, dict[str, list[Run]]]  # runs by the role of their arm, and its words
 
 
 def sampled(
@@ -94,45 +60,33 @@ def sampled(
 ) -> Finding | Missing:
     """The number that a criterion asks for, with its interval of this coverage."""
     arms, command = arms_of(spec), beds()[spec["bed"]].command
-    by_role = _by_role(runs, spec)
-    if isinstance(by_role, Missing):
-        return by_role
+    by_role: Arms = {}
+    for role, words in ((role, words) for role, some in arms.items() for words in some):
+        arm = runs_of(runs, spec["bed"], words, times=is_time(_value(role, spec)))
+        if isinstance(arm, Missing):
+            return arm
+        if all(run.is_unbounded for run in arm):
+            return Missing(f"the budget of {words} never applied: every step attended all tokens")
+        by_role.setdefault(role, {})[words] = arm
     chosen = {words: arm for role in by_role.values() for words, arm in role.items()}
     if mismatch := _differing(spec, chosen):
         return mismatch
-    compared = _compared(spec, by_role)
-    if not compared.values:
+    compared, used_share, taken = _compared(spec, by_role)
+    if not len(compared):
         return Missing(f"no sample of {' '.join(arms['of'][0].split())} that counts; {command}")
     divides = np.all if "interval" in spec else np.any
-    if compared.below and not divides(np.concatenate(compared.below)):
+    if compared["below"].notna().any() and not divides(compared["below"]):
         words = " or ".join(arms.get("over", arms["of"]))
         return Missing(f"{words} has 0 there, which divides nothing; {command}")
     finding = _finding(spec, compared, coverage)
-    n = round(finding.n / compared.used_share)
+    n = round(finding.n / used_share)
     notes = [_unbounded(words, arm) for words, arm in chosen.items()]
     if len({run.shares_decode for arm in chosen.values() for run in arm}) > 1:
         notes.insert(0, "some of these arms decoded together with others, some alone")
     if "among" in arms:
         notes.insert(0, f"over the {finding.n} of {n} that {arms['among'][0]} answers")
-    note, share = "; ".join(filter(None, notes)), compared.used_share
-    return finding._replace(n=n, note=note, used_share=share, taken=compared.taken)
-
-
-def _by_role(
-    runs: Runs | None, spec: Mapping[str, Any]
-) -> dict[str, dict[str, list[Run]]] | Missing:
-    """The runs of each arm, by its role in the number and its words; or why one has none."""
-    by_role: dict[str, dict[str, list[Run]]] = {}
-    for role, arms in arms_of(spec).items():
-        for words in arms:
-            arm = runs_of(runs, spec["bed"], words, times=is_time(_value(role, spec)))
-            if isinstance(arm, Missing):
-                return arm
-            if all(run.is_unbounded for run in arm):
-                why = f"the budget of {words} never applied: every step attended all tokens"
-                return Missing(why)
-            by_role.setdefault(role, {})[words] = arm
-    return by_role
+    note = "; ".join(filter(None, notes))
+    return finding._replace(n=n, note=note, used_share=used_share, taken=taken)
 
 
 def _value(role: str, spec: Mapping[str, Any]) -> str:
@@ -142,19 +96,17 @@ def _value(role: str, spec: Mapping[str, Any]) -> str:
 
 def _unbounded(words: str, arm_runs: Sequence[Run]) -> str:
     """In how many samples of an arm the budget never applied, in words; "" for none."""
-    count = sum(
-        int(run.arm["unbounded_samples"])
-        for run in arm_runs
-        if not missing(run.arm["unbounded_samples"])
-    )
+    counts = [run.arm["unbounded_samples"] for run in arm_runs]
+    count = sum(int(of_run) for of_run in counts if not missing(of_run))
     total = sum(run.arm["n"] for run in arm_runs)
     return f"the budget of {words} never applied in {count} of {total} samples" if count else ""
 
 
-def _compared(
-    spec: Mapping[str, Any], by_role: Mapping[str, Mapping[str, Sequence[Run]]]
-) -> Compared:
-    """The samples that all arms have, by group."""
+def _compared(spec: Mapping[str, Any], by_role: Arms) -> tuple[pd.DataFrame, float, float]:
+    """The samples that all arms have, less or over another arm's.
+
+    Also `used_share` and `taken`, as of `Finding`.
+    """
     readings = {
         role: [
             _readings(arm, _value(role, spec), spec.get("lengths", []), role == "of")
@@ -162,46 +114,36 @@ def _compared(
         ]
         for role, arms in by_role.items()
     }
-    ours, used_share = readings["of"][0], 1.0
+    ours, used_share, taken = readings["of"][0], 1.0, 1.0
     if "among" in readings:
-        reference = readings["among"][0]
-        both = ours.keys() & reference.keys()
-        ours = {key: ours[key] for key in both if reference[key].value == 100}
-        used_share = len(ours) / max(1, len(both))
+        reference = readings["among"][0]["value"].reindex(ours.index).dropna()
+        ours = ours.loc[reference.index[reference == 100]]
+        used_share = len(ours) / max(1, len(reference))
     others = readings.get("less") or readings.get("over") or [ours]
-    shared = (key for key in ours if all(key in other for other in others))
-    keys = sorted(shared, key=lambda key: (ours[key].group, key[1], key[0]))
-    theirs, taken = others[0], 1.0
+    shared = reduce(pd.Index.intersection, (other.index for other in others), ours.index)
+    ours = ours.loc[shared].sort_values(["group", "id", "which"])
+    theirs = others[0]
     if len(others) > 1:
-        theirs = max(others, key=lambda other: sum(other[key].value for key in keys[::2]))
-        taken, keys = len(keys) / max(1, len(keys[1::2])), keys[1::2]
-    groups = dict.fromkeys(ours[key].group for key in keys)
-    strata = [[key for key in keys if ours[key].group == group] for group in groups]
-    values, below = _arrays(ours, strata, "value"), _arrays(theirs, strata, "value")
+        theirs = max(others, key=lambda other: sum(other["value"].loc[ours.index[::2]]))
+        taken, ours = len(ours) / max(1, len(ours) // 2), ours[1::2]
+    beside = theirs["value"].loc[ours.index]
     if "less" in readings:
-        values = [value - other for value, other in zip(values, below, strict=True)]
-    if "over" not in readings:
-        below = _arrays(ours, strata, "below") if "/" in spec["value"] else []
-    return Compared(values, below, used_share, taken)
+        ours = ours.assign(value=ours["value"] - beside)
+    return ours.assign(below=beside) if "over" in readings else ours, used_share, taken
 
 
-def _arrays(
-    readings: Mapping[Key, Reading], strata: Sequence[Sequence[Key]], name: str
-) -> list[np.ndarray]:
-    """This field of the readings in each stratum."""
-    return [np.array([getattr(readings[key], name) for key in stratum]) for stratum in strata]
-
-
-def _finding(spec: Mapping[str, Any], compared: Compared, coverage: float) -> Finding:
+def _finding(spec: Mapping[str, Any], compared: pd.DataFrame, coverage: float) -> Finding:
     """The number with its interval of this coverage."""
-    values, below = compared.values, compared.below
+    strata = [group for _, group in compared.groupby("group")]
+    values, below = ([group[name].to_numpy() for group in strata] for name in ("value", "below"))
+    is_ratio = bool(compared["below"].notna().any())
     if "interval" in spec:
         # of a ratio the samples' own
-        every = np.concatenate(values) / (np.concatenate(below) if below else 1.0)
+        every = np.concatenate(values) / (np.concatenate(below) if is_ratio else 1.0)
         if spec["interval"] == "range":
             return ranged(every)
         return estimated(estimate([every], coverage))
-    if below:
+    if is_ratio:
         return estimated(ratio(values, below, coverage))
     if spec["value"] != "score":
         return estimated(estimate(values, coverage))
@@ -243,6 +185,14 @@ def runs_of(runs: Runs | None, bed: str, words: str, times: bool) -> list[Run] |
     return chosen
 
 
+def _matches(settings: Mapping[str, Any], required: Mapping[str, str]) -> bool:
+    """Whether a run has these settings; a key that it does not have has its usual value."""
+    return all(
+        value == (USUAL.get(key, "null") if missing(settings.get(key)) else show(settings[key]))
+        for key, value in required.items()
+    )
+
+
 def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> Missing | None:
     """Why arms cannot be compared: they differ in what neither they nor the bed ask for.
 
@@ -260,7 +210,8 @@ def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> 
         kind |= {f"task's data of seed {seed}": of_seed[seed] for seed in seeds}
         kinds.append({key: value for key, value in kind.items() if key not in named})
         if is_time(spec["value"]):
-            kinds[-1]["machine"] = " as well as ".join(_machines(arm))
+            timed = [line for run in arm for line in run.samples() if not is_disturbed(line)]
+            kinds[-1]["machine"] = " as well as ".join(sorted(by_machine(timed)))
     command = beds()[spec["bed"]].command
     for key in sorted(set().union(*kinds)):
         values = {words: kind.get(key) for words, kind in zip(chosen, kinds, strict=True)}
@@ -272,37 +223,25 @@ def _differing(spec: Mapping[str, Any], chosen: Mapping[str, Sequence[Run]]) -> 
     return None
 
 
-def _machines(runs: Sequence[Run]) -> list[str]:
-    """On which machines, with how many threads, the times of these runs were taken."""
-    records = [record for run in runs for record in run.samples() if not is_disturbed(record)]
-    return sorted(by_machine(records))
-
-
-def _matches(settings: Mapping[str, Any], required: Mapping[str, str]) -> bool:
-    """Whether a run has these settings; a key that it does not have has its usual value."""
-    for key, value in required.items():
-        setting = settings.get(key)
-        shown = USUAL.get(key, "null") if missing(setting) else show(setting)
-        if shown != value:
-            return False
-    return True
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def _readings(
     chosen: Sequence[Run], value: str, lengths: Sequence[int], failures: bool
-) -> dict[Key, Reading]:
-    """What the samples of an arm say.
+) -> pd.DataFrame:
+    """What the samples of an arm say, with columns `READINGS`.
 
     Of samples that are the same under several seeds the first counts. A failed sample has no value,
     except a score of 0 with `failures`; in an arm that others are compared with it has none at all.
     Times of a disturbed machine are left out.
     """
-    readings: dict[Key, Reading] = {}
+    frames = []
     for run in chosen:
-        seed = show(run.settings["seed"])
-        contents = dict(zip(run.scores.ids, run.scores.contents, strict=True))
         scores = dict(zip(run.scores.ids, run.scores.values, strict=True))
-        of_run: dict[Key, Reading] = {}
+        contents = dict(zip(run.scores.ids, map(str, run.scores.contents), strict=True))
+        seed, lines = show(run.settings["seed"]), []
+        # repeats of a time are samples; a text that several seeds share is one
+        by_seed = run.is_timed or len(lengths) > 1
         for record in run.samples():
             length = (record.get("meta") or {}).get("length")
             if (lengths and length not in lengths) or (is_time(value) and is_disturbed(record)):
@@ -311,14 +250,14 @@ def _readings(
                 continue
             id = record.get("sample") or record["id"]
             if numbers := [float(scores[id])] if value == "score" else _numbers(record, value):
-                of_run[seed, id] = Reading(str(record.get("group") or ""), *numbers)
-        if len(lengths) > 1:
-            of_run = _growth(of_run, seed, lengths, run)
-        elif not run.is_timed:
-            # repeats of a time are samples; a text that several seeds share is one
-            of_run = {(str(contents[id]), id): reading for (_, id), reading in of_run.items()}
-        readings = of_run | readings
-    return readings
+                which, group = seed if by_seed else contents[id], str(record.get("group") or "")
+                lines.append((which, id, group, *numbers, np.nan)[: len(READINGS)] + (length,))
+        of_run = pd.DataFrame(lines, columns=[*READINGS, "length"]).drop_duplicates(
+            KEYS, keep="last"
+        )
+        frames.append(_growth(of_run, seed, lengths) if len(lengths) > 1 else of_run)
+    every = pd.concat(frames)[READINGS].drop_duplicates(KEYS).set_index(KEYS)
+    return every.astype({"value": float, "below": float})
 
 
 def is_time(value: str) -> bool:
@@ -326,36 +265,27 @@ def is_time(value: str) -> bool:
     return value.startswith(TIMES)
 
 
-def _growth(
-    readings: Mapping[Key, Reading], seed: str, lengths: Sequence[int], run: Run
-) -> dict[Key, Reading]:
+def _growth(readings: pd.DataFrame, seed: str, lengths: Sequence[int]) -> pd.DataFrame:
     """What a value grows by from the first of two lengths to the second, mean over repeats."""
-    length = {record["id"]: record["meta"]["length"] for record in run.samples()}
-    of = [
-        [reading.value for (_, id), reading in readings.items() if length[id] == tokens]
-        for tokens in lengths
-    ]
-    return (
-        {(seed, "growth"): Reading("", statistics.fmean(of[1]) - statistics.fmean(of[0]))}
-        if all(of)
-        else {}
-    )
+    of = [readings["value"][readings["length"] == tokens] for tokens in lengths]
+    if not all(map(len, of)):
+        return readings[:0]
+    grown = statistics.fmean(of[1]) - statistics.fmean(of[0])
+    return pd.DataFrame([(seed, "growth", "", grown, np.nan)], columns=READINGS)
 
 
 def _numbers(record: Record, value: str) -> list[float]:
     """The number of a sample at a path, or the two numbers of "A / B".
 
-    [] where one is not there, or the second is 0.
+    [] where one is not there, or the second is 0. Of "B + C" all but the first may be missing.
     """
-    numbers = [_sum(record, paths.split(" + ")) for paths in value.split(" / ")]
-    present = [number for number in numbers if number is not None]
-    return present if len(present) == len(numbers) and present[1:] != [0] else []
-
-
-def _sum(record: Record, paths: Sequence[str]) -> float | None:
-    """The sum of a sample's numbers at these paths, of which all but the first may be missing."""
-    first, *more = (_number(record, path) for path in paths)
-    return None if first is None else first + sum(number or 0.0 for number in more)
+    numbers = []
+    for paths in value.split(" / "):
+        first, *more = (_number(record, path) for path in paths.split(" + "))
+        if first is None:
+            return []
+        numbers.append(first + sum(number or 0.0 for number in more))
+    return numbers if numbers[1:] != [0] else []
 
 
 def _number(record: Record, path: str) -> float | None:
