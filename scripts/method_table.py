@@ -16,7 +16,6 @@ import numpy as np
 from kvbench.config import choices
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
-from kvbench.report.data.sizes import bytes_read
 from kvbench.report.data.stats import estimate
 from kvbench.runs.quantities import MIB
 
@@ -80,7 +79,7 @@ def _method_row(method: str, run: Run | None, ids: set[str], runs: Runs) -> Meth
     if run is None:
         return MethodRow(None, None, None, scores)
     kl = estimate([run.scores.kl[np.isin(run.scores.ids, list(ids))]])
-    stored_bytes, read = run.arm["device_kv_bytes"], bytes_read(run)
+    stored_bytes, read = run.arm["device_kv_bytes"], run.bytes_read
     amounts = (None if missing(amount) else amount for amount in (stored_bytes, read))
     return MethodRow(kl[:3], *amounts, scores, run.is_unbounded)
 

@@ -20,7 +20,6 @@ from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect
 from kvbench.report.data.papers import PaperTable
 from kvbench.report.data.shared import most_shared
-from kvbench.report.data.sizes import bytes_stored
 from kvbench.report.data.style import style_of
 from kvbench.report.figures import all as figures
 from kvbench.report.figures import published as diagonal
@@ -78,7 +77,7 @@ def test_bytes_are_compared_on_the_samples_that_both_have(tmp_path: Path) -> Non
     }
     stored(tmp_path, "full", None, list(both.values()))
     stored(tmp_path, "quest", 64, [both["short"]])
-    assert [bytes_stored(run) for run in collect([tmp_path])] == [1024, 1024]
+    assert [run.bytes_stored for run in collect([tmp_path])] == [1024, 1024]
 
 
 def test_the_front_of_bytes_held_is_one_for_all_methods_and_ways_to_hold_keys(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from kvbench.report.claims.page import DECIDING
 from kvbench.report.claims.verdict import Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.site.board import board
-from kvbench.report.site.chart import charts
+from kvbench.report.site.chart import chart_of
 from kvbench.report.site.claims import AGAINST, ITS_PAPER, by_side, claim_pages, look
-from kvbench.report.site.front import Answer, Matrix, front
+from kvbench.report.site.front import front
 from kvbench.report.site.methods import results as results_of
 from kvbench.report.site.pages import File, Page
 from kvbench.report.site.paired import holm, verdicts
@@ -67,7 +67,7 @@ def data_of(pages: Iterator[File | Page], path: str) -> dict[str, Any]:
     return next(page.data for page in pages if isinstance(page, Page) and page.path == path)
 
 
-def answers_of(folder: Path) -> dict[int, Answer]:
+def answers_of(folder: Path) -> dict[int, Any]:
     """The first page's answers by share, on runs of one set of samples."""
     groups = data_of(front(site_of(folder)), "index.html")["groups"]
     return {answer.share: answer for group in groups for answer in group.answers}
@@ -311,7 +311,7 @@ def test_arms_of_other_samples_machines_and_protocols_are_not_ranked_together(tm
     lines = {line["method"]: line for line in csv.DictReader(io.StringIO(table)) if line["question"] == "with"}
     assert float(lines["snapkv"]["tpot_ms_p50"]) == 4 and lines["snapkv"]["machine"] == "another, 2 threads"
     rows = [row for row in site.rows if row.method == "h2o"]
-    chart = charts("", rows, rows)
+    chart = chart_of("", rows, rows)
     assert chart is not None and [len(line.points) for line in chart.lines] == [2], "a line is of the same samples"
 
 
@@ -331,7 +331,7 @@ def test_a_win_matrix_is_of_one_budget_and_each_pair_of_the_same_samples(tmp_pat
         arm(tmp_path, method, of_method)
     stored(tmp_path, "quest", 128, [record(f"s{n}", "", 1.0) for n in range(24)])
     (matrix,) = data_of(front(site_of(tmp_path)), "wins.html")["matrices"]
-    assert isinstance(matrix, Matrix) and matrix.budget == "64" and matrix.pairs >= 3
+    assert matrix.budget == "64" and matrix.pairs >= 3
     assert [row.method for row in matrix.rows] == ["full", "quest", "snapkv"]
     assert matrix.words == [["", "not shown", "better"], ["not shown", "", "better"], ["worse", "worse", ""]]
 

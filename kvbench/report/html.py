@@ -5,7 +5,7 @@ Templates get plain data; all that they print is escaped. Nothing of a page is f
 
 from __future__ import annotations
 
-import base64
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from kvbench.report.data.run import SkippedRun
 from kvbench.report.data.table import NONE
 from kvbench.report.tables.cells import ReportTable
-from kvbench.report.tables.formats import NOT_RUN, Grid, grid
+from kvbench.report.tables.formats import NOT_RUN, grid
 from kvbench.runs.quantities import is_number
 
 if TYPE_CHECKING:
@@ -45,35 +45,6 @@ def environment() -> Environment:
 def render(template: str, **data: Any) -> str:
     """A page by the template of this name."""
     return environment().get_template(template).render(data)
-
-
-class HtmlCell(NamedTuple):
-    """A cell of a table.
-
-    Attributes
-    ----------
-    text
-        what it shows.
-    column
-        its number; labels come first.
-    value
-        what it is sorted by, "" for a cell without a number or a name.
-    run
-        id of the run whose outputs it leads to, or "".
-    """
-
-    text: str
-    column: int = 0
-    value: str = ""
-    run: str = ""
-
-
-class HtmlLine(NamedTuple):
-    """A printed line: labels of the row (in its first line alone), of the value, and cells."""
-
-    labels: list[HtmlCell]
-    value: tuple[str, ...]
-    cells: list[HtmlCell]
 
 
 class Outputs(NamedTuple):
@@ -111,13 +82,18 @@ def page(
     outputs
         of runs, to which their scores lead.
     """
+    from kvbench.report.figures.all import drawn
+
     ids = {some.id for some in outputs}
     return render(
         "report.html",
         title=title,
         intro=intro,
         tables=[_shown(table, ids) for table in tables],
-        figures={name: (caption, _encoded(figure)) for name, (caption, figure) in figures.items()},
+        figures={
+            name: (caption, b64encode(drawn(figure, "svg")).decode())
+            for name, (caption, figure) in figures.items()
+        },
         outputs=outputs,
         lists={
             "runs left out": [f"{path}: {why}" for path, why in skipped],
@@ -160,35 +136,41 @@ def outputs_of(name: str, id: str, metric: str, records: Sequence[Mapping[str, A
 
 
 def _shown(table: ReportTable, outputs: set[str]) -> dict[str, Any]:
+    """A table as its template prints it.
+
+    Of each row the lines, one a value: labels of the row (in its first line alone), the label of
+    the value, and cells. A cell has its text, its column (labels come first), `value`, what it is
+    sorted by, and `run`, the id of the run whose outputs it leads to, or "".
+    """
     whole = grid(table)
-    # A paper's rows have no name for their labels, and are sorted by them all the same.
-    heads = (whole.head[0] or "row", *whole.head[1:], *whole.columns)
-    rows = [_lines(table, whole, row, outputs) for row in range(len(whole.rows))]
+    rows = []
+    for row, printed in enumerate(whole.rows):
+        labels, lines = len(table.rows[row]), []
+        for number, line in enumerate(printed):
+            first = [_cell(label, i) for i, label in enumerate(line.labels[:labels])]
+            cells = []
+            for column, text in enumerate(line.texts):
+                # A score is the first of a cell's lines, or of the values of a row.
+                is_score = number == 0 and (table.columns != [""] or column == 0)
+                cell = table.cells.get((row, column)) if is_score else None
+                run = Path(cell.run).name if cell else ""
+                cells.append(_cell(text, column + len(whole.head), run if run in outputs else ""))
+            value = line.labels[labels:]
+            lines.append({"labels": [] if number else first, "value": value, "cells": cells})
+        rows.append(lines)
     return {
         "id": table.id,
         "title": table.title,
-        "heads": heads,
+        # A paper's rows have no name for their labels, and are sorted by them all the same.
+        "heads": (whole.head[0] or "row", *whole.head[1:], *whole.columns),
         "labels": len(whole.head),
         "rows": rows,
         "notes": table.notes,
     }
 
 
-def _lines(table: ReportTable, whole: Grid, row: int, outputs: set[str]) -> list[HtmlLine]:
-    """The lines of a row, one for each of its values."""
-    labels, lines = len(table.rows[row]), []
-    for number, line in enumerate(whole.rows[row]):
-        first = [HtmlCell(label, i, _value(label)) for i, label in enumerate(line.labels[:labels])]
-        cells = []
-        for column, text in enumerate(line.texts):
-            # A score is the first of a cell's lines, or of the values of a row.
-            is_score = number == 0 and (table.columns != [""] or column == 0)
-            cell = table.cells.get((row, column)) if is_score else None
-            run = Path(cell.run).name if cell else ""
-            place = column + len(whole.head)
-            cells.append(HtmlCell(text, place, _value(text), run if run in outputs else ""))
-        lines.append(HtmlLine([] if number else first, line.labels[labels:], cells))
-    return lines
+def _cell(text: str, column: int, run: str = "") -> dict[str, Any]:
+    return {"text": text, "column": column, "value": _value(text), "run": run}
 
 
 def _value(text: str) -> str:
@@ -200,9 +182,3 @@ def _value(text: str) -> str:
         return str(float(first) / (100 if text.endswith(" %") else 1))
     except ValueError:
         return text
-
-
-def _encoded(figure: Figure) -> str:
-    from kvbench.report.figures.all import drawn
-
-    return base64.b64encode(drawn(figure, "svg")).decode()

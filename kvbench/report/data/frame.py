@@ -99,7 +99,10 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
             older, run = sorted(
                 (runs_by_settings[key], run), key=lambda candidate: candidate.arm["updated"]
             )
-            other = ", on other data of that name" if _differs(older.scores, run.scores) else ""
+            contents = dict(zip(older.scores.ids, older.scores.contents, strict=True))
+            theirs = zip(run.scores.ids, run.scores.contents, strict=True)
+            differs = any(contents.get(id, content) != content for id, content in theirs)
+            other = ", on other data of that name" * differs
             skipped.append(
                 SkippedRun(
                     older.arm["path"], f"an older run of the same arm as {run.arm['path']}{other}"
@@ -112,15 +115,6 @@ def collect(folders: Sequence[Path], unfinished: bool = False) -> Runs:
 def gathered(runs: Iterable[Run], skipped: list[SkippedRun]) -> Runs:
     """Runs that were read apart, beside each other; none is taken for another's newer one."""
     return _framed([_Read(run.arm, run.settings, run.scores) for run in runs], skipped)
-
-
-def _differs(older: Scores, newer: Scores) -> bool:
-    """Whether what has one name is two samples."""
-    contents = dict(zip(older.ids, older.contents, strict=True))
-    return any(
-        contents.get(id, content) != content
-        for id, content in zip(newer.ids, newer.contents, strict=True)
-    )
 
 
 def _framed(runs: Sequence[_Read], skipped: list[SkippedRun]) -> Runs:

@@ -7,6 +7,7 @@ sample, so that what makes all methods' samples hard or easy drops out.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -33,6 +34,7 @@ from kvbench.runs.stored import Record, samples_so_far
 from kvbench.runs.summary import by_machine, summarise, summarise_repeats
 
 YARDSTICK = "full"  # the method that all others are compared with
+CONTROL = "random"  # as many tokens as a method keeps, over which its score is a gain
 PROTOCOL = ("accounting", "dense_layers", "chat", "prefill_chunk", "question", "generated", *GREEDY)
 # settings that the length and batch of a timed cell stand for
 CELL = {"task.lengths", "task.batch", "task.repeats"}
@@ -255,21 +257,14 @@ class Run:
     # -- what it stored, read anew
 
     def samples(self) -> list[Record]:
-        """All that is stored of each sample.
+        """All that is stored of each of its samples, read anew.
 
         Raises
         ------
         ResultsError
             a line is damaged.
         """
-        return [
-            record for path in self.arm["paths"] for record in samples_so_far(Path(path)).values()
-        ]
-
-    def timed_samples(self) -> list[Record]:
-        """The samples that were timed on the machine that its times are of."""
-        machines = by_machine(self.samples())
-        return machines.get(self.arm["device_name"]) or machines.get("", [])
+        return self.records_of(frozenset(self.scores.keys))
 
     def line(self, records: Sequence[Record]) -> dict[str, Any]:
         """Its line of `Runs.arms`, of these of its samples alone."""
@@ -301,7 +296,9 @@ class Run:
         """All that is stored of its samples with these keys (`Scores.keys`)."""
         return [
             record
-            for seed, path in zip(dict.fromkeys(self.scores.seeds), self.arm["paths"], strict=True)
+            for seed, path in zip(
+                str(self.settings["seed"]).split(", "), self.arm["paths"], strict=True
+            )
             for record in samples_so_far(Path(path)).values()
             if (seed, record.get("sample") or record["id"]) in keys
         ]
@@ -471,26 +468,86 @@ class Run:
         the newest. None where these have no two of the samples, and some of each group. Samples
         that failed there are left out: nothing is known of them.
         """
+        differences, scores = self.differences(others, kl), self.scores
+        strata = [scores.valid_values(differences, rows) for rows in scores.strata(groups)]
+        comparison = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
+        return comparison if comparison is not None and comparison.low is not None else None
+
+    def differences(self, others: Sequence[Run], kl: bool = False) -> np.ndarray:
+        """[n] each sample's score, or KL, less that of other runs; NaN where they lack it."""
         values_by_sample = {
-            (seed, id): value
+            key: value
             for run in sorted(others, key=lambda run: (run.arm["n"], run.arm["updated"]))
-            for seed, id, value, lost in zip(
-                run.scores.seeds, run.scores.ids, run.scores.of(kl), run.scores.failed, strict=True
+            for key, value, lost in zip(
+                run.scores.keys, run.scores.of(kl), run.scores.failed, strict=True
             )
             if not lost
         }
-        scores = self.scores
-        other = np.array(
-            [
-                values_by_sample.get(key, np.nan)
-                for key in zip(scores.seeds, scores.ids, strict=True)
-            ]
+        other = [values_by_sample.get(key, np.nan) for key in self.scores.keys]
+        return self.scores.of(kl) - np.array(other, dtype=float)
+
+    @property
+    def protected(self) -> float:
+        """The share of C that it keeps at each end of the prompt; 0 where its method does not."""
+        share = self.settings.get("method.protect")
+        return 0.0 if missing(share) else float(share)  # type: ignore[arg-type]
+
+    def control(self, among: Iterable[Run]) -> Run | None:
+        """The run of random tokens on the same samples with the same budget, counted alike.
+
+        None without one. Of several that which protects most of the prompt's ends, then without
+        probes, with the most samples, the newest.
+        """
+
+        def counted(run: Run) -> list[str]:
+            return list(map(run.label, ("budget", "kv", *OF_SPARSE)))
+
+        def rank(run: Run) -> tuple[Any, ...]:
+            arm = run.arm
+            return run.protected, not arm["probe_every"], arm["n"], arm["updated"]
+
+        controls = (run for run in among if run.arm["method"] == CONTROL and run.kind == self.kind)
+        return max(
+            (run for run in controls if counted(run) == counted(self)), key=rank, default=None
         )
-        strata = [
-            scores.valid_values(scores.of(kl) - other, rows) for rows in scores.strata(groups)
-        ]
-        comparison = (estimate if kl else difference)(strata) if all(map(len, strata)) else None
-        return comparison if comparison is not None and comparison.low is not None else None
+
+    # -- its bytes, by its audit and that of full attention
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes of KV that a decode step reads on average; NaN where its audit does not say.
+
+        What is attended in all layers, as it is held (`kv=`), and what the method scanned of the
+        stored keys. What a method reads of an index of its own is in no audit.
+        """
+        attended, scanned = (self.arm[f"{name}_bytes_per_step"] for name in ("attended", "read"))
+        if missing(attended):
+            return math.nan
+        return float(attended + (0.0 if missing(scanned) else scanned))
+
+    @property
+    def bytes_stored(self) -> float:
+        """Bytes that it holds for each token of the context.
+
+        Keys and values of both tiers and the index count. NaN where the run does not say, where
+        full attention does not say how many tokens there are, and where a sample failed, as it may
+        be the longest.
+        """
+        if (full_run := self.full()) is None:
+            return math.nan
+        arm, full = self.on_samples_of(full_run), full_run.on_samples_of(self)
+        tokens = full["attended_max"]
+        if missing(arm["device_kv_bytes"]) or missing(tokens) or arm["failed"] or full["failed"]:
+            return math.nan
+        sizes = [arm[name] for name in ("device_kv_bytes", "host_bytes", "index_bytes")]
+        held = sum(0 if missing(size) else size for size in sizes)
+        return float(held / tokens / self.settings["batch"])
+
+    @property
+    def share_of_full(self) -> float:
+        """Percent of the bytes that full attention holds natively; NaN where it is not known."""
+        full = self.full()
+        return 100 * self.bytes_stored / full.bytes_stored if full else math.nan
 
     def marks(self, groups: tuple[str, ...] = ()) -> str:
         """The letters of `MARKS` for the score, without those that a table adds (g, m)."""

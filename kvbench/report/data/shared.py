@@ -1,4 +1,4 @@
-"""Runs on the samples that they share: what a picture joins or ranks is of the same prompts."""
+"""Runs on a part of their samples: what a picture joins or ranks is of the same prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pandas as pd
 from kvbench.report.data.run import Run, Runs, SampleKey, is_shared
 from kvbench.report.data.stats import FEWEST
 from kvbench.runs.stored import Record
+from kvbench.runs.summary import answers_of
 from kvbench.tasks.fidelity import Fidelity
 
 Part = frozenset[SampleKey]
@@ -94,3 +95,33 @@ def _note(rivals: Sequence[Run], shared: Part, longer: Sequence[Run], without: i
     words += f", of up to {most}" if longer else ""
     lacking = f"; without {without} run{'s' * (without > 1)} that lack{'s' * (without == 1)} some"
     return f"{words}{lacking}" if without else words
+
+
+def by_length(runs: Runs) -> dict[int | None, Runs]:
+    """The runs at each length of prompts, with the samples of that length alone.
+
+    Bytes of a run over several lengths are of its longest prompt, while its scores and KL are means
+    over all of them; at one length both are of the same samples. Runs of one length are under None,
+    as they are.
+    """
+    parts: dict[int | None, list[tuple[Run, list[Record] | None]]] = {}
+    for run in runs:
+        lengths = str(run.settings.get("task.lengths", "")).strip("[]").split(",")
+        if run.is_timed or len(lengths) < 2:
+            parts.setdefault(None, []).append((run, None))
+            continue
+        records: dict[int, list[Record]] = {}
+        for record in run.samples():
+            records.setdefault(record["meta"]["length"], []).append(record)
+        for length, length_records in sorted(records.items()):
+            parts.setdefault(length, []).append((run, length_records))
+    return {length: _part(runs, part) for length, part in parts.items()}
+
+
+def _part(runs: Runs, part: list[tuple[Run, list[Record] | None]]) -> Runs:
+    restricted = {}
+    for run, records in part:
+        if records is not None:
+            ids = {answers[0].get("sample") or answers[0]["id"] for answers in answers_of(records)}
+            restricted[run.index] = np.array([id in ids for id in run.scores.ids]), records
+    return runs.only(run for run, _ in part).restricted(restricted)

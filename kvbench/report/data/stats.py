@@ -105,7 +105,10 @@ def mean_score(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Esti
     n = len(shares) ** 2 / sum(1 / len(values) for values in shares)
     width = student(math.inf, coverage) ** 2 / n  # z^2 / n, by which Wilson's interval goes
     if mean * (1 - mean) > 1e-12 and not (len(shares) == 1 and np.isin(shares[0], (0, 1)).all()):
-        dispersion = min(1.0, CAUTION * _dispersion(np.concatenate(shares)) or 1.0)
+        every = np.concatenate(shares)
+        # their variance over that of 0/1 shares of the same mean
+        dispersion = float(every.var()) / (float(every.mean()) * (1 - float(every.mean())))
+        dispersion = min(1.0, CAUTION * dispersion or 1.0)
         spread = _spread(shares, mean, dispersion)
         own = student(spread.degrees, coverage) ** 2 * spread.variance / (mean * (1 - mean))
         width = min(width, own)  # no scores vary more than those that are 0 or 1
@@ -118,12 +121,6 @@ def mean_score(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Esti
         max(100 * mean, min(100.0, high)),
         sum(map(len, strata)),
     )
-
-
-def _dispersion(shares: np.ndarray) -> float:
-    """The variance of shares of 0 to 1 over that of 0/1 shares of the same mean."""
-    mean = float(shares.mean())
-    return float(shares.var()) / (mean * (1 - mean))
 
 
 def difference(strata: Sequence[np.ndarray], coverage: float = COVERAGE) -> Estimate:

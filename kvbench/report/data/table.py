@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvbench.report.data.control import CONTROL, control_of
 from kvbench.report.data.marks import budget_marks, time_marks, transfer_marks
-from kvbench.report.data.run import OF_ARMS, YARDSTICK, Run, Runs, missing
+from kvbench.report.data.run import CONTROL, OF_ARMS, YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import select
 from kvbench.report.data.stats import Estimate
@@ -109,8 +108,6 @@ class Table:
     def __init__(self, runs: Runs, chosen: Iterable[Run] | None = None) -> None:
         self.runs = runs
         self.arms = {run.index: run for run in (runs if chosen is None else chosen)}
-        self._numbers: dict[tuple[int, str, str], Number | None] = {}
-        self._cells: dict[int, dict[str, dict[str, Any]]] = {}
         self._leads: dict[tuple[int, int, bool], Number | None] = {}
 
     @classmethod
@@ -146,12 +143,6 @@ class Table:
             a group of samples such as "niah_single_1", or several as "a + b", each of which counts
             as much; of a timed run what `strata` names; `WHOLE` for all samples.
         """
-        key = arm, quantity, stratum
-        if key not in self._numbers:
-            self._numbers[key] = self._make(*key)
-        return self._numbers[key]
-
-    def _make(self, arm: int, quantity: str, stratum: str) -> Number | None:
         run, groups = self.runs[arm], groups_of(stratum)
         if quantity in _ESTIMATED and not run.is_cell(stratum):
             return _ESTIMATED[quantity](run, groups)
@@ -363,7 +354,7 @@ def _gain(run: Run, groups: tuple[str, ...]) -> Number | None:
 
     None for full attention, for the control itself, and where no control ran.
     """
-    control = None if run.arm["method"] == YARDSTICK else control_of(run, run.all_runs)
+    control = None if run.arm["method"] == YARDSTICK else run.control(run.all_runs)
     if control is None or control.index == run.index:
         return None
     gain = run.against([control], groups)

@@ -26,7 +26,7 @@ from kvbench.report.figures.charts import LOOK, printed
 from kvbench.report.figures.curves import curves
 from kvbench.report.figures.labels import as_written
 from kvbench.report.figures.specs import SPECS
-from kvbench.runs.stored import DAMAGED, ResultsError, what_of
+from kvbench.runs.stored import DAMAGED, ResultsError, contents, json_of, what_of
 
 PICTURES = (".png", ".pdf", ".svg")
 FIGURES = {
@@ -49,6 +49,7 @@ OF_FILES = {
     ),
     "capacity": SPECS["capacity"].about,
 }
+SCRIPTS = {"search": "bench_index", "capacity": "bench_capacity"}
 
 
 def refuse_unknown(name: str, known: Collection[str] = (*FIGURES, *OF_FILES)) -> None:
@@ -92,15 +93,25 @@ def draw(name: str, runs: Runs, size: str = "page") -> Figure:
 
 
 def draw_file(name: str, files: Sequence[Path], size: str = "page") -> Figure:
-    """The figure of a name of `OF_FILES`.
+    """The figure of a name of `OF_FILES`, of the one file of JSON that its script printed.
 
     Raises
     ------
     ConfigError
-        not from these files.
+        there are several files, or it is another.
     """
-    with printed(size):
-        return _function(name)(files)
+    path, *others = files or [Path("results")]
+    if others:
+        raise ConfigError(f"figure={name}: {len(files)} files; expected one")
+    try:
+        with printed(size):
+            return _function(name)(json_of(contents(path)))
+    except (OSError, ResultsError, *DAMAGED) as error:
+        script = SCRIPTS[name]
+        raise ConfigError(
+            f"figure={name}: {path}: expected one file, what scripts/{script}.py prints last,"
+            f" such as results/{script}_cpu.json ({type(error).__name__})"
+        ) from error
 
 
 def is_of_files(name: str, paths: Sequence[Path]) -> bool:

@@ -6,7 +6,6 @@ It draws what `scripts/bench_capacity.py` prints; of timed runs it is in `specs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,7 +21,6 @@ from kvbench.report.figures.charts import (
     fold_words,
     with_legend,
 )
-from kvbench.report.figures.scripts import of_script
 
 ENGINES = {"vllm": "vLLM", "hf": "KVCache"}
 DECODING, ALL = "decode_tokens_per_s", "tokens_per_s"
@@ -34,7 +32,7 @@ WHAT = (
 Workload = tuple[tuple[str, Any], ...]  # so many requests of a model under an engine
 
 
-def capacity(files: Sequence[Path]) -> Figure:
+def capacity(results: Any) -> Figure:
     """Tokens a second over the memory for keys and values.
 
     There is a chart for each engine, model and length that ran in two memories or more, and a line
@@ -42,15 +40,10 @@ def capacity(files: Sequence[Path]) -> Figure:
 
     Parameters
     ----------
-    files
+    results
         the script's JSON.
-
-    Raises
-    ------
-    ConfigError
-        it is not.
     """
-    every = of_script(files, "capacity", "bench_capacity", _charts)
+    every = _charts(results)
     charts = [chart for chart in every if len(set(chart.places)) > 1] or every
     alone = len(every) - len(charts)
     notes = [f"not drawn: {alone} workloads in one memory alone"] * bool(alone)

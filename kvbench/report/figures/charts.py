@@ -285,7 +285,10 @@ def _fit(axis: Any, chart: Chart) -> None:
     _fit_x(axis, chart)
     match chart.y.kind:
         case "score":
-            fit_scores(axis)
+            # from where what is drawn on it begins to where that ends
+            low, high = axis.dataLim.intervaly
+            room = 0.08 * max(high - low, 10)
+            axis.set_ylim(max(-4, low - room), min(104, high + room))
         case "log":
             log_scale(axis, "y")
         case "zero":
@@ -315,13 +318,6 @@ def _fit_x(axis: Any, chart: Chart) -> None:
             there = sorted({int(place) for place in chart.places})
             axis.set_xticks(there, [chart.x.words[place] for place in there])
             axis.set_xlim(there[0] - 0.15, there[-1] + 0.3)
-
-
-def fit_scores(axis: Any) -> None:
-    """A y axis of scores, 0 to 100, that begins and ends where what is drawn on it does."""
-    low, high = axis.dataLim.intervaly
-    room = 0.08 * max(high - low, 10)
-    axis.set_ylim(max(-4, low - room), min(104, high + room))
 
 
 def log_scale(axis: Any, name: Literal["x", "y"]) -> None:

@@ -30,7 +30,6 @@ from kvbench.report.figures.panels import (
     MOST_PANELS,
     Panel,
     arms_for,
-    curves_of,
     of_usual_budget,
     panels_of,
     ranking,
@@ -41,10 +40,10 @@ from kvbench.report.figures.panels import (
 )
 from kvbench.report.figures.points import (
     QUESTION,
+    SCALES,
     at_cost,
     kv_style,
     over_lengths,
-    scale_of,
 )
 from kvbench.report.figures.specs import FEW, OWN_TIME, SPECS, TIME, Spec
 from kvbench.runs.quantities import METHOD_TIME, QUANTITIES
@@ -199,8 +198,8 @@ def _charts(spec: Spec, runs: Runs, panel: Panel) -> list[Chart]:
         first = [style_of(method).label] * bool(method)
         chart = Chart(
             title=", ".join([*first, panel.title, *varied]),
-            x=scale_of(x),
-            y=scale_of(y),
+            x=SCALES[x],
+            y=SCALES[y],
             curves=parts[place, method, at],
             rivals=rivals if spec.front else (),
             better="less" if y == "kl_mean" else "more",
@@ -273,21 +272,16 @@ def _lines(
 
     Where keys and values are held in several ways, these have the colours.
     """
-    if spec.line == "arm":
-        lines = [(label, *of) for label, of in curves_of(runs, panel, x).items()]
-    else:
-        lines = [
-            (series.label(), series.style, str(series.arms["method"].iloc[0]), series.arms)
-            for series in series_of(runs, panel, x)
-        ]
-    coded = _ways(runs, panel.arms) > 1 and not spec.joined
-    for label, style, method, arms in lines:
-        kind = str(runs.settings.at[arms.index[0], "kv"])
+    coded, by_arm = _ways(runs, panel.arms) > 1 and not spec.joined, spec.line == "arm"
+    for series in series_of(runs, panel, x, by_arm):
+        arms, style = series.arms, series.style
+        label = series.label(arms["budget"].iloc[0] if by_arm else None)
         if coded:
+            kind = str(runs.settings.at[arms.index[0], "kv"])
             words = label.split(", ")[1:]
             shown = [word for word in words if not word.startswith((*HOW_IT_RAN, "kv="))]
-            label = ", ".join([kind, *shown])
-        yield label, kv_style(kind) if coded else style, method, arms
+            label, style = ", ".join([kind, *shown]), kv_style(kind)
+        yield label, style, str(arms["method"].iloc[0]), arms
 
 
 def _pooled(marks: Sequence[Mark]) -> Iterator[Mark]:

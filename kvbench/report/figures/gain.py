@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.control import CONTROL, control_of, protected
-from kvbench.report.data.run import YARDSTICK, Run, Runs
+from kvbench.report.data.run import CONTROL, YARDSTICK, Run, Runs
 from kvbench.report.data.stats import FEWEST, Estimate, intervals
 from kvbench.report.data.style import BLACK, GREY
 from kvbench.report.figures.charts import Mark, fold_words, tiled, with_legend
@@ -26,13 +25,6 @@ from kvbench.report.figures.panels import (
 )
 
 ROW, MOST = 0.14, 40  # inches of a row, and rows that a panel has room for
-
-
-class Gain(NamedTuple):
-    """A method's difference to the control, under its label, in its style."""
-
-    label: str
-    estimate: Estimate
 
 
 def gain(runs: Runs) -> Figure:
@@ -60,12 +52,12 @@ def gain(runs: Runs) -> Figure:
     rows = max(len(panel.arms) for panel, _ in panels)
     refuse_crowd("gain", rows, "arms of one budget", MOST)
     gains = [_gains(runs, panel, controls) for panel, controls in panels]
-    bars_of = intervals(entry.estimate for group in gains for entry in group)
+    bars_of = intervals(estimate for group in gains for _, estimate in group)
     title = f"score less that of random tokens, paired, with {bars_of}; grey: they include 0"
     figure, axes = tiled(len(panels), title, 0.6 + ROW * rows)
     for (panel, controls), group, axis in zip(panels, gains, axes.flat, strict=False):
         _draw(axis, group)
-        shares = sorted({protected(control) for control in controls.values()} - {0.0})
+        shares = sorted({control.protected for control in controls.values()} - {0.0})
         words = " or ".join(f"{share:g}" for share in shares)
         over = f"points over {CONTROL}" + (f" with protect={words}" if words else "")
         axis.set(title=panel.title, xlabel=over)
@@ -76,7 +68,7 @@ def gain(runs: Runs) -> Figure:
 def _controls(runs: Runs, arms: Iterable[int]) -> dict[int, Run]:
     """The control of each of these arms that has one, but for the controls themselves."""
     among = [runs[index] for index in arms]
-    control_by_arm = {run.index: control_of(run, among) for run in among}
+    control_by_arm = {run.index: run.control(among) for run in among}
     return {
         index: control
         for index, control in control_by_arm.items()
@@ -84,27 +76,23 @@ def _controls(runs: Runs, arms: Iterable[int]) -> dict[int, Run]:
     }
 
 
-def _gains(runs: Runs, panel: Panel, controls: Mapping[int, Run]) -> list[Gain]:
-    """Those of all others, the least first."""
-    pairs = [
-        (series, index)
+def _gains(runs: Runs, panel: Panel, controls: Mapping[int, Run]) -> list[tuple[str, Estimate]]:
+    """The label and the difference of all others, the least first."""
+    gains = [
+        (series.label(), gain)
         for series in series_of(runs, panel)
         for index in series.arms.index
-        if index in controls
+        if index in controls and (gain := runs[index].against([controls[index]])) is not None
     ]
-    estimates = [(series, runs[index].against([controls[index]])) for series, index in pairs]
-    gains = [
-        Gain(series.label(), estimate) for series, estimate in estimates if estimate is not None
-    ]
-    return sorted(gains, key=lambda gain: gain.estimate.mean)
+    return sorted(gains, key=lambda gain: gain[1].mean)
 
 
-def _draw(axis: Any, gains: list[Gain]) -> None:
+def _draw(axis: Any, gains: list[tuple[str, Estimate]]) -> None:
     """Arms by name, which says whose they are; grey where the interval includes 0."""
     for place, (_, estimate) in enumerate(gains):
         colour = BLACK if estimate.differs else GREY
         down, up = Mark(place, *estimate[:3]).bar
         axis.errorbar([estimate.mean], [place], xerr=[[down], [up]], color=colour, marker="o")
     axis.axvline(0, color="0.5", linewidth=1)
-    axis.set_yticks(range(len(gains)), [entry.label for entry in gains])
+    axis.set_yticks(range(len(gains)), [label for label, _ in gains])
     axis.grid(alpha=0.3, axis="x")

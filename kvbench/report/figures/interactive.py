@@ -14,7 +14,6 @@ from kvbench.config import ConfigError
 from kvbench.report.data.run import Run, Runs
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.shared import on_shared_samples
-from kvbench.report.data.sizes import share_of_full
 from kvbench.report.data.style import Style
 from kvbench.report.figures.panels import (
     MOST_PANELS,
@@ -63,7 +62,7 @@ def chart(runs: Runs) -> dict[str, Any]:
     """The Vega-Lite description of `interactive`'s page."""
     runs = on_shared_samples(over_seeds(runs, runs)[0])
     arms = arms_for(runs, NAME, probed=False, scored=True)
-    arms = arms.assign(share=[share_of_full(runs[run]) for run in arms.index])
+    arms = arms.assign(share=[runs[run].share_of_full for run in arms.index])
     arms = arms.dropna(subset=["share"])
     if not len(arms):
         raise ConfigError(f"figure={NAME}: no audit that counts bytes, beside full attention's")

@@ -13,7 +13,7 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
-from kvbench.report.data.run import CELL, Run, Runs, TimedCell, framed, missing
+from kvbench.report.data.run import CELL, Runs, TimedCell, framed, missing
 from kvbench.report.figures.charts import (
     LOOK,
     SMALL,
@@ -138,16 +138,11 @@ def _time(axis: Any, bars: Sequence[tuple[Series, Any]], time: Quantity, size: f
         axis.barh(place, value, color=series.style.colour, **OUTLINED)
         if high > low:
             axis.hlines(place, low, high, colors="black", linewidth=1.2)
-        axis.annotate(f" {_three_digits(value)}", (high, place), va="center", fontsize=size)
+        axis.annotate(f" {float(f'{value:.3g}'):g}", (high, place), va="center", fontsize=size)
     axis.set_xlabel(time.axis)
     axis.margins(x=0.22)
     axis.locator_params(axis="x", nbins=5)
     axis.grid(axis="x", alpha=0.3)
-
-
-def _three_digits(value: float) -> str:
-    """1321.4 -> "1320", 0.01234 -> "0.0123"."""
-    return f"{float(f'{value:.3g}'):g}"
 
 
 def _why_untimed(arm: Any) -> str:
@@ -179,7 +174,13 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
     by_length = panels_of("latency", runs, arms[timed], NOT_COMPARED | CELL) if timed.any() else []
     for panel in by_length:
         lines: dict[TimedCell, dict[int, dict[str, Any]]] = {}
-        of_arm = {run: _arm_of(runs[run]) for run in panel.arms.index}
+        # what two runs share that time one arm, maybe at other lengths and batches
+        of_arm = {
+            run: {
+                key: str(value) for key, value in runs[run].but_for_seed.items() if key not in CELL
+            }
+            for run in panel.arms.index
+        }
         for run in panel.arms.index:
             for cell, line in runs[run].cells().items():
                 of_cell = lines.setdefault(cell, {})
@@ -197,12 +198,6 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
     what = "tasks, models, protocols, machines, lengths and batches"
     refuse_crowd("latency", len(panels), what, MOST_PANELS)
     return [panel for panel in panels if len(panel.arms)]
-
-
-def _arm_of(run: Run) -> str:
-    """What two runs share that time one arm, maybe at other lengths and batches."""
-    settings = {key: str(value) for key, value in run.but_for_seed.items() if key not in CELL}
-    return str(sorted(settings.items()))
 
 
 def _weight(line: Mapping[str, Any]) -> tuple[int, str]:

@@ -10,29 +10,29 @@ from matplotlib.figure import Figure
 
 from kvbench.config import ConfigError
 from kvbench.report.data.run import YARDSTICK, Runs
-from kvbench.report.figures.maps import draw_maps, named_arms
+from kvbench.report.figures.maps import draw_maps, maps_of
 from kvbench.report.figures.panels import arms_for
 
 
 def lost(runs: Runs) -> Figure:
     """Attention mass that a selection misses, by layer and query head; a panel for each arm."""
     arms = arms_for(runs, "lost", probed=True)
-    named = named_arms(runs, "lost", arms[arms["method"] != YARDSTICK])
-    cells = [(title, lost_cells(run.samples())) for title, run in named.runs]
-    maps = [
-        (f"{title}: {losses.to_numpy().mean():.1f} %", losses)
-        for title, losses in cells
-        if losses.size
-    ]
+    maps, panels = maps_of(runs, "lost", arms[arms["method"] != YARDSTICK], lost_cells)
+    maps = [(f"{title}: {cells.to_numpy().mean():.1f} %", run, cells) for title, run, cells in maps]
     if not maps:
         raise ConfigError(
             "figure=lost: of the runs with probes none is sparse and has the mass of each layer and"
             " head"
         )
-    most = max(losses.to_numpy().max() for _, losses in maps)
-    title = f"attention mass lost by layer and query head, and its mean{named.title}"
-    words = {"colour": "lost (%)", "columns": "query head", "rows": "layer"}
-    return draw_maps(maps, named.panels, title, most, **words)
+    return draw_maps(
+        maps,
+        panels,
+        "attention mass lost by layer and query head, and its mean",
+        max(cells.to_numpy().max() for *_, cells in maps),
+        colour="lost (%)",
+        columns="query head",
+        rows="layer",
+    )
 
 
 def lost_cells(samples: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -20,27 +20,20 @@ from kvbench.report.figures.panels import (
     words_below,
 )
 
+Map = tuple[str, Run, pd.DataFrame]  # a title, the run, and its cells, rows by columns
 
-class NamedArms(NamedTuple):
-    """The arms of a picture of maps.
 
-    Attributes
+def maps_of(
+    runs: Runs, name: str, arms: pd.DataFrame, read: Callable[[list[Any]], pd.DataFrame]
+) -> tuple[list[Map], list[Panel]]:
+    """The maps of these arms for the figure of a name, but for empty ones, and their panels.
+
+    Each under the arm's name, with that of its panel where there are several.
+
+    Parameters
     ----------
-    runs
-        each under its name, with that of its panel where there are several.
-    panels
-        that they are of.
-    title
-        what follows in the picture's title.
-    """
-
-    runs: list[tuple[str, Run]]
-    panels: list[Panel]
-    title: str
-
-
-def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> NamedArms:
-    """These arms for the figure of a name.
+    read
+        makes the cells of a run's samples.
 
     Raises
     ------
@@ -48,20 +41,21 @@ def named_arms(runs: Runs, name: str, arms: pd.DataFrame) -> NamedArms:
         they are more than it can show.
     """
     panels = panels_of(name, runs, arms)
-    named = []
-    for panel in panels:
-        below = f"\n{panel.title}" if len(panels) > 1 else ""
-        for series in series_of(runs, panel):
-            for arm in rows_of(series.arms):
-                named.append((f"{series.label(arm.budget)}{below}", runs[arm.name]))
+    named = [
+        (series.label(arm.budget) + (f"\n{panel.title}" if len(panels) > 1 else ""), runs[arm.name])
+        for panel in panels
+        for series in series_of(runs, panel)
+        for arm in rows_of(series.arms)
+    ]
     refuse_crowd(name, len(named), "arms", MOST_MAPS)
-    return NamedArms(named, panels, f": {panels[0].title}" if len(panels) == 1 else "")
+    maps = [(title, run, read(run.samples())) for title, run in named]
+    return [entry for entry in maps if entry[2].size], panels
 
 
 def draw_maps(
-    maps: Sequence[tuple[str, pd.DataFrame]],
+    maps: Sequence[Map],
     panels: Sequence[Panel],
-    title: str,
+    heading: str,
     most: float,
     *,
     colour: str,
@@ -73,8 +67,6 @@ def draw_maps(
 
     Parameters
     ----------
-    maps
-        the title and the cells of each, rows by columns.
     most
         where the scale ends; it begins at 0.
     colour, columns, rows
@@ -82,8 +74,9 @@ def draw_maps(
     notes
         for below the picture.
     """
-    figure, axes = tiled(len(maps), title, 1.6, 4)
-    for axis, (name, cells) in zip(axes.flat, maps, strict=False):
+    of_panel = f": {panels[0].title}" if len(panels) == 1 else ""
+    figure, axes = tiled(len(maps), heading + of_panel, 1.6, 4)
+    for axis, (name, _, cells) in zip(axes.flat, maps, strict=False):
         look = {"aspect": "auto", "cmap": "cividis", "interpolation": "nearest"}
         image = axis.imshow(cells, vmin=0, vmax=most, **look)
         ticks = range(0, cells.shape[1], max(1, cells.shape[1] // 8))

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from kvbench.config import ConfigError, choices
-from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
+from kvbench.report.data.run import YARDSTICK, Runs, missing
 from kvbench.report.data.select import fewest_keys, last_word
 from kvbench.report.data.style import Style, in_order, style_of, styles_of
 from kvbench.runs.quantities import JOINTLY, QUANTITIES, named
@@ -191,9 +191,17 @@ def panels_of(
     if times:
         common = common.assign(machine=arms["device_name"].map(str))
     across = any(key.startswith("protocol.") for key in free)
-    samples = [_samples_of(runs[run], across) for run in arms.index]
+    samples = [  # all timed runs share one; prompts are those of a protocol
+        "" if run.is_timed else ("" if across else run.arm["data"], frozenset(run.scores.keys))
+        for run in map(runs.__getitem__, arms.index)
+    ]
     titles, groups = [], []
-    keys = ["task", "model", *(common[key] for key in common), pd.Series(samples, arms.index)]
+    keys = [
+        "task",
+        "model",
+        *(common[key] for key in common),
+        pd.Series(samples, arms.index, dtype=object),
+    ]
     for (task, model, *_), group in arms.groupby(keys, sort=False):
         others = common[(arms["task"] == task) & (arms["model"] == model)]
         title = ", ".join([task, model, *_varied(others, group.index[0]), _samples(group)])
@@ -213,15 +221,6 @@ def panels_of(
         for title, group, chosen in zip(titles, groups, few, strict=True)
         if len(chosen)
     ]
-
-
-def _samples_of(run: Run, across: bool) -> str:
-    """A word that runs of the same samples share; all timed runs share one.
-
-    Prompts are those of a protocol: across several the names of the samples alone count.
-    """
-    data = "" if across else run.arm["data"]
-    return "" if run.is_timed else f"{data} {hash(frozenset(run.scores.keys))}"
 
 
 def _varied(settings: pd.DataFrame, run: int) -> list[str]:
@@ -343,7 +342,9 @@ def refuse_crowd(name: str, count: int, what: str, most: int) -> None:
 # -- lines -----------------------------------------------------------------------------------------
 
 
-def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
+def series_of(
+    runs: Runs, panel: Panel, without: str = "", by_budget: bool = False
+) -> Iterator[Series]:
     """The arms of each method, in the order of `STYLES`.
 
     Arms that differ in more than the budget are series of their own.
@@ -352,12 +353,19 @@ def series_of(runs: Runs, panel: Panel, without: str = "") -> Iterator[Series]:
     ----------
     without
         a setting in which arms of one series may differ.
+    by_budget
+        each budget is a series. Runs that differ in what their panel leaves free, as the lengths
+        that they time, are one arm.
     """
-    lines: dict[str, int] = {}
+    steps = Counter[str]()
     for method, variant, arms in _variants(runs, panel.arms, without):
-        style, steps = panel.styles[method], lines.setdefault(method, 0)
-        lines[method] += 1
-        yield Series(replace(style, line=_next_line(style.line, steps)), variant, arms)
+        style = panel.styles[method]
+        first = LINES.index(style.line) + steps[method]
+        steps[method] += 1
+        sizes = arms["budget"].map(size_text, na_action=None)
+        parts = [part for _, part in arms.groupby(sizes, sort=False)] if by_budget else [arms]
+        for place, part in enumerate(parts, first):
+            yield Series(replace(style, line=LINES[place % len(LINES)]), variant, part)
 
 
 def _variants(
@@ -392,28 +400,6 @@ def _option(key: str, value: Any) -> str:
     if missing(value):
         return f"no {last_word(key)}"
     return f"{last_word(key)}={_shortened(str(value))}"
-
-
-def curves_of(
-    runs: Runs, panel: Panel, without: str = ""
-) -> dict[str, tuple[Style, str, pd.DataFrame]]:
-    """By its label the style of each arm, its method and lines of `Runs.arms`.
-
-    Budgets of a method differ in their lines. Runs that differ in what their panel leaves free, as
-    the lengths that they time, are one arm.
-    """
-    curves: dict[str, tuple[Style, str, pd.DataFrame]] = {}
-    for series in series_of(runs, panel, without):
-        labels = series.arms["budget"].map(series.label, na_action=None)
-        for place, (label, arms) in enumerate(series.arms.groupby(labels, sort=False)):
-            style = replace(series.style, line=_next_line(series.style.line, place))
-            curves[str(label)] = style, str(arms["method"].iloc[0]), arms
-    return curves
-
-
-def _next_line(line: str, steps: int) -> str:
-    """The line style that comes so many steps after another."""
-    return LINES[(LINES.index(line) + steps) % len(LINES)]
 
 
 def rows_of(arms: pd.DataFrame) -> list[Any]:

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvbench.report.data.run import Runs
-from kvbench.report.figures.maps import draw_maps, named_arms
+from kvbench.report.figures.maps import draw_maps, maps_of
 from kvbench.report.figures.panels import arms_for
 
 
@@ -19,16 +19,14 @@ def passkey(runs: Runs) -> Figure:
     (IceCache, Fig. 6.)
     """
     arms = arms_for(runs, "passkey", probed=False, task="passkey")
-    named = named_arms(runs, "passkey", arms)
+    maps, panels = maps_of(runs, "passkey", arms, passkey_cells)
     units = " or ".join(sorted({str(unit) for unit in runs.settings.loc[arms.index, "task.unit"]}))
-    maps = [(title, passkey_cells(run.samples())) for title, run in named.runs]
-    counts = [len(run.scores.ids) for _, run in named.runs]
-    single = sum(n <= cells.size for n, (_, cells) in zip(counts, maps, strict=True))
+    single = sum(len(run.scores.ids) <= cells.size for _, run, cells in maps)
     note = f"in {single} of {len(maps)} maps a cell is one sample: found or not"
     return draw_maps(
         maps,
-        named.panels,
-        f"passkeys found by depth and length{named.title}",
+        panels,
+        "passkeys found by depth and length",
         100,
         colour="found (%)",
         columns=f"prompt length ({units})",

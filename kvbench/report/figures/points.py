@@ -16,12 +16,11 @@ import pandas as pd
 
 from kvbench.backends.protocol import Question
 from kvbench.report.data.run import Run, missing
-from kvbench.report.data.sizes import bytes_read, share_of_full
 from kvbench.report.data.stats import Estimate, estimate, mean_score
 from kvbench.report.data.style import Style
 from kvbench.report.figures.charts import LEAST, Mark, Scale
 from kvbench.runs.quantities import MIB, QUANTITIES
-from kvbench.runs.summary import is_disturbed, same_machine
+from kvbench.runs.summary import by_machine, is_disturbed, same_machine
 from kvbench.runs.summary import written as output_of
 
 Place = tuple[str, ...]  # what else the marks of one chart share: a batch, a length, a machine
@@ -74,11 +73,6 @@ SCALES = {
 }
 
 
-def scale_of(name: str) -> Scale:
-    """The axis of a name."""
-    return SCALES[name]
-
-
 def kv_style(kind: str) -> Style:
     """How a way to hold keys and values is drawn: a colour for its bits, a marker for its code.
 
@@ -113,9 +107,9 @@ def _cost(run: Run, arm: Any, name: str) -> float:
     """What a run costs, in the unit of its axis; NaN where it does not say."""
     match name:
         case "read":
-            return bytes_read(run) * MIB.scale
+            return run.bytes_read * MIB.scale
         case "share":
-            return share_of_full(run)
+            return run.share_of_full
         case "protocol.question":
             return float(PLACES[str(run.settings[name])])
     value = run.settings.get(name) if name.startswith("method.") else arm[name]
@@ -129,20 +123,16 @@ def _estimate(run: Run, arm: Any, name: str) -> Estimate | None:
         case "score":
             return run.score()
         case "kl_mean":
-            return _on_log_axis(run.kl())
+            if (kl := run.kl()) is None or kl.mean <= 0:  # 0 stays, which is full attention's
+                return kl
+            # as a log axis has room for it
+            low, high = (None if end is None else max(end, LEAST) for end in (kl.low, kl.high))
+            return kl._replace(mean=max(kl.mean, LEAST), low=low, high=high)
         case "new_tokens" | "looped":
             return _written(run, name)
     value = arm[name]
     scaled = None if missing(value) else QUANTITIES[name].scaled(value)
     return None if scaled is None else Estimate(scaled, None, None, int(arm["n"]))
-
-
-def _on_log_axis(kl: Estimate | None) -> Estimate | None:
-    """A KL divergence as a log axis has room for it; 0 stays, which is full attention's."""
-    if kl is None or kl.mean <= 0:
-        return kl
-    low, high = (None if end is None else max(end, LEAST) for end in (kl.low, kl.high))
-    return kl._replace(mean=max(kl.mean, LEAST), low=low, high=high)
 
 
 def _written(run: Run, name: str) -> Estimate | None:
@@ -161,20 +151,15 @@ def over_steps(run: Run, arm: Any, x: str, y: str) -> Iterator[tuple[Place, Mark
 
     Of probes as far as half of the samples go.
     """
-    curve = _kl_of_steps(run) if y == "kl_mean" else _probes_of_steps(run, y)
+    if y == "kl_mean":
+        near = [sample["fidelity"] for sample in run.samples() if "fidelity" in sample]
+        mean = pd.DataFrame([of_sample["steps"]["kl"] for of_sample in near]).mean()
+        curve = pd.Series(mean.to_numpy(float), mean.index + 1.0)
+    else:
+        means = step_means([sample.get("probe") for sample in run.samples()])
+        curve = means[y] if y in means else pd.Series(dtype=float)
     for step, value in thinned(curve.dropna(), SMOOTHED.get(y, 1)).items():
         yield (), Mark(float(step), float(value), n=int(arm["n"]))  # type: ignore[arg-type]
-
-
-def _kl_of_steps(run: Run) -> pd.Series:
-    texts = [sample["fidelity"]["steps"]["kl"] for sample in run.samples() if "fidelity" in sample]
-    mean = pd.DataFrame(texts).mean()
-    return pd.Series(mean.to_numpy(float), mean.index + 1.0)
-
-
-def _probes_of_steps(run: Run, name: str) -> pd.Series:
-    means = step_means([sample.get("probe") for sample in run.samples()])
-    return means[name] if name in means else pd.Series(dtype=float)
 
 
 def step_means(probes: list[Any]) -> pd.DataFrame:
@@ -216,7 +201,8 @@ def over_lengths(run: Run, arm: Any, x: str, y: str) -> Iterator[tuple[Place, Ma
 def _of_samples(run: Run) -> Iterator[tuple[Place, Mark]]:
     """The same of samples of a task, one row each."""
     by_length: dict[int, list[Any]] = {}
-    for record in run.timed_samples():
+    machines = by_machine(run.samples())  # of which one is that its times are of
+    for record in machines.get(run.arm["device_name"]) or machines.get("", []):
         if record.get("tpot_ms") and "length" in record["meta"]:
             by_length.setdefault(record["meta"]["length"], []).append(record)
     for records in by_length.values():

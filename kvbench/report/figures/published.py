@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -21,19 +21,9 @@ from kvbench.report.tables.published import merge_published
 BETTER = "b"  # the one letter that says nothing of samples or protocol
 
 
-class _Point(NamedTuple):
-    """A published cell with ours.
-
-    Attributes
-    ----------
-    marks
-        letters for how our run's samples or protocol differ from the paper's; "" where nothing is
-        known.
-    """
-
-    style: Style
-    cell: Cell
-    marks: str
+# The style of a published cell's method, the cell with ours, and letters for how our run's samples
+# or protocol differ from the paper's; "" where nothing is known.
+_Point = tuple[Style, Cell, str]
 
 
 def published(runs: Runs) -> Figure:
@@ -62,9 +52,9 @@ def published(runs: Runs) -> Figure:
         axis.set_title(paper.title)
         axis.set(xlabel="published score", ylabel=f"ours, with its {COVERAGE} % interval")
     drawn = [point for points in panels.values() for point in points]
-    paths = {point.cell.run for point in drawn}
+    paths = {cell.run for _, cell, _ in drawn}
     used = Panel("", runs.arms.loc[[run.index for run in runs if run.folders in paths]], {})
-    letters = sorted({letter for point in drawn for letter in point.marks})
+    letters = sorted({letter for *_, marks in drawn for letter in marks})
     notes = [f"{letter}: {MARKS[letter]}" for letter in letters]
     fold_words(figure, axes, named=False)
     return with_legend(figure, axes, [*notes, *words_below([used])])
@@ -74,7 +64,7 @@ def _points(runs: Runs, paper: PaperTable) -> list[_Point]:
     merged = merge_published(runs, paper)
     method = dict(zip(paper.frame["row"], paper.frame["method"], strict=True))
     return [
-        _Point(
+        (
             style_of(method[merged.rows[row][0]]),
             cell,
             cell.lines["score"].mark.replace(BETTER, ""),

@@ -5,8 +5,7 @@ It draws what `scripts/bench_index.py` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,7 +21,6 @@ from kvbench.report.figures.charts import (
     draw_charts,
     with_legend,
 )
-from kvbench.report.figures.scripts import of_script
 
 # The arms of the script that are drawn: IceCache's trees as their presets rank nodes, and faiss on
 # the same keys.
@@ -35,7 +33,7 @@ ARMS = {
 ALL = {**FRONT, "linestyle": ":"}
 
 
-def search(files: Sequence[Path]) -> Figure:
+def search(results: Any) -> Figure:
     """Recall of the exact top k against the time of one query.
 
     There is a chart for each kind and number of keys. A point is a beam width, or faiss's efSearch
@@ -44,15 +42,10 @@ def search(files: Sequence[Path]) -> Figure:
 
     Parameters
     ----------
-    files
+    results
         the script's JSON.
-
-    Raises
-    ------
-    ConfigError
-        it is not.
     """
-    charts = of_script(files, "search", "bench_index", _charts)
+    charts = _charts(results)
     title = "recall of the exact top k against the time of a query, on one thread"
     figure, axes = draw_charts(charts, title, 1.9, across=3)
     words = "lines without markers: the same bytes at the pace of one pass over all keys"

@@ -181,11 +181,6 @@ def _with_crossings(charts: list[Chart]) -> list[Chart]:
     return crossed
 
 
-def _with_batches(charts: list[Chart]) -> list[Chart]:
-    """The charts in which some arm was timed with several requests at once."""
-    return [chart for chart in charts if max(len(curve.marks) for curve in chart.curves) > 1]
-
-
 def _cut(charts: list[Chart]) -> list[Chart]:
     """Charts up to the last step that half of their curves reach.
 
@@ -425,7 +420,9 @@ SPECS = {
         x=("device_kv_bytes",),
         y=("tokens_per_s",),
         points=over_batches,
-        finish=_with_batches,
+        finish=lambda charts: [
+            chart for chart in charts if max(len(curve.marks) for curve in chart.curves) > 1
+        ],
         line="arm",
         task="latency",
         timed=("floor_ms",),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import kvbench
-from kvbench.config import ConfigError
+from kvbench.config import ConfigError, shipped_folder
 from kvbench.report.data.run import Runs
 from kvbench.report.site.board import board
 from kvbench.report.site.claims import claim_pages
@@ -20,39 +19,40 @@ from kvbench.report.site.front import front
 from kvbench.report.site.methods import method_pages
 from kvbench.report.site.pages import File, Page
 from kvbench.report.site.pictures import pictures
+from kvbench.report.site.prose import document
 from kvbench.report.site.rows import Site
 from kvbench.report.site.samples import samples
-from kvbench.report.site.submitted import PATH, add_yours, submissions
-from kvbench.report.submissions.checked import Submission
+from kvbench.report.submissions.checked import CHECKS, Submission
+
+
+def add_yours(site: Site) -> Iterator[Page]:
+    """The tutorial on a method of one's own: from nothing to a row."""
+    title, body = document(shipped_folder("docs") / "tutorials" / "own_method.md")
+    yield Page("add.html", title, "document.html", {"body": body})
+
+
+def submissions(site: Site) -> Iterator[Page]:
+    """What each submission gave, or by what it fails."""
+    data = {"checks": CHECKS, "submissions": site.submitted}
+    yield Page("submissions.html", "Runs of others", "submissions.html", data)
+
 
 ASSETS = ("site.css", "site.js")
 
 
-class Pages(NamedTuple):
-    """One kind of page.
-
-    Attributes
-    ----------
-    first
-        path of the page that the site's navigation leads to.
-    make
-        all pages and what they need.
-    """
-
-    first: str
-    make: Callable[[Site], Iterator[File | Page]]
-
-
-PAGES = {
-    "Start": Pages("index.html", front),
-    "Leaderboard": Pages("leaderboard.html", board),
-    "Claims": Pages("claims/index.html", claim_pages),
-    "Methods": Pages("methods/index.html", method_pages),
-    "Pictures": Pages("pictures/index.html", pictures),
-    "Two arms": Pages("samples/index.html", samples),
-    "Add yours": Pages("add.html", add_yours),
+# Of each kind of page the path of the one that the site's navigation leads to, and what makes all.
+Kind = tuple[str, Callable[[Site], Iterator[File | Page]]]
+PAGES: dict[str, Kind] = {
+    "Start": ("index.html", front),
+    "Leaderboard": ("leaderboard.html", board),
+    "Claims": ("claims/index.html", claim_pages),
+    "Methods": ("methods/index.html", method_pages),
+    "Pictures": ("pictures/index.html", pictures),
+    "Two arms": ("samples/index.html", samples),
+    "Add yours": ("add.html", add_yours),
 }
-OF_OTHERS = {"Runs of others": Pages(PATH, submissions)}  # of a site that has some
+# Of a site that has some.
+OF_OTHERS: dict[str, Kind] = {"Runs of others": ("submissions.html", submissions)}
 
 
 def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] = ()) -> None:
@@ -76,7 +76,13 @@ def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] =
     """
     check(out)
     if run_path := next(
-        (path for run in runs for path in run.arm["paths"] if _lies_in(path, out)), None
+        (
+            path
+            for run in runs
+            for path in run.arm["paths"]
+            if path.resolve().is_relative_to(out.resolve())
+        ),
+        None,
     ):
         raise ConfigError(f"--out {out}: holds the run {run_path}; name a folder beside the runs")
     site = Site(runs, folders, submitted)
@@ -86,22 +92,18 @@ def write(runs: Runs, folders: str, out: Path, submitted: Sequence[Submission] =
         )
     kinds = PAGES | (OF_OTHERS if submitted else {})
     shared = {
-        "nav": {name: pages.first for name, pages in kinds.items()},
+        "nav": {name: first for name, (first, _) in kinds.items()},
         "version": kvbench.__version__,
         "total": len(runs.arms),
         "folders": folders,
     }
     files = [
         file.rendered(**shared) if isinstance(file, Page) else file
-        for pages in kinds.values()
-        for file in pages.make(site)
+        for _, make in kinds.values()
+        for file in make(site)
     ]
     files += [File(name, Path(__file__).with_name(name).read_bytes()) for name in ASSETS]
     write_files(out, files)
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
 
 
 __all__ = ["PAGES", "check", "write"]

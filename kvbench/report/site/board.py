@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 
 from kvbench.report.data.select import order_of
 from kvbench.report.data.table import NONE, csv_of
-from kvbench.report.site.pages import File, Page, PageNumber, grouped
+from kvbench.report.site.pages import File, Page, PageNumber, grouped, several
 from kvbench.report.site.rows import FAR_OVER, Row, Site, by_panel
-from kvbench.report.site.submitted import anchor
 
 SHARES = (2, 5, 10, 25, 50)  # per cent of full attention's device memory
 # heading and meaning of each column; the index counts in `index_share`
@@ -50,38 +50,10 @@ COLUMNS = {
     "n": ("n", "samples"),
 }
 TIMES = ("tpot_ms_p50", "own_ms")
-
-
-class Section(NamedTuple):
-    """The arms of the same samples.
-
-    Attributes
-    ----------
-    title
-        what distinguishes the samples beside the task and the model.
-    facts
-        what is to be known of them.
-    machine
-        that its times are of; "" without any.
-    elsewhere
-        how many arms have times of another machine, which are in the CSV alone.
-    columns
-        those in which any of the arms has a number.
-    rows
-        the arms with their numbers by column.
-    task, model, question
-        of all its arms, to filter by.
-    """
-
-    title: str
-    facts: list[str]
-    machine: str
-    elsewhere: int
-    columns: list[str]
-    rows: list[tuple[Row, dict[str, PageNumber | None]]]
-    task: str
-    model: str
-    question: str
+SHARE_COLUMNS = ("device_share", "index_share")
+# What the table is filtered by.
+CHOICES = {"task": "Task", "question": "Question", "model": "Model", "budget": "Budget C"}
+CHOICES |= {"whose": "Whose runs"}
 
 
 def board(site: Site) -> Iterator[File | Page]:
@@ -89,38 +61,40 @@ def board(site: Site) -> Iterator[File | Page]:
     sections = [
         _section(site, rows)
         for panel in by_panel(site.by_length).values()
-        for rows in _same_samples(panel)
+        # the most arms first: no other is ranked beside them
+        for rows in sorted(
+            grouped(panel, lambda row: frozenset(row.run.scores.keys)).values(),
+            key=len,
+            reverse=True,
+        )
     ]
     letters = dict.fromkeys(
         note for table in site.tables for note in table.notes if note[1:2] == ":"
     )
+    values = {
+        key: sorted({getattr(row, key) for row in site.by_length} - {NONE}, key=order_of)
+        for key in CHOICES
+    }
     yield File("leaderboard.csv", _csv(sections))
-    yield Page(
-        "leaderboard.html",
-        "Leaderboard",
-        "leaderboard.html",
-        {
-            "tasks": grouped(sections, lambda section: (section.task, section.model)),
-            "columns": COLUMNS,
-            "letters": [note for note in letters if not note[0].isdigit()],
-            "choices": _choices(site.by_length),
-            "shares": SHARES,
-            "far_over": FAR_OVER,
-            "skipped": [f"{path.name}: {why}" for path, why in site.runs.skipped],
-            "timed": site.timed,
-            "anchor": anchor,
-        },
-    )
+    data = {
+        "tasks": grouped(sections, lambda section: (section.task, section.model)),
+        "columns": COLUMNS,
+        "letters": [note for note in letters if not note[0].isdigit()],
+        "choices": several({key: (CHOICES[key], some) for key, some in values.items()}),
+        "shares": SHARES,
+        "far_over": FAR_OVER,
+        "skipped": [f"{path.name}: {why}" for path, why in site.runs.skipped],
+        "timed": site.timed,
+    }
+    yield Page("leaderboard.html", "Leaderboard", "leaderboard.html", data)
 
 
-def _same_samples(panel: Sequence[Row]) -> list[list[Row]]:
-    """The arms of each set of samples, the most arms first: no other is ranked beside them."""
-    sets = grouped(panel, lambda row: frozenset(row.run.scores.keys)).values()
-    return sorted(sets, key=len, reverse=True)
+def _section(site: Site, rows: Sequence[Row]) -> Any:
+    """The arms of the same samples, with their numbers by column: those that any of them has.
 
-
-def _section(site: Site, rows: Sequence[Row]) -> Section:
-    machine = machine_of(rows)
+    `machine` is that of its times, `elsewhere` the number of arms with times of another.
+    """
+    first, machine = rows[0], machine_of(rows)
     numbers = [(row, numbers_of(row, machine)) for row in rows]
     there = [
         name
@@ -129,16 +103,17 @@ def _section(site: Site, rows: Sequence[Row]) -> Section:
             (number := of_row[name]) and (number.value or name == "score") for _, of_row in numbers
         )
     ]
-    return Section(
-        title=", ".join([*rows[0].panel.split(", ")[2:], f"n = {rows[0].cell.numbers['n']:.0f}"]),
-        facts=site.facts[rows[0].whole],
+    return SimpleNamespace(
+        # what distinguishes the samples beside the task and the model
+        title=", ".join([*first.panel.split(", ")[2:], f"n = {first.cell.numbers['n']:.0f}"]),
+        facts=site.facts[first.whole],
         machine=machine,
         elsewhere=sum(row.cell.machine not in ("", machine) for row in rows),
         columns=there,
         rows=numbers,
-        task=rows[0].task,
-        model=rows[0].model,
-        question=rows[0].question,
+        task=first.task,
+        model=first.model,
+        question=first.question,
     )
 
 
@@ -154,7 +129,7 @@ def machine_of(rows: Sequence[Row]) -> str:
 
 def numbers_of(row: Row, machine: str) -> dict[str, PageNumber | None]:
     """What the columns show of an arm, with the times of this machine alone."""
-    shares = {"device_share": row.share(False), "index_share": row.share(True)}
+    shares = {name: row.share(name == "index_share") for name in SHARE_COLUMNS}
     numbers = {
         name: row.time(name, machine) if name in TIMES else row.number(name) for name in COLUMNS
     }
@@ -164,27 +139,11 @@ def numbers_of(row: Row, machine: str) -> dict[str, PageNumber | None]:
     }
 
 
-def _choices(rows: Sequence[Row]) -> dict[str, tuple[str, list[str]]]:
-    """What the table is filtered by: a heading, and the values where there are several."""
-    headings = {
-        "task": "Task",
-        "question": "Question",
-        "model": "Model",
-        "budget": "Budget C",
-        "whose": "Whose runs",
-    }
-    values = {
-        key: sorted({getattr(row, key) for row in rows} - {NONE}, key=order_of) for key in headings
-    }
-    return {key: (headings[key], some) for key, some in values.items() if len(some) > 1}
-
-
-def _csv(sections: Sequence[Section]) -> str:
+def _csv(sections: Sequence[Any]) -> str:
     """All numbers, of all machines: a line for each arm and length."""
     keys = ("task", "model", "question", "method", "budget", "variant", "whose")
-    shares = ("device_share", "index_share")
-    names = [name for name in COLUMNS if name not in shares]
-    ends = [f"{name}_{end}" for name in ("score", "kl_mean") for end in ("low", "high")]
+    names = [name for name in COLUMNS if name not in SHARE_COLUMNS]
+    names += [f"{name}_{end}" for name in ("score", "kl_mean") for end in ("low", "high")]
     lines = []
     for row, shown in (both for section in sections for both in section.rows):
         marks = dict.fromkeys("".join(row.cell.marks.values()))
@@ -192,8 +151,8 @@ def _csv(sections: Sequence[Section]) -> str:
             {
                 "samples": row.panel,
                 **{key: getattr(row, key) for key in keys},
-                **{name: row.cell.numbers.get(name) for name in (*names, *ends)},
-                **{name: number.value for name in shares if (number := shown[name])},
+                **{name: row.cell.numbers.get(name) for name in names},
+                **{name: number.value for name in SHARE_COLUMNS if (number := shown[name])},
                 "machine": row.cell.machine,
                 "marks": "".join(filter(str.isalpha, marks)),
                 "runs": row.runs,

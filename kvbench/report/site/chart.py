@@ -4,59 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from kvbench.report.data.run import YARDSTICK
 from kvbench.report.data.select import order_of
 from kvbench.report.data.table import NONE
-from kvbench.report.site.pages import colour, label
-from kvbench.report.site.rows import ORACLE, Row
+from kvbench.report.site.pages import colour, grouped, label
+from kvbench.report.site.rows import ORACLE, Row, Site
 
 WIDE, TALL, LEFT, BELOW = 420, 190, 44, 28  # of the whole picture, and of its axes
 
 
-class ChartLine(NamedTuple):
-    """A method's line: its name, colour, x and y of its points in pixels, and whether they are
-    joined.
+def charts(site: Site, method_rows: Sequence[Row]) -> list[Any]:
+    """Score or KL against the budget where a method ran with several, on the same samples."""
+    panels = grouped(method_rows, lambda row: row.panel).items()
+    made = (chart_of(panel, rows, site.by_panel[panel]) for panel, rows in panels)
+    return [chart for chart in made if chart]
+
+
+def chart_of(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> Any:
+    """A chart of the arms that differ in their budget alone; None where these are fewer than two.
+
+    Returns
+    -------
+    Any
+        `title` and `what`: of which samples and number; `lines`: the method's, the exact top-k's
+        and full attention's, which is level, with x and y of their points in pixels; `ticks` and
+        `levels`, the words at each x and y.
     """
-
-    name: str
-    colour: str
-    points: list[tuple[float, float]]
-    joined: bool
-
-    @property
-    def path(self) -> str:
-        """The points as SVG writes them."""
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
-
-
-class PageChart(NamedTuple):
-    """A chart.
-
-    Attributes
-    ----------
-    title
-        what its samples are.
-    what
-        of which number.
-    lines
-        the method's, the exact top-k's, and full attention's, which is level.
-    ticks, levels
-        the words at each x and y.
-    """
-
-    title: str
-    what: str
-    lines: list[ChartLine]
-    ticks: list[tuple[float, str]]
-    levels: list[tuple[float, str]]
-    wide: int = WIDE
-    tall: int = TALL
-
-
-def charts(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> PageChart | None:
-    """Of the arms that differ in their budget alone; None where these are fewer than two."""
     plain = {row.budget: row for row in rows if row.budget != NONE and not row.variant}
     budgets = sorted(plain, key=order_of)
     if len(budgets) < 2:
@@ -84,17 +60,19 @@ def charts(panel: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> PageChar
     def y(value: float) -> float:
         return 8 + (TALL - BELOW - 8) * (1 - value / top)
 
-    lines = [
-        ChartLine(
-            label(other),
-            colour(other),
-            [(x(place), y(value)) for place, value in sorted(of_line.items())],
-            len(of_line) > 1,
-        )
-        for other, of_line in sorted(series.items(), key=lambda item: item[0] != method)
-    ]
+    lines = []
+    for other, of_line in sorted(series.items(), key=lambda item: item[0] != method):
+        points = [(x(place), y(value)) for place, value in sorted(of_line.items())]
+        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+        look = {"name": label(other), "colour": colour(other)}
+        lines.append(SimpleNamespace(**look, points=points, joined=len(points) > 1, path=path))
     digits = 0 if name == "score" else max(0, 1 - math.floor(math.log10(top)))
-    levels = [(y(top * part), f"{top * part:.{digits}f}") for part in (0, 0.5, 1)]
-    ticks = [(x(place), budget) for budget, place in places.items()]
-    what = "score" if name == "score" else "KL from full attention, nats"
-    return PageChart(panel, what, lines, ticks, levels)
+    return SimpleNamespace(
+        title=panel,
+        what="score" if name == "score" else "KL from full attention, nats",
+        lines=lines,
+        ticks=[(x(place), budget) for budget, place in places.items()],
+        levels=[(y(top * part), f"{top * part:.{digits}f}") for part in (0, 0.5, 1)],
+        wide=WIDE,
+        tall=TALL,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.report.claims.claim import Claim, Criterion, beds
 from kvbench.report.claims.page import Judged, Part, counted, unmeasured
@@ -29,15 +29,11 @@ def by_side(site: Site, method: str) -> dict[str, list[Judged]]:
     """
     sides: dict[str, list[Judged]] = {side: [] for side in (ITS_PAPER, *SIDES, NEITHER)}
     for judged in site.judged:
-        if concerns_method(judged.claim, method):
-            sides[_side(judged.claim, method)].append(judged)
+        claim = judged.claim
+        if concerns_method(claim, method):
+            named = (side for side, key in SIDES.items() if method in getattr(claim, key))
+            sides[ITS_PAPER if is_of(claim, method) else next(named, NEITHER)].append(judged)
     return {side: some for side, some in sides.items() if some}
-
-
-def _side(claim: Claim, method: str) -> str:
-    if is_of(claim, method):
-        return ITS_PAPER
-    return next((side for side, key in SIDES.items() if method in getattr(claim, key)), NEITHER)
 
 
 def concerns_method(claim: Claim, method: str) -> bool:
@@ -45,21 +41,17 @@ def concerns_method(claim: Claim, method: str) -> bool:
 
     It is of the method's own paper, says something for or against it, or is decided by its arms.
     """
+    decided_by = rf"\bmethod=(\w+,)*{re.escape(method)}\b"
     return (
-        is_of(claim, method) or method in (*claim.favours, *claim.against) or _names(claim, method)
+        is_of(claim, method)
+        or method in (*claim.favours, *claim.against)
+        or any(re.search(decided_by, str(criterion.spec)) for criterion in claim.criteria)
     )
 
 
 def is_of(claim: Claim, method: str) -> bool:
     """Whether a claim is one of the method's own paper."""
     return claim.source.partition(",")[0] == label(method)
-
-
-def _names(claim: Claim, method: str) -> bool:
-    return any(
-        re.search(rf"\bmethod=(\w+,)*{re.escape(method)}\b", str(criterion.spec))
-        for criterion in claim.criteria
-    )
 
 
 def counts(claims: Sequence[Judged]) -> str:
@@ -77,85 +69,51 @@ def look(judged: Judged, side: str = "") -> str:
     return TURNED.get(colour, colour) if side == AGAINST else colour
 
 
-class CriterionResult(NamedTuple):
-    """A criterion as its page shows it.
-
-    Attributes
-    ----------
-    criterion, verdict
-        and what its own verdict is.
-    look
-        how that looks.
-    missing
-        why nothing was measured, or "".
-    numbers
-        the measured one, its ends, and the samples.
-    source
-        where they are from: ids of runs by role, a file, or a paper's tables.
-    """
-
-    criterion: Criterion
-    verdict: Verdict
-    look: str
-    missing: str = ""
-    numbers: tuple[PageNumber | None, ...] = ()
-    source: dict[str, str] = {}
-
-
 def claim_pages(site: Site) -> Iterator[Page]:
     """The pages, and one that leads to them by verdict."""
     by_verdict = grouped(site.judged, lambda judged: judged.verdict)
-    yield Page(
-        "claims/index.html",
-        "Do the papers' claims hold?",
-        "claims_index.html",
-        {
-            "claims": {
-                verdict.value: by_verdict[verdict] for verdict in Verdict if verdict in by_verdict
-            },
-            "count": len(site.judged),
-            "counts": counts(site.judged),
-            "unmeasured": unmeasured(site.judged),
-            "look": look,
-        },
-    )
+    claims = {verdict.value: by_verdict[verdict] for verdict in Verdict if verdict in by_verdict}
+    index = {"claims": claims, "count": len(site.judged), "counts": counts(site.judged)}
+    index |= {"unmeasured": unmeasured(site.judged), "look": look}
+    yield Page("claims/index.html", "Do the papers' claims hold?", "claims_index.html", index)
     for judged in site.judged:
         claim = judged.claim
         undecided = judged.criteria if judged.verdict is Verdict.UNDECIDED else []
-        words = {
-            criterion.description: lacks(criterion, finding, judged.runs)
-            for criterion, finding, _ in undecided
+        lacking = {
+            part.description: lacks(part, found, judged.runs) for part, found, _ in undecided
         }
-        yield Page(
-            f"claims/{claim.id}.html",
-            begin(claim.claim),
-            "claim.html",
-            {
-                "judged": judged,
-                "look": look,
-                "results": _results(judged, judged.criteria),
-                "notes": _notes(judged.criteria),
-                "superseded": _results(judged, judged.superseded),
-                "superseded_notes": _notes(judged.superseded),
-                "lacking": {name: why for name, why in words.items() if why},
-                "arms": _arms(judged),
-                "commands": dict.fromkeys(
-                    [*(_command(part[0]) for part in judged.criteria), "kvbench report --claims"]
-                ),
-                "methods": [name for name in site.methods if concerns_method(claim, name)],
+        commands = [*(_command(part) for part, *_ in judged.criteria), "kvbench report --claims"]
+        data = {
+            "judged": judged,
+            "look": look,
+            "results": list(_results(judged, judged.criteria)),
+            "notes": _notes(judged.criteria),
+            "superseded": list(_results(judged, judged.superseded)),
+            "superseded_notes": _notes(judged.superseded),
+            "lacking": {name: why for name, why in lacking.items() if why},
+            "arms": {
+                (" ".join(beds()[part.spec["bed"]].words), arm): {"why": why, "runs": runs}
+                for part, *_ in judged.criteria
+                for _, arm, runs, why in _arms(judged, part)
             },
-        )
+            "commands": dict.fromkeys(commands),
+            "methods": [name for name in site.methods if concerns_method(claim, name)],
+        }
+        yield Page(f"claims/{claim.id}.html", begin(claim.claim), "claim.html", data)
 
 
-def _results(judged: Judged, parts: Sequence[Part]) -> list[CriterionResult]:
+def _results(judged: Judged, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
+    """Each criterion with its own verdict, how that looks, and what was measured, or why nothing.
+
+    `numbers` are the measured one, its ends, and the samples; `source` says where they are from:
+    ids of runs by role, a file, or a paper's tables.
+    """
     decides = parts is judged.criteria
-    results = []
     for place, (criterion, finding, verdict) in enumerate(parts):
         colour = LOOKS.get(verdict, "open") if decides else "open"
+        result = {"criterion": criterion, "verdict": verdict, "look": colour, "source": {}}
         if isinstance(finding, Missing):
-            results.append(
-                CriterionResult(criterion, verdict, colour, finding.why.partition("; ")[0])
-            )
+            yield {**result, "missing": finding.why.partition("; ")[0]}
             continue
         numbers = {"value": finding.value, "low": finding.low, "high": finding.high}
         shown = [
@@ -166,8 +124,7 @@ def _results(judged: Judged, parts: Sequence[Part]) -> list[CriterionResult]:
         shown.append(PageNumber("n", finding.n, f"{finding.n:.3g}", few))
         source = {"claim": judged.claim.id, "part" if decides else "superseded": str(place)}
         source |= _source(judged, criterion)
-        results.append(CriterionResult(criterion, verdict, colour, "", tuple(shown), source))
-    return results
+        yield {**result, "missing": "", "numbers": shown, "source": source}
 
 
 def _notes(parts: Sequence[Part]) -> list[str]:
@@ -180,34 +137,20 @@ def _source(judged: Judged, criterion: Criterion) -> dict[str, str]:
         return {"file": criterion.spec["file"]}
     if criterion.kind == "printed":
         return {"paper": " ".join(_printed_tables(criterion))}
-    roles = {}
-    for role, arms in arms_of(criterion.spec).items():
-        folders = [_folder_names(judged, criterion, arm) for arm in arms]
-        roles[role] = " ".join(
-            name for some in folders if not isinstance(some, Missing) for name in some
-        )
-    return roles
+    by_role = grouped(_arms(judged, criterion), lambda arm: arm[0])
+    return {role: " ".join(run for arm in arms for run in arm[2]) for role, arms in by_role.items()}
 
 
-def _folder_names(judged: Judged, criterion: Criterion, arm: str) -> list[str] | Missing:
-    """The names of the folders of an arm's runs."""
-    runs = runs_of(judged.runs, criterion.spec["bed"], arm, times=is_time(criterion.spec["value"]))
-    return runs if isinstance(runs, Missing) else [run.arm["path"].name for run in runs]
-
-
-def _arms(judged: Judged) -> dict[tuple[str, str], dict[str, Any]]:
-    """The arms that its numbers are of, with their runs; what did not run says so."""
-    lines = {}
-    for criterion in (criterion for criterion, *_ in judged.criteria if criterion.kind == "runs"):
-        shared = " ".join(beds()[criterion.spec["bed"]].words)
-        for arm in (arm for arms in arms_of(criterion.spec).values() for arm in arms):
-            folders = _folder_names(judged, criterion, arm)
-            absent = isinstance(folders, Missing)
-            lines[shared, arm] = {
-                "why": folders.why.partition("; ")[0] if isinstance(folders, Missing) else "",
-                "runs": [] if absent else folders,
-            }
-    return lines
+def _arms(judged: Judged, criterion: Criterion) -> Iterator[tuple[str, str, list[str], str]]:
+    """The role and the words of each arm of runs, the ids of its runs, and why it has none."""
+    spec = criterion.spec
+    for role, arms in arms_of(spec).items() if criterion.kind == "runs" else ():
+        for arm in arms:
+            runs = runs_of(judged.runs, spec["bed"], arm, times=is_time(spec["value"]))
+            if isinstance(runs, Missing):
+                yield role, arm, [], runs.why.partition("; ")[0]
+            else:
+                yield role, arm, [run.arm["path"].name for run in runs], ""
 
 
 def _command(criterion: Criterion) -> str:

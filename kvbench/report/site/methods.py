@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from kvbench.config import ConfigError, choices, conf_dir, method_config, show
 from kvbench.report.data.papers import PaperTable, ids, table
@@ -13,9 +14,10 @@ from kvbench.report.data.run import YARDSTICK, Runs, missing
 from kvbench.report.data.select import last_word, order_of
 from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.site.board import machine_of
-from kvbench.report.site.chart import PageChart, charts
+from kvbench.report.site.chart import charts
 from kvbench.report.site.claims import ITS_PAPER, by_side, counts, look
 from kvbench.report.site.pages import Page, PageNumber, grouped, label, slug
+from kvbench.report.site.paired import word_of
 from kvbench.report.site.prose import choices_taken, readme_entry
 from kvbench.report.site.rows import FAR_OVER, Row, Site
 from kvbench.report.tables.cells import Cell, ReportTable
@@ -28,7 +30,8 @@ LINES = {"published": "", "score": "ours", "difference": "difference"}  # of a p
 
 def method_pages(site: Site) -> Iterator[Page]:
     """The pages, and one that leads to them."""
-    tables = all_printed(site.without_submissions(site.joined))
+    runs = site.without_submissions(site.joined)
+    tables = [_printed(runs, table(id)) for id in ids()]
     shipped = choices("method")
     sides = {method: by_side(site, method) for method in site.methods}
     own = {method: counts(sides[method].get(ITS_PAPER, [])) for method in site.methods}
@@ -52,6 +55,7 @@ def method_pages(site: Site) -> Iterator[Page]:
             }
             for side, claims in sides[method].items()
         ]
+        path = conf_dir() / "method" / f"{method}.yaml"
         yield Page(
             f"methods/{slug(method)}.html",
             label(method),
@@ -61,7 +65,7 @@ def method_pages(site: Site) -> Iterator[Page]:
                 "about": readme_entry(method),
                 "short": shipped.get(method) or _whose(rows),
                 "panels": results(site, rows),
-                "charts": _charts(site, rows),
+                "charts": charts(site, rows),
                 "claimed": claimed,
                 "own_paper": ITS_PAPER in sides[method],
                 "look": look,
@@ -69,7 +73,7 @@ def method_pages(site: Site) -> Iterator[Page]:
                 "totals": sum((some.counts for some in printed), Counter[str]()),
                 "choices": choices_taken(method_config(method).target) if method in shipped else "",
                 "settings": _settings(method) if method in shipped else _options(rows),
-                "source": _source(method) if method in shipped else "",
+                "source": path.read_text(encoding="utf-8") if method in shipped else "",
                 "coverage": COVERAGE,
                 "fewest": FEWEST,
                 "far_over": FAR_OVER,
@@ -77,33 +81,17 @@ def method_pages(site: Site) -> Iterator[Page]:
         )
 
 
-class MethodResults(NamedTuple):
-    """What a method has on the same samples.
+def results(site: Site, method_rows: Sequence[Row]) -> list[Any]:
+    """Every arm of a method, by the samples that it ran on.
 
-    Attributes
-    ----------
-    title, facts
-        of the samples.
-    machine
-        that the times are of.
-    columns
-        name of each number -> its heading.
-    rows
-        each arm, its place as "1 to 3 of 9" or "", and its numbers by column.
-    groups
-        the score of each group of samples by arm, with how it looks beside other methods'.
+    Returns
+    -------
+    list[Any]
+        `title` and `facts` of the samples; the `machine` of the times; `columns`, the heading of
+        each number by its name; `rows`, each arm, its place as "1 to 3 of 9" or "", and its numbers
+        by column; `groups`, the score of each group of samples by arm, with how it looks beside
+        other methods'.
     """
-
-    title: str
-    facts: list[str]
-    machine: str
-    columns: dict[str, str]
-    rows: list[tuple[Row, str, dict[str, PageNumber | None]]]
-    groups: dict[str, list[tuple[PageNumber, str] | None]]
-
-
-def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
-    """Every arm of a method, by the samples that it ran on."""
     panels = []
     by_panel = grouped(method_rows, lambda row: row.panel)
     for panel in (panel for panel in site.by_panel if panel in by_panel):
@@ -115,35 +103,29 @@ def results(site: Site, method_rows: Sequence[Row]) -> list[MethodResults]:
             for row in rows
             if name in row.cell.numbers and name in row.table.lines
         }
-        shown = [(row, _place(site, row), _numbers(row, columns, machine)) for row in rows]
-        facts = site.facts[panel]
-        groups = _by_group(site, rows)
-        panels.append(MethodResults(panel, facts, machine, columns, shown, groups))
+        numbers = [
+            {
+                name: row.time(name, machine) if row.table.lines[name].is_time else row.number(name)
+                for name in columns
+            }
+            for row in rows
+        ]
+        groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
+        panels.append(
+            SimpleNamespace(
+                title=panel,
+                facts=site.facts[panel],
+                machine=machine,
+                columns=columns,
+                rows=list(zip(rows, map(site.words_of_place, rows), numbers, strict=True)),
+                groups={
+                    group: [_of_group(site, row, group) for row in rows]
+                    for group in groups
+                    if len(groups) > 1
+                },
+            )
+        )
     return panels
-
-
-def _numbers(row: Row, columns: dict[str, str], machine: str) -> dict[str, PageNumber | None]:
-    return {
-        name: row.time(name, machine) if row.table.lines[name].is_time else row.number(name)
-        for name in columns
-    }
-
-
-def _place(site: Site, row: Row) -> str:
-    """Its place among sparse methods of its budget, from the best to the worst that tests leave."""
-    rivals = site.rivals(row)
-    place = site.place(row, rivals) if row.is_choice else None
-    if place is None:
-        return ""
-    return f"{' to '.join(map(str, dict.fromkeys(place)))} of {1 + len(rivals)}"
-
-
-def _by_group(site: Site, rows: Sequence[Row]) -> dict[str, list[tuple[PageNumber, str] | None]]:
-    """The score of each group of samples; none where there is one group."""
-    groups = sorted({group for row in rows for group in row.run.scores.groups}, key=order_of)
-    if len(groups) < 2:
-        return {}
-    return {group: [_of_group(site, row, group) for row in rows] for group in groups}
 
 
 def _of_group(site: Site, row: Row, group: str) -> tuple[PageNumber, str] | None:
@@ -159,29 +141,14 @@ def _of_group(site: Site, row: Row, group: str) -> tuple[PageNumber, str] | None
     rivals = [other.run for other in site.rivals(row) if group in other.run.scores.groups]
     rivals = sorted(rivals, key=lambda run: run.score((group,)).mean)
     lead = row.run.against([rivals[len(rivals) // 2]], (group,)) if rivals else None
-    return (
-        number,
-        "" if lead is None or not lead.differs else "ahead" if lead.mean > 0 else "behind",
-    )
-
-
-def _charts(site: Site, method_rows: Sequence[Row]) -> list[PageChart]:
-    """Score or KL against the budget where it ran with several, beside full attention and top-k."""
-    return [
-        chart
-        for panel, rows in grouped(method_rows, lambda row: row.panel).items()
-        if (chart := charts(panel, rows, site.by_panel[panel]))
-    ]
+    return number, {"better": "ahead", "worse": "behind"}.get(word_of(lead), "")
 
 
 def _whose(rows: Sequence[Row]) -> str:
     """Whose a method is that kvbench does not ship."""
     people = " and ".join(dict.fromkeys(row.of.manifest.who for row in rows if row.of))
-    return (
-        f"A method of {people}, of which nothing but its runs is known."
-        if people
-        else "A method of your own."
-    )
+    of = f"of {people}, of which nothing but its runs is known" if people else "of your own"
+    return f"A method {of}."
 
 
 def _options(rows: Sequence[Row]) -> dict[str, str]:
@@ -207,54 +174,25 @@ def _settings(method: str) -> dict[str, str]:
     return {name: show(value) for name, value in facts.items()}
 
 
-def _source(method: str) -> str:
-    """The method's file as it is."""
-    return (conf_dir() / "method" / f"{method}.yaml").read_text(encoding="utf-8")
-
-
 # -- what papers print -----------------------------------------------------------------------------
 
 
-class Printed(NamedTuple):
-    """A published table, or the rows of it that a page shows.
-
-    Attributes
-    ----------
-    paper
-        as published.
-    merged
-        with ours.
-    notes
-        on both.
-    counts
-        how many numbers of the method are published, and how many were run here.
-    rows
-        label, kind and cells of each line.
-    """
-
-    paper: PaperTable
-    merged: ReportTable
-    notes: list[str]
-    counts: Counter[str] = Counter()
-    rows: list[tuple[str, str, list[tuple[PageNumber, str] | None]]] = []
-
-
-def all_printed(runs: Runs) -> list[Printed]:
-    """Every published table with what these runs measured."""
-    return [_printed(runs, table(id)) for id in ids()]
-
-
-def _printed(runs: Runs, paper: PaperTable) -> Printed:
+def _printed(runs: Runs, paper: PaperTable) -> Any:
+    """A published table with what these runs measured, and notes on both."""
     try:
         merged = merge_published(runs, paper)
     except ConfigError as error:  # several runs fit
         merged = merge_published(None, paper)
-        return Printed(paper, merged, [*merged.notes, str(error)])
-    return Printed(paper, merged, merged.notes)
+        return SimpleNamespace(paper=paper, merged=merged, notes=[*merged.notes, str(error)])
+    return SimpleNamespace(paper=paper, merged=merged, notes=merged.notes)
 
 
-def published(method: str, tables: Sequence[Printed]) -> list[Printed]:
-    """The tables that print a number of a method, with full attention's row of the same model."""
+def published(method: str, tables: Sequence[Any]) -> list[Any]:
+    """The tables that print a number of a method, with full attention's row of the same model.
+
+    Each with `counts`, how many numbers of the method are published and how many were run here,
+    and `rows`, the label, kind and cells of each line.
+    """
     of_method = []
     for printed in tables:
         frame = printed.paper.frame
@@ -267,7 +205,7 @@ def published(method: str, tables: Sequence[Printed]) -> list[Printed]:
         own = [cell for (row, _), cell in cells if printed.merged.rows[row][0] in names]
         there = Counter(name for cell in own for name in cell.numbers)
         lines = list(_lines(printed.merged, names | set(frame["row"][full])))
-        of_method.append(printed._replace(counts=there, rows=lines))
+        of_method.append(SimpleNamespace(**vars(printed), counts=there, rows=lines))
     return of_method
 
 

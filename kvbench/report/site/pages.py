@@ -114,4 +114,10 @@ def grouped(items: Iterable[Any], key: Any) -> dict[Any, list[Any]]:
     return groups
 
 
+def several(choices: dict[str, tuple[str, list[str]]]) -> dict[str, tuple[str, list[str]]]:
+    """Of headings with values, by which a table is filtered, those with two values or more."""
+    distinct = {key: (words, list(dict.fromkeys(some))) for key, (words, some) in choices.items()}
+    return {key: both for key, both in distinct.items() if len(both[1]) > 1}
+
+
 environment().filters.update(slug=slug, label=label, colour=colour, begin=begin)

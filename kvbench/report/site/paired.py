@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kvbench.report.data.run import Run
-from kvbench.report.data.stats import COVERAGE, FEWEST
+from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
 
 FLIPS = 9_999
 ALL_UP_TO = 13  # samples of which all ways to turn the signs are taken: 2 ** 13
@@ -37,15 +37,8 @@ def paired(first: Run, other: Run, kl: bool) -> Paired | None:
     In nats of KL or points of score, the plain mean over groups. None where they share fewer than
     `FEWEST` samples.
     """
-    values = dict(zip(other.scores.keys, other.scores.of(kl), strict=True))
-    lost = {
-        key
-        for run in (first, other)
-        for key, lost in zip(run.scores.keys, run.scores.failed, strict=True)
-        if lost
-    }
-    theirs = [np.nan if key in lost else values.get(key, np.nan) for key in first.scores.keys]
-    differences = first.scores.of(kl) - np.array(theirs, dtype=float)
+    differences = first.differences([other], kl)
+    differences[first.scores.failed] = np.nan
     there = ~np.isnan(differences)
     if there.sum() < FEWEST:
         return None
@@ -106,3 +99,12 @@ def verdicts(pairs: Sequence[tuple[Run, Run]], kl: bool) -> list[Verdict]:
         else "worse"
         for result in results
     ]
+
+
+def word_of(lead: Estimate | None) -> Verdict:
+    """What may be said of a paired difference by its interval."""
+    if lead is None or lead.n < FEWEST:
+        return "not tested"
+    if not lead.differs:
+        return "not shown"
+    return "better" if lead.mean > 0 else "worse"

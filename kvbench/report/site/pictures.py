@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -27,92 +26,71 @@ REPRESENTATIVES = {
 }
 
 
-class Shown(NamedTuple):
-    """A figure of the page.
-
-    Attributes
-    ----------
-    question
-        its heading.
-    caption
-        what it shows, a clause.
-    longest
-        a task, of which the runs with the most `task.steps` are drawn; "": all runs are.
-    file
-        measurements that kvbench ships, of which it is drawn; "": it is drawn of runs.
-    archive
-        of the runs that kvbench ships, drawn where a site's own make no such picture.
-    """
-
-    question: str
-    caption: str
-    longest: str = ""
-    file: str = ""
-    archive: str = "claims.tar.xz"
-
-
+# Of each figure of the page the question that it answers, and what it shows, a clause.
 SHOWN = {
-    "attended": Shown(
-        "What does a budget come to?", "Entries attended over C, against the C that was asked for"
+    "attended": (
+        "What does a budget come to?",
+        "Entries attended over C, against the C that was asked for",
     ),
-    "frontier": Shown(
-        "What does a byte buy?", "KL, or the score, against the share of full attention's bytes"
+    "frontier": (
+        "What does a byte buy?",
+        "KL, or the score, against the share of full attention's bytes",
     ),
-    "read": Shown(
+    "read": (
         "What does nearness cost?",
         "How near each method stays for the keys and values that a decode step reads",
     ),
-    "question": Shown(
+    "question": (
         "Does it survive a question that comes after?",
         "Score by when the question is read: with the context, or after it was compressed",
-        archive="question.tar.xz",
     ),
-    "lost": Shown(
-        "Where is attention lost?", "Attention on what was not selected, by layer and query head"
+    "lost": (
+        "Where is attention lost?",
+        "Attention on what was not selected, by layer and query head",
     ),
-    "drift": Shown(
-        "Does it stay as near?",
-        "KL from full attention over the longest answers",
-        longest="fidelity",
+    "drift": ("Does it stay as near?", "KL from full attention over the longest answers"),
+    "written": (
+        "How long are the answers?",
+        "New tokens of an answer, and how many end in a loop",
     ),
-    "written": Shown(
-        "How long are the answers?", "New tokens of an answer, and how many end in a loop"
+    "breakeven": (
+        "From where is it faster?",
+        "Time of a token against the length of the context",
     ),
-    "breakeven": Shown(
-        "From where is it faster?", "Time of a token against the length of the context"
-    ),
-    "search": Shown(
+    "search": (
         "What does a search find in its time?",
         "Recall against time, beside that of reading",
-        file="bench_index_cpu.json",
     ),
-    "published": Shown(
-        "Is it as published?", "Published scores against ours; a letter says what differs"
+    "published": (
+        "Is it as published?",
+        "Published scores against ours; a letter says what differs",
     ),
 }
+LONGEST = {"drift": "fidelity"}  # tasks of which the runs with the most `task.steps` are drawn
+FILES = {"search": "bench_index_cpu.json"}  # measurements that it is drawn of, instead of runs
+# The runs that kvbench ships, drawn where a site's own make no such picture.
+ARCHIVES = dict.fromkeys(SHOWN, "claims.tar.xz") | {"question": "question.tar.xz"}
 
 
 def pictures(site: Site) -> Iterator[File | Page]:
     """The page with its pictures: of the site's runs, or else of those that kvbench ships."""
     shots = {}
-    for name, shown in SHOWN.items():
-        image, note = _drawn(site, name, shown)
+    runs = site.without_submissions(site.joined)
+    for name, (question, caption) in SHOWN.items():
+        image, note = _of_runs(name, runs), ""
+        if not image:
+            image, note = _of_shipped(name), f" ({OURS})"
         if image:
             yield File(f"pictures/{name}.svg", image)
-            shots[name] = {"question": shown.question, "caption": f"{shown.caption}{note}"}
-    moving = _interactive(site.without_submissions(site.joined))
+            shots[name] = {"question": question, "caption": f"{caption}{note}"}
+    try:
+        moving = interactive(runs)  # whose marks say what they are
+    except (ResultsError, *DAMAGED):
+        moving = ""  # it cannot be made of these runs
     if moving:
         yield File(f"pictures/{INTERACTIVE}", moving)
     words = {"shots": shots, "interactive": INTERACTIVE if moving else ""}
     yield Page("pictures/index.html", "Pictures", "pictures.html", words)
-
-
-def _interactive(runs: Runs) -> str:
-    """The page whose marks say what they are; "" where it cannot be made of these runs."""
-    try:
-        return interactive(runs)
-    except (ResultsError, *DAMAGED):
-        return ""
 
 
 def legible(runs: Runs) -> Runs:
@@ -133,31 +111,23 @@ def picture(make: Callable[[], Figure]) -> bytes:
         return b""  # not from these runs, or not as kvbench writes them; the tables stand
 
 
-def _drawn(site: Site, name: str, shown: Shown) -> tuple[bytes, str]:
-    """A figure, b"" where there is none, and a note on whose runs it is of."""
-    image = (
-        b""
-        if shown.file
-        else picture(
-            lambda: draw(name, _chosen(site.without_submissions(site.joined), shown.longest))
-        )
-    )
-    return (image, "") if image else (_of_shipped(name), f" ({OURS})")
+def _of_runs(name: str, runs: Runs) -> bytes:
+    """A figure of these runs; b"" without one."""
+    return b"" if name in FILES else picture(lambda: draw(name, _chosen(name, runs)))
+
+
+def _chosen(name: str, runs: Runs) -> Runs:
+    """The runs of a figure: the longest where that says so, of the methods that are shown."""
+    if task := LONGEST.get(name):
+        steps = {run: int(run.settings["task.steps"]) for run in runs if run.arm["task"] == task}
+        runs = runs.only([run for run, many in steps.items() if many == max(steps.values())])
+    return legible(runs)
 
 
 @cache
 def _of_shipped(name: str) -> bytes:
     """A figure of what kvbench ships; b"" where it was installed without that."""
-    shown = SHOWN[name]
-    if shown.file:
-        return picture(partial(draw_file, name, [SHIPPED / shown.file]))
-    runs = shipped_runs(SHIPPED / shown.archive)
-    return b"" if runs is None else picture(lambda: draw(name, _chosen(runs, shown.longest)))
-
-
-def _chosen(runs: Runs, longest: str) -> Runs:
-    """The runs to draw."""
-    if longest:
-        steps = {run: int(run.settings["task.steps"]) for run in runs if run.arm["task"] == longest}
-        runs = runs.only([run for run, many in steps.items() if many == max(steps.values())])
-    return legible(runs)
+    if name in FILES:
+        return picture(partial(draw_file, name, [SHIPPED / FILES[name]]))
+    runs = shipped_runs(SHIPPED / ARCHIVES[name])
+    return b"" if runs is None else _of_runs(name, runs)

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from kvbench.config import choices
 from kvbench.models.hub import weights_origin
 from kvbench.report.claims.page import Judged, judged
-from kvbench.report.data.lengths import by_length
 from kvbench.report.data.run import YARDSTICK, Run, Runs, SampleKey, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word, order_of
-from kvbench.report.data.shared import on_shared_samples
+from kvbench.report.data.shared import by_length, on_shared_samples
 from kvbench.report.data.stats import FEWEST, LEAST, Estimate, ranks
 from kvbench.report.data.style import STYLES
 from kvbench.report.data.table import NONE, Table
@@ -186,7 +185,7 @@ class Row(NamedTuple):
         indexed
             with the bytes of the method's index, wherever it lies.
         """
-        run, dense = self.run, dense_of(self.run)
+        run, dense = self.run, _number(self.run.arm, "dense_share")
         same_kv_run = run.full(run.settings["kv"]) if dense else self.full
         if self.full is None or same_kv_run is None:
             return None
@@ -392,6 +391,13 @@ class Site:
         sure = [lead.mean > 0 for lead in leads if lead is not None and lead.differs]
         return 1 + sum(not ahead for ahead in sure), 1 + len(rivals) - sum(sure)
 
+    def words_of_place(self, row: Row) -> str:
+        """Its place among sparse methods of its budget, such as "1 to 3 of 9"; "" without one."""
+        rivals = self.rivals(row)
+        place = self.place(row, rivals) if row.is_choice else None
+        words = " to ".join(map(str, dict.fromkeys(place or ())))
+        return f"{words} of {1 + len(rivals)}" if words else ""
+
     @cached_property
     def methods(self) -> list[str]:
         """The methods that ran and all that kvbench ships, in the order in which they are drawn."""
@@ -418,23 +424,18 @@ class Site:
 def _in_panels(rows: Sequence[Row]) -> Iterator[Row]:
     """The rows, with panels whose names say in what their samples differ from others."""
     for panel_rows in grouped(rows, lambda row: row.panel).values():
-        settings = {
-            row.run: dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows
-        }
-        keys = fewest_keys(list(settings.values()))
-        names = {
-            run: [f"{last_word(key)}={setting[key]}" for key in keys if key in setting]
-            for run, setting in settings.items()
-        }
-        for same_samples in grouped(
-            panel_rows,
-            lambda row: tuple(names[row.run]),  # noqa: B023
-        ).values():
+        settings = [dict(word.split("=", 1) for word in row.run.kind[:-1]) for row in panel_rows]
+        keys = fewest_keys(settings)
+        named = [
+            (row, tuple(f"{last_word(key)}={setting[key]}" for key in keys if key in setting))
+            for row, setting in zip(panel_rows, settings, strict=True)
+        ]
+        for names, same_samples in grouped(named, lambda pair: pair[1]).items():
             # data, in which no setting differs
-            several = len({row.run.kind[-1] for row in same_samples}) > 1
-            for row in same_samples:
+            several = len({row.run.kind[-1] for row, _ in same_samples}) > 1
+            for row, _ in same_samples:
                 data = [f"data {row.run.kind[-1]}"] if several else []
-                yield row._replace(panel=", ".join([row.panel, *names[row.run], *data]))
+                yield row._replace(panel=", ".join([row.panel, *names, *data]))
 
 
 def by_panel(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -475,11 +476,6 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
         yield "beside a number stands the range of so few"
     for why in dict.fromkeys(row.unranked for row in rows if row.unranked):
         yield f"{why}, so no method is named best and none has a place"
-
-
-def dense_of(run: Run) -> float:
-    """The share of the layers that a run leaves dense."""
-    return _number(run.arm, "dense_share")
 
 
 @lru_cache(maxsize=512)

@@ -11,9 +11,10 @@ from typing import Any
 
 from kvbench.report.data.frame import content_of
 from kvbench.report.data.run import Run
-from kvbench.report.data.stats import COVERAGE, FEWEST, Estimate
+from kvbench.report.data.stats import COVERAGE, FEWEST
 from kvbench.report.html import score_of
 from kvbench.report.site.pages import Page
+from kvbench.report.site.paired import word_of
 from kvbench.report.site.rows import Row, Site
 
 KL = {"name": "KL", "unit": "nats", "digits": 4}
@@ -25,39 +26,23 @@ MOST_SAMPLES = 24  # of a page: those on which the arms differ most
 def samples(site: Site) -> Iterator[Page]:
     """A page for each panel, and one that leads to them."""
     links: dict[bool, list[tuple[str, str, int]]] = {True: [], False: []}
-    for number, (title, rows) in enumerate(site.by_panel.items(), 1):
-        data = _panel(site, rows)
+    for number, (title, panel) in enumerate(site.by_panel.items(), 1):
+        rows = sorted(panel, key=lambda row: not row.run.is_full)
+        entries, count = _entries(rows)
+        answers = (answer for entry in entries for answer in entry["arms"] if answer)
+        data: dict[str, Any] = {
+            "arms": [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows],
+            "samples": entries,
+            "outputs": any(output is not None for _, output in answers),
+            "measure": KL if any(row.has_kl for row in rows) else SCORE,
+            "pairs": list(_pairs(site, rows)),
+        }
+        words = {"data": data, "shown": len(entries), "count": count, "coverage": COVERAGE}
+        words["tests"] = sum(pair is not None for pairs in data["pairs"] for pair in pairs)
+        words["fewest"] = FEWEST
         links[data["outputs"]].append((f"{number}.html", title, len(rows)))
-        yield Page(
-            f"samples/{number}.html",
-            f"Two arms: {title}",
-            "samples.html",
-            {
-                "data": data,
-                "shown": len(data["samples"]),
-                "count": data.pop("count"),
-                "tests": sum(pair is not None for pairs in data["pairs"] for pair in pairs),
-                "coverage": COVERAGE,
-                "fewest": FEWEST,
-            },
-        )
+        yield Page(f"samples/{number}.html", f"Two arms: {title}", "samples.html", words)
     yield Page("samples/index.html", "Two arms", "samples_index.html", {"links": links})
-
-
-def _panel(site: Site, rows: Sequence[Row]) -> dict[str, Any]:
-    """What a page has for its script."""
-    rows = sorted(rows, key=lambda row: not row.run.is_full)
-    entries, count = _entries(rows)
-    return {
-        "arms": [{"name": row.name, "run": " ".join(row.run.folder_names)} for row in rows],
-        "samples": entries,
-        "count": count,
-        "outputs": any(
-            answer and answer[1] is not None for entry in entries for answer in entry["arms"]
-        ),
-        "measure": KL if any(row.has_kl for row in rows) else SCORE,
-        "pairs": _pairs(site, rows),
-    }
 
 
 def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
@@ -68,12 +53,14 @@ def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
         id: [records.get(id) for records in stored]
         for id in dict.fromkeys(id for records in stored for id in records)
     }
-    spread = {
-        id: _spread([record["score"] for record in records if record])
-        for id, records in answers.items()
-    }
+
+    def spread(id: str) -> float:
+        scores = [record["score"] for record in answers[id] if record]
+        valid = [score for score in scores if score is not None]
+        return statistics.pstdev(valid) if valid else 0.0
+
     entries = []
-    for id in sorted(answers, key=lambda id: -spread[id])[:MOST_SAMPLES]:
+    for id in sorted(answers, key=spread, reverse=True)[:MOST_SAMPLES]:
         first = next(record for record in answers[id] if record)
         facts = {key: first[key] for key in ("group", "expected", "prompt")}
         arms = [record and [record["score"], record["output"]] for record in answers[id]]
@@ -81,25 +68,15 @@ def _entries(rows: Sequence[Row]) -> tuple[list[dict[str, Any]], int]:
     return entries, len(answers)
 
 
-def _pairs(site: Site, rows: Sequence[Row]) -> list[list[list[Any] | None]]:
+def _pairs(site: Site, rows: Sequence[Row]) -> Iterator[list[list[Any] | None]]:
     """How far each arm is ahead of each after it: mean, ends, samples, and a word."""
-    if max(len(row.run.scores.ids) for row in rows) < FEWEST:
-        return [[] for _ in rows]
-    pairs: list[list[list[Any] | None]] = []
+    tested = max(len(row.run.scores.ids) for row in rows) >= FEWEST
     for number, row in enumerate(rows):
-        leads = [site.ahead(row, other) for other in rows[number + 1 :]]
-        pairs.append([lead and [*_ends(lead), lead.n, _says(lead)] for lead in leads])
-    return pairs
-
-
-def _ends(lead: Estimate) -> list[float]:
-    return [float(f"{end or 0.0:.4g}") for end in lead[:3]]
-
-
-def _says(lead: Estimate) -> str:
-    if lead.differs:
-        return "better" if lead.mean > 0 else "worse"
-    return "not shown" if lead.n >= FEWEST else "not tested"
+        leads = [site.ahead(row, other) for other in rows[number + 1 :] if tested]
+        yield [
+            lead and [*(float(f"{end or 0.0:.4g}") for end in lead[:3]), lead.n, word_of(lead)]
+            for lead in leads
+        ]
 
 
 def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
@@ -111,9 +88,8 @@ def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
     stored = {}
     for record in run.samples():
         score = score_of(record, run.arm["metric"])
-        answers = record.get("answers") or [
-            key for key in [(record.get("meta") or {}).get("key")] if key is not None
-        ]
+        key = (record.get("meta") or {}).get("key")
+        answers = record.get("answers") or ([] if key is None else [key])
         output = record.get("error") or record.get("output")
         which = f" ({record.get('content') or content_of(record)})" if seeded else ""
         stored[f"{record['id']}{which}"] = {
@@ -124,8 +100,3 @@ def _records(run: Run, seeded: bool) -> dict[str, dict[str, Any]]:
             "output": None if output is None else str(output)[:MOST_LETTERS],
         }
     return stored
-
-
-def _spread(scores: Sequence[float | None]) -> float:
-    valid = [score for score in scores if score is not None]
-    return statistics.pstdev(valid) if valid else 0.0

@@ -19,7 +19,7 @@ from kvbench.report.submissions.whole import times_of
 from kvbench.runs.archive import rounded
 from kvbench.runs.plausible import NEAR
 from kvbench.runs.quantities import is_number
-from kvbench.runs.stored import Record, read_run_yaml
+from kvbench.runs.stored import read_run_yaml
 from kvbench.runs.versions import HARNESS, versions_in
 
 ORDER = ("task", "model", "model.revision", "dtype")  # of settings that are named first
@@ -88,7 +88,6 @@ class Board:
         self._full = [
             run for run in runs if run.is_full and not run.is_timed and not run.arm["probe_every"]
         ]
-        self._sparse: dict[int, list[Run]] = {}
 
     @functools.cached_property
     def _timed(self) -> dict[tuple[float, ...], Run]:
@@ -102,27 +101,17 @@ class Board:
 
     def yardstick(self, run: Run) -> tuple[Run | None, list[str]]:
         """The nearest run of full attention, and the settings in which it differs."""
-        run_settings = protocol_of(run)
-
-        def differing_keys(full: Run) -> list[str]:
+        ours = protocol_of(run)
+        candidates = []
+        for full in self._full:
             theirs = protocol_of(full)
-            return [
-                key
-                for key in {*ORDER, *run_settings, *theirs}
-                if run_settings.get(key) != theirs.get(key)
-            ]
-
-        nearest = min(
-            self._full,
-            key=lambda full: (run.scored_as != full.scored_as, len(differing_keys(full))),
-            default=None,
-        )
+            keys = [key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)]
+            candidates.append((run.scored_as != full.scored_as, len(keys), full, keys))
+        if not candidates:
+            return None, []
+        *_, nearest, differing = min(candidates, key=lambda candidate: candidate[:2])
         ranked = {key: place for place, key in enumerate(ORDER)}
-        return nearest, (
-            sorted(differing_keys(nearest), key=lambda key: (ranked.get(key, 9), key))
-            if nearest
-            else []
-        )
+        return nearest, sorted(differing, key=lambda key: (ranked.get(key, 9), key))
 
     def faults(self, run: Run, submission_runs: Iterable[Run]) -> list[str]:
         """What keeps a run off the board, a clause each.
@@ -162,12 +151,9 @@ class Board:
         if run.arm["metric"] != full.arm["metric"]:
             yield f"scored by {run.arm['metric']}; the board's metric is {full.arm['metric']}"
         yield from _samples(run, full, run.scored_as in self.runs.graded)
-        sparse = self._sparse.get(full.index) or [
-            other for other in self.runs if protocol_of(other) == protocol_of(full)
-        ]
-        self._sparse[full.index] = sparse
         if not run.is_full:
-            yield from _of_sparse(run, full, [other for other in sparse if not other.is_full])
+            alike = (other for other in self.runs if protocol_of(other) == protocol_of(full))
+            yield from _of_sparse(run, full, [other for other in alike if not other.is_full])
 
     def _times(self, run: Run) -> Iterator[str]:
         matches = [
@@ -219,15 +205,11 @@ def _prompts(run: Run) -> dict[str, Any]:
     """
     facts = ("sample", "group", "prompt_tokens", "cut_tokens", "meta")
     return {
-        record["id"]: rounded([*(record.get(name) or None for name in facts), _kl_steps(record)])
+        record["id"]: rounded([*(record.get(name) or None for name in facts), steps])
         for record in run.samples()
+        for near in [record.get("fidelity")]
+        for steps in [len((near.get("steps") or {}).get("kl") or ()) if near else None]
     }
-
-
-def _kl_steps(record: Record) -> int | None:
-    """The steps of which a sample has a KL; None: it has none."""
-    near = record.get("fidelity")
-    return len((near.get("steps") or {}).get("kl") or ()) if near else None
 
 
 def _of_sparse(run: Run, full: Run, sparse: list[Run]) -> Iterator[str]:

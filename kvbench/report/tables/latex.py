@@ -193,7 +193,11 @@ def _head(
     labels = [
         (
             *_labels(table, column),
-            *([_heading(table, name)] if several or table.columns == [""] else []),
+            *(
+                ["score" if name in SCORES else table.lines[name].heading]
+                if several or table.columns == [""]
+                else []
+            ),
         )
         for column, name in columns
     ]
@@ -216,10 +220,6 @@ def _labels(table: ReportTable, column: int) -> tuple[str, ...]:
     if table.heads:
         return table.heads[column]
     return (table.columns[column],) if table.columns != [""] else ()
-
-
-def _heading(table: ReportTable, name: str) -> str:
-    return "score" if name in SCORES else table.lines[name].heading
 
 
 def _stacked(text: str, most: int, side: str) -> str:
@@ -248,19 +248,17 @@ def _cell(
     letters = line.mark if line else ""
     if cell is None or line is None or name not in SCORES:
         shown = text(table, cell, name, column).removesuffix(f" ({letters})")
-        return _ranked(_stacked(shown, size.line, "r"), rank) + (
+        shown = _stacked(shown, size.line, "r")
+        return (f"{rank}{{{shown}}}" if rank else shown) + (
             rf"\rlap{{\textsuperscript{{{letters}}}}}" if letters else ""
         )
-    shown = _ranked(f"{line.value:.{value.digits}f}", rank)
+    shown = f"{line.value:.{value.digits}f}"
+    shown = f"{rank}{{{shown}}}" if rank else shown
     if line.low is not None and line.high is not None:
         up, down = (f"{abs(end - line.value):.{value.digits}f}" for end in (line.high, line.low))
         shown += rf"$^{{+{up}}}_{{-{down}}}$"
     marks = STAR * cell.differs_from_full + letters
     return shown + (rf"\rlap{{\,\scriptsize {marks}}}" if marks else "")
-
-
-def _ranked(shown: str, rank: str) -> str:
-    return f"{rank}{{{shown}}}" if rank else shown
 
 
 def _ranks(table: ReportTable, lines: Sequence[str]) -> dict[tuple[int, int, str], str]:

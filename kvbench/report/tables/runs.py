@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvbench.report.data.marks import NO_TIMES
 from kvbench.report.data.run import Run, Runs, missing
@@ -291,10 +291,15 @@ def table_of(
     """
     decoding_marks = marks_of_decoding(chosen, [*rows, *columns])
     marks = {run: mixed.get(run, "") + decoding_marks.get(run, "") for run in chosen}
-    placed = _Placed.of(chosen, rows, columns, label_order)
-    cells = {
-        place: Cell.of(table, some, values, " + ".join(groups), marks)
-        for place, (groups, some) in placed.runs.items()
+    by_cell = _runs_of_cells(chosen, rows, columns)
+    order = _order(by_cell, label_order)
+    down = sorted({row for row, *_ in by_cell}, key=order)
+    across = sorted({column for _, column, _ in by_cell}, key=order)
+    cells: dict[Place, Cell] = {
+        (down.index(row), across.index(column)): Cell.of(
+            table, some, values, " + ".join(groups), marks
+        )
+        for (row, column, groups), some in by_cell.items()
     }
     lines = _lines(values, score_lines, cells.values())
     times = [name for name, line in lines.items() if line.is_time]
@@ -303,12 +308,12 @@ def table_of(
         id=id,
         title=title,
         axes=tuple(rows),
-        rows=placed.rows,
-        columns=list(map(", ".join, placed.columns)),
+        rows=down,
+        columns=list(map(", ".join, across)),
         cells=cells,
         lines=lines,
         notes=[],
-        heads=tuple(placed.columns) if len(columns) > 1 else (),
+        heads=tuple(across) if len(columns) > 1 else (),
         shared=shared,
     )
     return made.noted([*rows, *columns], times, [NO_TIMES] if untimed else [])
@@ -324,41 +329,6 @@ def _lines(
     for name in values:
         lines |= of_score if name == "score" else {name: _line(name)}
     return lines
-
-
-class _Placed(NamedTuple):
-    """Which runs stand where.
-
-    Attributes
-    ----------
-    rows, columns
-        the labels of each.
-    runs
-        by row and column the groups of samples (all: ()) and the runs there.
-    """
-
-    rows: list[tuple[str, ...]]
-    columns: list[tuple[str, ...]]
-    runs: dict[Place, tuple[tuple[str, ...], list[Run]]]
-
-    @classmethod
-    def of(
-        cls,
-        chosen: Sequence[Run],
-        rows: Sequence[str],
-        columns: Sequence[str],
-        label_order: Sequence[str],
-    ) -> _Placed:
-        """Runs by these settings; labels as they were asked for, others by what they are."""
-        runs_by_cell = _runs_of_cells(chosen, rows, columns)
-        order = _order(runs_by_cell, label_order)
-        downward = sorted({row for row, *_ in runs_by_cell}, key=order)
-        across = sorted({column for _, column, _ in runs_by_cell}, key=order)
-        places = {
-            (downward.index(row), across.index(column)): (groups, some)
-            for (row, column, groups), some in runs_by_cell.items()
-        }
-        return cls(downward, across, places)
 
 
 def _order(

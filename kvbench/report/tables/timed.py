@@ -164,7 +164,8 @@ def _against_full(
     Both were timed at several lengths. Of several runs of full attention the one with the most
     settings in common counts.
     """
-    shared = [key == MACHINE or (is_shared(key) and key not in CELL) for key in axes]
+    # the batch, and the labels that two arms must have in common
+    shared = [True, *(key == MACHINE or (is_shared(key) and key not in CELL) for key in axes)]
     arms: dict[tuple[str, ...], dict[int, _Row]] = {}
     for row in rows:
         if not missing(row.line[TIME.name]):
@@ -175,7 +176,8 @@ def _against_full(
         fulls = {
             other: by_tokens
             for other, by_tokens in arms.items()
-            if next(iter(by_tokens.values())).run.is_full and _alike(labels, other, shared)
+            if next(iter(by_tokens.values())).run.is_full
+            and all(map(eq, compress(labels, shared), compress(other, shared)))
         }
         nearest = max(fulls, key=lambda other: sum(map(eq, other, labels)), default=())
         common = sorted(arm.keys() & fulls.get(nearest, {}).keys())
@@ -183,11 +185,6 @@ def _against_full(
             start = crossing(_times(arm), _times(fulls[nearest]))
             cells[labels] = _over(table, arm[common[-1]], fulls[nearest][common[-1]], start)
     return cells
-
-
-def _alike(labels: Sequence[str], others: Sequence[str], shared: Sequence[bool]) -> bool:
-    """Whether two arms have the batch and these of their labels in common."""
-    return all(map(eq, compress(labels, (True, *shared)), compress(others, (True, *shared))))
 
 
 def _over(table: Table, row: _Row, full: _Row, start: float | None) -> Cell:
