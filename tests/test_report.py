@@ -90,21 +90,6 @@ def test_what_kvbench_ships_is_known_as_such():
     assert {str(path.relative_to(CHECKOUT)) for path in SHIPPED} == set(listed.split())
 
 
-def test_any_selection(results, capsys):
-    told, _ = made(capsys, results, "--rows", "method,budget", "--columns", "group", "--format", "csv")
-    lines = {(line["method"], line["budget"], line["column"]): line for line in csv.DictReader(io.StringIO(told))}
-    assert len(lines) == 6
-    assert float(lines["quest", "64", "512"]["score"]) == 50 and float(lines["full", "-", "512"]["score"]) == 100
-    assert float(lines["quest", "64", "512"]["against_full"]) == -50
-
-
-def test_a_selection_of_runs_and_values(results, capsys):
-    words = ["--rows", "method", "--values", "tpot_ms_mean,ttft_s", "--where", "budget=64", "--where", "method=quest"]
-    told, _ = made(capsys, results, *words, "--format", "markdown")
-    assert "| method | ms / token | to first token, s |" in told and "| quest | 4.00 | 0.500 |" in told
-    assert "full" not in told
-
-
 @pytest.mark.parametrize(
     "ending, begins",
     [

@@ -65,37 +65,10 @@ def paper() -> ReportTable:
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_has_a_line_for_each_value():
-    whole = formats.grid(scores())
-    assert whole.head == ("method", "budget", "") and whole.columns == ["task 0", "task 1", "task 2"]
-    assert [(line.labels, line.texts[0]) for line in whole.rows[0]] == [
-        (("quest0", "64", "score"), "71.2 (bf)"),
-        (("", "", "95 % interval"), "[60.0, 80.5]"),
-        (("", "", "against full"), "+3.0 [-1.0, 7.0]"),
-        (("", "", "attended / C"), "1.48"),
-        (("", "", "samples"), "20, 2 failed"),
-    ]
-
-
 def test_fewer_pairs_than_samples_are_told():
     table = scores(1, 1)
     few = cell_of({**table.cells[0, 0].numbers, "pairs": 12.0})
     assert formats.text(table, few, "against_full", 0) == "+3.0 [-1.0, 7.0] (12 pairs)"
-
-
-def test_without_columns_the_values_stand_side_by_side():
-    whole = formats.grid(across())
-    assert whole.columns == ["score", "95 % interval", "against full", "attended / C", "samples"]
-    assert [len(lines) for lines in whole.rows] == [1, 1]
-
-
-def test_a_paper_s_cell_says_whether_ours_was_run():
-    whole = formats.grid(paper())
-    lines = {line.labels[1]: line.texts for line in whole.rows[0]}
-    assert lines["ours"] == ["48.0", "not run", "-"]
-    assert lines["published"] == ["49.25", "30.5", "7"], "as exact as each column is printed"
-    assert lines["difference"] == ["-1.2", "-", "-"]
-    assert lines["samples"] == ["200", "-", "-"]
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -106,16 +79,6 @@ def test_markdown_has_the_same_cells_in_every_line():
     lines = [line for line in told.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {7}
     assert len(lines) == 2 + 2 * 5 and told.startswith("### A title\n") and "- A note." in told
-
-
-def test_csv_holds_the_numbers_as_they_are():
-    lines = list(csv.DictReader(io.StringIO(formats.csv_text([scores(), paper()]))))
-    assert len(lines) == 6 + 3
-    first = lines[0]
-    assert (first["table"], first["method"], first["budget"], first["column"]) == ("t", "quest0", "64", "task 0")
-    assert (float(first["score"]), float(first["attended_share"]), first["marks"]) == (71.25, 1.484, "bf")
-    assert [line["status"] for line in lines[6:]] == ["not run", "not run", "published only"]
-    assert [line["row"] for line in lines[6:]] == ["IceCache 256"] * 3
 
 
 @given(st.integers(30, 200), st.integers(1, 12))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import csv_lines, record, records, stored
+from report_runs import record, records, stored
 
 from kvbench.config import ConfigError
 from kvbench.report.data.frame import collect, gathered
@@ -80,13 +80,6 @@ def test_of_several_controls_that_counts_which_protects_most(runs: Path) -> None
     table = pivot(collect([runs]), ["method", "method.protect"], [], ["gain"])
     found = {labels: table.cells[row, 0].numbers for row, labels in enumerate(table.rows)}
     assert found["snapkv", "-"]["gain"] == pytest.approx(-20)
-
-
-def test_a_part_of_a_score_has_a_column_of_its_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = csv_lines(capsys, runs, "--values", "brief_score,samples")
-    assert {line["method"]: (line["score"], line["samples"]) for line in lines}["h2o"] == ("0.0", "10.0")
-    table = pivot(collect([runs]), ["method"], [], ["brief_score", "samples"])
-    assert list(table.lines) == ["brief_score", "samples"]
 
 
 @pytest.mark.parametrize(("value", "first"), [("score", "full"), ("device_kv_bytes", "h2o")])

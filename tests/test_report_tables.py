@@ -156,21 +156,6 @@ def test_transfers_to_no_device_are_marked_at_times_and_nowhere_else(tmp_path, t
 # -- any selection -----------------------------------------------------------------------------------------------------
 
 
-def test_a_score_never_stands_without_its_company(tmp_path):
-    stored(tmp_path, "full")
-    stored(tmp_path, "quest")
-    table = pivot(collect([tmp_path]), ["method"], ["task"], ["score"])
-    assert list(table.lines) == ["score", "interval", "against_full", "attended_share", "samples"]
-    low, high = (pytest.approx(end, abs=0.01) for end in (9.45, 90.55))
-    less, more = (pytest.approx(end, abs=0.01) for end in (-65.76, 65.76))  # of two pairs that are alike
-    assert cell(table, ("quest",), "passkey").numbers == {
-        "score": 50, "score_low": low, "score_high": high, "against_full": 0, "against_full_low": less,
-        "against_full_high": more, "pairs": 2, "attended_share": 80 / 64, "samples": 2, "failed": 0,
-        "budget_tokens": 64,
-    }  # fmt: skip
-    assert "attended_share" not in cell(table, ("full",), "passkey").numbers
-
-
 def test_what_all_samples_of_a_run_score_has_one_width_whatever_other_runs_scored(tmp_path):
     stored(tmp_path, "full", samples=[1.0] * 8)
     stored(tmp_path, "quest", samples=[1.0] * 4 + [0.5] * 4)
@@ -282,12 +267,6 @@ def test_a_word_that_two_keys_end_with_names_both(tmp_path):
     assert said == "accounting: protocol.accounting or task.accounting?"
 
 
-def test_a_part_of_a_step_is_a_value(tmp_path):
-    stored(tmp_path)
-    table = pivot(collect([tmp_path]), ["method"], [], ["breakdown_ms.attention"])
-    assert cell(table, ("quest",)).numbers == {"breakdown_ms.attention": 1.0, "budget_tokens": 64}
-
-
 def test_times_name_their_machines(tmp_path):
     stored(tmp_path, "quest")
     stored(tmp_path, "snapkv", config={"device_name": "a card"})
@@ -299,17 +278,6 @@ def test_times_name_their_machines(tmp_path):
 
 
 # -- the overview ------------------------------------------------------------------------------------------------------
-
-
-def test_the_overview_has_a_row_for_each_method_and_budget(tmp_path):
-    for task in ("passkey", "niah"):
-        stored(tmp_path, "full", task=task)
-        for budget in (64, 128):
-            stored(tmp_path, "quest", budget, task=task)
-    (table,) = overview(collect([tmp_path]))
-    assert table.axes == ("model", "task", "method", "budget")
-    rows = [("full", "-"), ("quest", "64"), ("quest", "128")]
-    assert [row[1:] for row in table.rows] == [(task, *row) for task in ("niah", "passkey") for row in rows]
 
 
 # -- protocols ---------------------------------------------------------------------------------------------------------
