@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import ScaledTranslation
+from scipy.optimize import isotonic_regression
 
 from kvbench.report.data.style import Style
 
@@ -98,16 +100,7 @@ def with_gaps(targets: Sequence[float], gap: float) -> list[float]:
     targets
         in their order, 0..1; the result is moved into that range if it fits there.
     """
-    # neighbours that touch: for each the height of their lowest that it would like
-    blocks: list[list[float]] = []
-    for place, height in enumerate(targets):
-        blocks.append([height - gap * place])
-        while len(blocks) > 1 and _mean(blocks[-2]) > _mean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    gaps = gap * np.arange(len(targets))
     room = max(0.0, 1 - gap * (len(targets) - 1))
-    lows = [min(max(_mean(block), 0.0), room) for block in blocks for _ in block]
-    return [low + gap * place for place, low in enumerate(lows)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    lows = isotonic_regression(np.array(targets) - gaps).x.clip(0.0, room)
+    return [float(height) for height in lows + gaps]

@@ -117,7 +117,7 @@ def results(site: Site, method_rows: Sequence[Row]) -> list[Any]:
                 facts=site.facts[panel],
                 machine=machine,
                 columns=columns,
-                rows=list(zip(rows, map(site.words_of_place, rows), numbers, strict=True)),
+                rows=list(zip(rows, map(site.place, rows), numbers, strict=True)),
                 groups={
                     group: [_of_group(site, row, group) for row in rows]
                     for group in groups

@@ -6,14 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbench.config import choices
 from kvbench.models.hub import weights_origin
 from kvbench.report.claims.page import Judged, judged
-from kvbench.report.data.run import YARDSTICK, Run, Runs, SampleKey, missing
+from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word, order_of
 from kvbench.report.data.shared import by_length, on_shared_samples
@@ -189,8 +189,7 @@ class Row(NamedTuple):
         same_kv_run = run.full(run.settings["kv"]) if dense else self.full
         if self.full is None or same_kv_run is None:
             return None
-        keys = frozenset(run.scores.keys)
-        full, same_kv = _on_samples(self.full, keys), _on_samples(same_kv_run, keys)
+        full, same_kv = self.full.on_samples_of(run), same_kv_run.on_samples_of(run)
         if any(
             missing(arm["device_kv_bytes"]) or arm["failed"] for arm in (run.arm, full, same_kv)
         ):
@@ -380,23 +379,20 @@ class Site:
         lead = self.table.lead(first.run.index, other.run.index, quantity)
         return lead and (lead.estimate.turned if kl else lead.estimate)
 
-    def place(self, row: Row, rivals: Sequence[Row]) -> tuple[int, int] | None:
-        """The best and the worst place that an arm may have among these.
+    def place(self, row: Row) -> str:
+        """Its place among sparse methods of its budget, such as "1 to 3 of 9".
 
-        Places differ where a paired test does. None where too few samples rank it among any.
+        From the best to the worst that paired tests leave it; "" where too few samples rank it
+        among any.
         """
-        leads = [self.ahead(row, other) for other in rivals]
-        if not any(lead is not None and ranks(lead.n, lead.low, lead.high) for lead in leads):
-            return None
-        sure = [lead.mean > 0 for lead in leads if lead is not None and lead.differs]
-        return 1 + sum(not ahead for ahead in sure), 1 + len(rivals) - sum(sure)
-
-    def words_of_place(self, row: Row) -> str:
-        """Its place among sparse methods of its budget, such as "1 to 3 of 9"; "" without one."""
-        rivals = self.rivals(row)
-        place = self.place(row, rivals) if row.is_choice else None
-        words = " to ".join(map(str, dict.fromkeys(place or ())))
-        return f"{words} of {1 + len(rivals)}" if words else ""
+        rivals = self.rivals(row) if row.is_choice else []
+        leads = [lead for other in rivals if (lead := self.ahead(row, other)) is not None]
+        if not any(ranks(lead.n, lead.low, lead.high) for lead in leads):
+            return ""
+        sure = [lead.mean > 0 for lead in leads if lead.differs]
+        best, worst = 1 + len(sure) - sum(sure), 1 + len(rivals) - sum(sure)
+        places = " to ".join(map(str, dict.fromkeys((best, worst))))
+        return f"{places} of {1 + len(rivals)}"
 
     @cached_property
     def methods(self) -> list[str]:
@@ -476,12 +472,6 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
         yield "beside a number stands the range of so few"
     for why in dict.fromkeys(row.unranked for row in rows if row.unranked):
         yield f"{why}, so no method is named best and none has a place"
-
-
-@lru_cache(maxsize=512)
-def _on_samples(run: Run, keys: frozenset[SampleKey]) -> dict[str, Any]:
-    """A run's line of `Runs.arms`, of those of its samples alone that have these keys."""
-    return run.arm if keys.issuperset(run.scores.keys) else run.line(run.records_of(keys))
 
 
 def _number(arm: Mapping[str, Any], name: str) -> float:

@@ -72,9 +72,13 @@ def latex(tables: Sequence[ReportTable]) -> str:
 
 
 def _latex(table: ReportTable) -> str:
-    lines = [name for name in table.lines if name not in IN_CELL and _is_shown(table, name)] or [
-        *table.lines
-    ][:1]
+    shown = {
+        name
+        for name in table.lines
+        for (_, column), cell in table.cells.items()
+        if text(table, cell, name, column) != NONE
+    }
+    lines = [name for name in table.lines if name in shown - IN_CELL] or [*table.lines][:1]
     # published numbers stand below ours, all others side by side
     stacked = "published" in table.lines
     columns = [
@@ -173,11 +177,6 @@ def _tabular(
         r"\bottomrule",
         r"\end{tabular}",
     ]
-
-
-def _is_shown(table: ReportTable, name: str) -> bool:
-    """Whether any cell has this number."""
-    return any(text(table, cell, name, column) != NONE for (_, column), cell in table.cells.items())
 
 
 def _label(axis: str, label: str) -> str:
