@@ -307,7 +307,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_two_cells(runs: Runs, method: str) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
     """The cells and the samples of the run of a method that has two of them."""
     (run,) = (run for run in runs if run.arm["method"] == method and run.arm["n"] == 2 and run.is_timed)
-    return run.cells(), run.samples()
+    return run.cells, run.samples()
 
 
 def table(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, str]]:
@@ -339,7 +339,7 @@ def test_a_report_has_a_line_for_each_cell_and_arm(results: Path, capsys: pytest
 
 def test_the_line_of_a_cell_is_what_its_samples_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = collect([results])
-    (full,) = (run for run in runs if run.arm["method"] == "full" and run.is_timed and len(run.cells()) > 1)
+    (full,) = (run for run in runs if run.arm["method"] == "full" and run.is_timed and len(run.cells) > 1)
     samples = {sample["meta"]["batch"]: sample for sample in full.samples()}
     lines = table(results, capsys, "--where", "task=latency", "--where", "method=full", "--where", "task.lengths=[300]")
     for line in lines:
@@ -419,7 +419,7 @@ def test_the_picture_has_a_panel_for_each_cell_with_its_floor(results: Path) -> 
     assert {"floor", "attention"} <= {text.get_text() for text in figure.legends[0].get_texts()}
     parts = figure.axes[2]
     (floors,) = (lines for lines in parts.collections if lines.get_label() == "floor")
-    cells = {run.arm["method"]: run.cells() for run in runs if run.is_timed and len(run.cells()) > 1}
+    cells = {run.arm["method"]: run.cells for run in runs if run.is_timed and len(run.cells) > 1}
     here = f"{machine.name_of(torch.device('cpu'))}, 1 threads"
     expected = [cells[method][300, 1, here]["floor_ms"] for method in ("full", "icecache")]
     assert [segment[0][0] for segment in floors.get_segments()] == expected

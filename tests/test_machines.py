@@ -180,7 +180,7 @@ def test_the_parts_of_a_step_are_of_one_repeat_and_add_up_to_its_time(tmp_path) 
     parts = [{"model": 1.0, "attention": 9.0}, {"model": 9.0, "attention": 2.0}, {"model": 5.0, "attention": 7.0}]
     samples = [{**repeat(index, sum(own.values()), None), "breakdown_ms": own} for index, own in enumerate(parts)]
     stored(tmp_path, "full", None, samples, task="latency", options={"keys": "model", "prefill": True})
-    (found,) = collect([tmp_path])[0].cells().values()
+    (found,) = collect([tmp_path])[0].cells.values()
     assert found["tpot_ms_mean"] == 11 == found["breakdown_ms.model"] + found["breakdown_ms.attention"]
 
 
@@ -191,7 +191,7 @@ def test_of_two_repeats_both_time_and_parts_are_the_mean(tmp_path) -> None:
     long = {**repeat(2, 20.0, None), "id": "latency-2048-1-0", "meta": {"length": 2048, "batch": 1}}
     long |= {"breakdown_ms": {"model": 8.0, "gather": 12.0}}
     stored(tmp_path, "full", None, [*samples, long], task="latency", options={"keys": "model", "prefill": True})
-    found = {place.tokens: line for place, line in collect([tmp_path])[0].cells().items()}
+    found = {place.tokens: line for place, line in collect([tmp_path])[0].cells.items()}
     short, other = found[min(found)], found[2048]
     assert short["tpot_ms_mean"] == 10 == short["breakdown_ms.model"] + short["breakdown_ms.attention"]
     assert "breakdown_ms.gather" not in short and other["breakdown_ms.gather"] == 12

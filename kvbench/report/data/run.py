@@ -309,18 +309,15 @@ class Run:
 
     def cell(self, name: str) -> dict[str, Any]:
         """The line of a timed cell, by its name."""
-        return next(line for cell, line in self.cells().items() if str(cell) == name)
+        return next(line for cell, line in self.cells.items() if str(cell) == name)
 
+    @functools.cached_property
     def cells(self) -> dict[TimedCell, dict[str, Any]]:
         """What a timed run measured, as lines of `Runs.arms`, read once.
 
         Of repeats each time is the median, and `spread` has the least and the largest of each time
         by its name.
         """
-        return self._cells
-
-    @functools.cached_property
-    def _cells(self) -> dict[TimedCell, dict[str, Any]]:
         repeats: dict[tuple[int, int], list[Record]] = {}
         for record in self.samples():
             repeats.setdefault((record["meta"]["length"], record["meta"]["batch"]), []).append(

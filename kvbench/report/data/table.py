@@ -177,7 +177,7 @@ class Table:
     def strata(self, arm: int) -> list[str]:
         """The strata of an arm: all samples, and each group or each timed cell."""
         run = self.runs[arm]
-        groups = run.cells() if run.is_timed else dict.fromkeys(filter(None, run.scores.groups))
+        groups = run.cells if run.is_timed else dict.fromkeys(filter(None, run.scores.groups))
         return [WHOLE, *map(str, groups)]
 
     # -- two arms

@@ -182,7 +182,7 @@ def _latency_panels(runs: Runs, arms: pd.DataFrame) -> list[Panel]:
             for run in panel.arms.index
         }
         for run in panel.arms.index:
-            for cell, line in runs[run].cells().items():
+            for cell, line in runs[run].cells.items():
                 of_cell = lines.setdefault(cell, {})
                 same = [other for other in of_cell if of_arm[other] == of_arm[run]]
                 if all(_weight(of_cell[other]) < _weight(line) for other in same):

@@ -190,7 +190,7 @@ def over_lengths(run: Run, arm: Any, x: str, y: str) -> Iterator[tuple[Place, Ma
     if not run.is_timed:
         yield from _of_samples(run)
         return
-    for cell, line in run.cells().items():
+    for cell, line in run.cells.items():
         if missing(line[y]) or line["disturbed"] in (True,):
             continue
         low, high = line["spread"].get(y, (line[y], line[y]))
@@ -217,7 +217,7 @@ def _of_samples(run: Run) -> Iterator[tuple[Place, Mark]]:
 
 def over_batches(run: Run, arm: Any, x: str, y: str) -> Iterator[tuple[Place, Mark]]:
     """Tokens a second over the bytes that so many requests at once take, at each length."""
-    for cell, line in run.cells().items():
+    for cell, line in run.cells.items():
         size, ms = line["device_kv_bytes"], line["tpot_ms_mean"]
         if missing(size) or missing(ms) or line["disturbed"] in (True,):
             continue

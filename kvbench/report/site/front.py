@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvbench.report.data.stats import COVERAGE, FEWEST
+from kvbench.report.data.stats import COVERAGE, FEWEST, LEAST
 from kvbench.report.data.table import NONE
 from kvbench.report.site.board import SHARES, machine_of
 from kvbench.report.site.claims import counts
@@ -121,7 +121,9 @@ def answer_of(rows: Sequence[Row], share: int, machine: str) -> Any:
     times = {name: panel.time(name, machine) for name in ("tpot_ms_p50", "own_ms")}
     known = (panel.task, panel.model, f"protocol.question={panel.question}")
     protocol = (part for part in panel.panel.split(", ") if part not in known)
-    numbers, recommended = panel.cell.numbers, best is not None and not best.has_lost
+    numbers = panel.cell.numbers
+    # it did not lose what there was to find, of which KL does not say
+    recommended = best is not None and (panel.has_kl or numbers["score"] >= LEAST)
     return SimpleNamespace(
         best=best,
         full=full,

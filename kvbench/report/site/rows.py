@@ -17,7 +17,7 @@ from kvbench.report.data.run import YARDSTICK, Run, Runs, missing
 from kvbench.report.data.seeds import over_seeds
 from kvbench.report.data.select import by_protocol, fewest_keys, last_word, order_of
 from kvbench.report.data.shared import by_length, on_shared_samples
-from kvbench.report.data.stats import FEWEST, LEAST, Estimate, ranks
+from kvbench.report.data.stats import FEWEST, Estimate, ranks
 from kvbench.report.data.style import STYLES
 from kvbench.report.data.table import NONE, Table
 from kvbench.report.site.pages import PageNumber, grouped, label, words_of
@@ -97,11 +97,6 @@ class Row(NamedTuple):
         return within and not self.run.is_full and not self.unranked and self.method != ORACLE
 
     @property
-    def has_lost(self) -> bool:
-        """Whether it scores too little to be recommended, even as the best; KL has no such bar."""
-        return not self.has_kl and self.cell.numbers["score"] < LEAST
-
-    @property
     def whose(self) -> str:
         """Who made the run, for a filter."""
         return "others" if self.of else "kvbench"
@@ -121,11 +116,6 @@ class Row(NamedTuple):
     def has_kl(self) -> bool:
         """Whether KL, and not the score, says how near it is."""
         return "kl_mean" in self.cell.numbers
-
-    @property
-    def is_ranged(self) -> bool:
-        """Whether a range, of few samples, stands where others have an interval."""
-        return any("r" in self.cell.marks.get(name, "") for name in ("score", "kl_mean"))
 
     @property
     def tokens(self) -> str:
@@ -468,7 +458,8 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
         yield f"up to {settings['batch']} together, whose bytes and times these are"
     if counts[-1] < FEWEST:
         yield f"too few to rank methods, which takes {FEWEST} or more"
-    if any(row.is_ranged for row in rows):
+    marks = [row.cell.marks.get(name, "") for row in rows for name in ("score", "kl_mean")]
+    if any("r" in letters for letters in marks):
         yield "beside a number stands the range of so few"
     for why in dict.fromkeys(row.unranked for row in rows if row.unranked):
         yield f"{why}, so no method is named best and none has a place"

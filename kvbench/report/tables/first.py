@@ -95,7 +95,7 @@ def _fastest(table: Table) -> list[ReportTable]:
     """
     by_place: dict[TimedCell, dict[Run, float]] = {}
     for run in table.arms.values():
-        for cell in run.cells():
+        for cell in run.cells:
             if time := table.number(run.index, "tpot_ms_p50", str(cell)):
                 by_place.setdefault(cell, {})[run] = time.value
     if sum(map(len, by_place.values())) <= MOST:

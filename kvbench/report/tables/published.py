@@ -206,7 +206,7 @@ def _timed_cell(table: Table, run: Run, line: Any, letters: str) -> Cell:
     Of several machines one that nothing disturbed is taken, then the one with the most repeats.
     """
     place = tuple(map(int, line.group.split(" x ")))
-    there = {cell: measured for cell, measured in run.cells().items() if cell[:2] == place}
+    there = {cell: measured for cell, measured in run.cells.items() if cell[:2] == place}
     best = max(there, key=lambda cell: (there[cell]["disturbed"] not in (True,), there[cell]["n"]))
     names = line.metric.split(" + ")
     terms = table.there(run.index, names, str(best))

@@ -136,7 +136,7 @@ def _rows(chosen: Sequence[Run], axes: Sequence[str]) -> list[_Row]:
             line,
         )
         for run in chosen
-        for cell, line in run.cells().items()
+        for cell, line in run.cells.items()
     ]
     return sorted(rows, key=lambda row: (*row.place[:2], list(map(order_of, row.labels))))
 
@@ -208,9 +208,9 @@ def _axes(chosen: Sequence[Run]) -> tuple[list[str], dict[str, str]]:
     """The settings that label an arm, and those of `AXES` that all arms share with their label."""
     rivals: dict[tuple[Any, ...], list[Run]] = {}
     for run in chosen:
-        for cell in run.cells():
+        for cell in run.cells:
             rivals.setdefault((*cell, *map(run.label, AXES)), []).append(run)
-    several = len({cell.machine for run in chosen for cell in run.cells()}) > 1
+    several = len({cell.machine for run in chosen for cell in run.cells}) > 1
     labels = {key: labels_of(chosen, key) for key in AXES[:3]}
     same = {key: values[0] for key, values in labels.items() if len(values) == 1}
     axes = [key for key in (*AXES, *differing_keys(rivals.values())) if key not in same]
