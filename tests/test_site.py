@@ -26,9 +26,9 @@ from kvbench.report.claims.page import DECIDING
 from kvbench.report.claims.verdict import Verdict
 from kvbench.report.data.frame import collect
 from kvbench.report.site.board import board
-from kvbench.report.site.chart import chart_of
 from kvbench.report.site.claims import AGAINST, ITS_PAPER, by_side, claim_pages, look
 from kvbench.report.site.front import front
+from kvbench.report.site.methods import chart_of
 from kvbench.report.site.methods import results as results_of
 from kvbench.report.site.pages import File, Page
 from kvbench.report.site.paired import holm, verdicts

@@ -250,8 +250,9 @@ def _readings(
                 continue
             id = record.get("sample") or record["id"]
             if numbers := [float(scores[id])] if value == "score" else _numbers(record, value):
+                number, below = (*numbers, np.nan)[:2]
                 which, group = seed if by_seed else contents[id], str(record.get("group") or "")
-                lines.append((which, id, group, *numbers, np.nan)[: len(READINGS)] + (length,))
+                lines.append((which, id, group, number, below, length))
         of_run = pd.DataFrame(lines, columns=[*READINGS, "length"]).drop_duplicates(
             KEYS, keep="last"
         )
