@@ -471,7 +471,7 @@ class Run:
         return comparison if comparison is not None and comparison.low is not None else None
 
     def differences(self, others: Sequence[Run], kl: bool = False) -> np.ndarray:
-        """[n] each sample's score, or KL, less that of other runs; NaN where they lack it."""
+        """[n] each sample's score, or KL, less that of other runs; NaN where none there has it."""
         values_by_sample = {
             key: value
             for run in sorted(others, key=lambda run: (run.arm["n"], run.arm["updated"]))
