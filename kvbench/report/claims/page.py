@@ -277,23 +277,21 @@ NUMBERS = ("value", "low", "high", "n", "wanted_n", "note")
 
 def csv_text(judgements: Sequence[Judged]) -> str:
     """A line for each criterion of each claim, numbers unrounded."""
-    rows: list[list[Any]] = []
-    for judgement in judgements:
-        claim = [judgement.claim.id, judgement.claim.claim]
-        claim += [judgement.setting.value, judgement.verdict.value]
+    rows: list[dict[str, Any]] = []
+    for one in judgements:
+        claim: dict[str, Any] = dict.fromkeys((*OF_CRITERIA, *NUMBERS), "")
+        claim |= {"id": one.claim.id, "claim": one.claim.claim}
+        claim |= {"setting": one.setting.value, "verdict": one.verdict.value}
         parts = [
-            (*part, part[2].value if part[0].decides else "information")
-            for part in judgement.criteria
+            (*part, part[2].value if part[0].decides else "information") for part in one.criteria
         ]
-        parts += [(*part, "superseded") for part in judgement.superseded]
+        parts += [(*part, "superseded") for part in one.superseded]
         for criterion, number, _, decides in parts:
-            if isinstance(number, Finding):
-                numbers = [*number[:4], criterion.n, number.note]
-            else:
-                numbers = ["", "", "", "", criterion.n, number.why]
-            rows.append([*claim, criterion.description, decides, *numbers])
+            measured = number._asdict() if isinstance(number, Finding) else {"note": number.why}
+            words = {"part": criterion.description, "part_verdict": decides}
+            rows.append({**claim, **words, **measured, "wanted_n": criterion.n})
         if not parts:
-            rows.append([*claim, "", "", "", "", "", "", "", judgement.claim.original])
+            rows.append({**claim, "note": one.claim.original})
     return csv_of(pd.DataFrame(rows, columns=[*OF_CRITERIA, *NUMBERS], dtype=object))
 
 

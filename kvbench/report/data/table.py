@@ -2,7 +2,7 @@
 
 A line says of an arm (a run, or all runs that differ in their seed alone) and a stratum of its
 samples one quantity: its value, the ends of its interval, over how many samples, with which marks,
-and which arm it is paired with. Lines are made when they are read, once: `Table.number` makes one,
+and which arm it is paired with. Lines are made when they are read: `Table.number` makes one,
 `Table.numbers` those of some arms and quantities, `Table.frame` all.
 """
 
