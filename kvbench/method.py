@@ -284,30 +284,6 @@ class HeadScores:
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadScores:
         return self  # nothing of it changes, and there are many numbers in it
 
-    def refuse_other_shape(self, shape: Shape) -> None:
-        """Refuse scores of a model that has other layers or heads.
-
-        Raises
-        ------
-        ValueError
-            says what they are of.
-        """
-        layers, heads = len(self.echo), len(self.echo[0])
-        if (layers, heads) != (shape.layers, shape.kv_heads):
-            raise ValueError(
-                f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has"
-                f" {shape.layers} of {shape.kv_heads}; kvbench calibrate makes its own"
-            )
-        mean_shape = (
-            (len(self.query_means[0]), len(self.query_means[0][0])) if self.query_means else None
-        )
-        if mean_shape not in (None, (shape.query_heads, shape.head_dim)):
-            raise ValueError(
-                f"method.heads: mean queries of {mean_shape[0]} heads of {mean_shape[1]} dims, and"
-                f" the model has {shape.query_heads} of {shape.head_dim}; kvbench calibrate makes"
-                " its own"
-            )
-
 
 class Rotation(Protocol):
     """The model's rotary positions, for keys or queries [B, H, n, D] at any positions [B, 1 or H,

@@ -92,7 +92,6 @@ class TriAttention(KeepsEnds):
         assert scores is not None and rotation is not None, (
             "the harness hands over what `needs` asks for"
         )
-        scores.refuse_other_shape(self.shape)
         if not scores.query_means:
             raise ValueError(
                 "method.heads: scores without mean queries; expected a file of kvbench calibrate"

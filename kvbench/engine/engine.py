@@ -38,6 +38,7 @@ from kvbench.memory.store import LayerStore
 from kvbench.memory.transfer import computing_on, uploaded
 from kvbench.memory.view import StoreView
 from kvbench.method import Context, HeadScores, Method, Prompt, Replayed, Selection, Shape
+from kvbench.models.heads import refuse_other_shape
 from kvbench.spans import Spans
 
 
@@ -199,6 +200,8 @@ class Engine:
         self._repeats: Repeats | None = None  # see `note_repeats`
         self._has_sinks = False
         try:
+            if method.needs.head_scores and how.head_scores is not None:
+                refuse_other_shape(how.head_scores, shape)
             method.begin(shape, budget, self.view, how.context(shape, self.spans))
         except ValueError as error:  # what only the model's shape or its tokenizer shows
             raise ConfigError(first_line(error)) from error

@@ -19,7 +19,7 @@ from kvbench.config import ASSETS, ConfigError, first_line, home, shipped
 from kvbench.models import hub
 
 if TYPE_CHECKING:
-    from kvbench.method import HeadScores
+    from kvbench.method import HeadScores, Shape
 
 AUTO = "auto"
 
@@ -188,3 +188,28 @@ def calibration_for(model: hub.ModelConfig, choice: object, seed: int) -> Calibr
     elif source.path is None and original["path"] is not None:
         words += " model.weights=dummy"
     return calibration_of(source, choice, words, seed)
+
+
+def refuse_other_shape(scores: HeadScores, shape: Shape) -> None:
+    """Refuse scores of a model that has other layers or heads.
+
+    Raises
+    ------
+    ValueError
+        says what they are of.
+    """
+    layers, heads = len(scores.echo), len(scores.echo[0])
+    if (layers, heads) != (shape.layers, shape.kv_heads):
+        raise ValueError(
+            f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has"
+            f" {shape.layers} of {shape.kv_heads}; kvbench calibrate makes its own"
+        )
+    mean_shape = (
+        (len(scores.query_means[0]), len(scores.query_means[0][0])) if scores.query_means else None
+    )
+    if mean_shape not in (None, (shape.query_heads, shape.head_dim)):
+        raise ValueError(
+            f"method.heads: mean queries of {mean_shape[0]} heads of {mean_shape[1]} dims, and"
+            f" the model has {shape.query_heads} of {shape.head_dim}; kvbench calibrate makes"
+            " its own"
+        )

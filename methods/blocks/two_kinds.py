@@ -74,7 +74,6 @@ class TwoKinds(Method):
         super().begin(shape, budget, view, context)
         scores = context.head_scores
         assert scores is not None, "the harness hands over what `needs` asks for"
-        scores.refuse_other_shape(shape)
         self.ranked = [
             (layer, head) for layer, head in self.rank(scores) if layer in shape.sparse_layers
         ]
