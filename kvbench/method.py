@@ -120,6 +120,10 @@ class Needs:
         hand over, per key, the attention received from all prompt queries (H2O).
     layer_similarity
         call `observe_layers` with how little attention changes the hidden states of each layer.
+    inputs
+        hand over in `Prompt.inputs` what each layer's attention reads: hidden states after the norm
+        before it. They take N E numbers of a layer, of all layers in a prefill that several methods
+        share, or that is read again; decode steps have none.
     prefix
         hand over in `Prompt.prefixes` how many tokens come before the context of each row; a replay
         needs it.
@@ -169,6 +173,7 @@ class Needs:
     query_window: int = 0
     attention_sums: bool = False
     layer_similarity: bool = False
+    inputs: bool = False
     prefix: bool = False
     replay: Replay | None = None
     probabilities: bool = False
@@ -401,6 +406,8 @@ class Prompt:
     prefixes
         of each row, if `Needs.prefix`, how many tokens come before its context: what the chat
         template has before a user's text, or else a BOS token, if there is one.
+    inputs
+        [B, N, E], if `Needs.inputs`.
     replayed
         of each row in the order of its chunks, if `Needs.replay`.
     """
@@ -413,6 +420,7 @@ class Prompt:
     attention_sums: torch.Tensor | None = None
     on_host: Future[tuple[torch.Tensor, torch.Tensor]] | None = None
     prefixes: tuple[int, ...] = ()
+    inputs: torch.Tensor | None = None
     replayed: tuple[Replayed, ...] = ()
 
     def valid(self) -> torch.Tensor | None:

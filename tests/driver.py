@@ -533,6 +533,8 @@ def drive(
         engine.start_chunk(ids[:, here])
         for layer in range(layers):
             query, key, value = (prompt[layer, :, :, here] for prompt in prompts)
+            if method.needs.inputs:
+                engine.take_inputs(layer, key.transpose(1, 2).flatten(2))
             engine.attend(layer, query, key, value)
             if method.needs.layer_similarity:
                 before, added = key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)

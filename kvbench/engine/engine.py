@@ -430,6 +430,13 @@ class Engine:
             if layer == self._last and not self.method.needs.layer_similarity:
                 self.end_prefill()
 
+    def take_inputs(self, layer: int, states: Tensor) -> None:
+        """For `Needs.inputs`: what a layer's attention reads of a chunk, [B, q, E], before
+        `attend`.
+        """
+        if layer in self._sparse:
+            self._reader.observe_inputs(layer, states)
+
     def residual(self, layer: int, before: Tensor, after: Tensor) -> None:
         """For `Needs.layer_similarity`: the hidden states [B, q, E] before a layer's attention and
         with it added.

@@ -53,6 +53,7 @@ class PromptReader:
         self._queries: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
         self._cosines: dict[int, torch.Tensor] = {}
+        self._inputs: dict[int, list[torch.Tensor]] = {}
 
     def start_chunk(self, token_ids: torch.Tensor) -> None:
         """The next columns, token_ids [B, q], are read now."""
@@ -87,6 +88,7 @@ class PromptReader:
         if (
             self._needs.attention_sums
             or self._needs.layer_similarity
+            or self._needs.inputs
             or self._needs.replay is not None
         ):
             raise ValueError(
@@ -95,6 +97,10 @@ class PromptReader:
             )
         if self._needs.query_window:
             self._observe_window(layer, query)
+
+    def observe_inputs(self, layer: int, states: torch.Tensor) -> None:
+        """Keep what a layer's attention reads of a chunk, [B, q, E]."""
+        self._inputs.setdefault(layer, []).append(states)
 
     def observe_residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """Compare a chunk's hidden states [B, q, E] before a layer's attention with those after,
@@ -128,12 +134,13 @@ class PromptReader:
         """The whole prompt of one layer, and forget what was collected of it."""
         longest, key = max(self.lengths), store.device.key
         nothing = key.new_zeros(len(self.lengths), 0, 0, key.shape[3])
-        sums = self._sums.pop(layer, None)
+        sums, inputs = self._sums.pop(layer, None), self._inputs.pop(layer, None)
         return Prompt(
             lengths=self.lengths,
-            token_ids=self._aligned_token_ids(),
+            token_ids=self._aligned(self._token_ids),
             queries=self._queries.pop(layer, nothing),
             attention_sums=None if sums is None else sums[..., :longest],
+            inputs=None if inputs is None else self._aligned(inputs),
             **store.first(longest),
         )
 
@@ -170,11 +177,10 @@ class PromptReader:
         )
         self._sums[layer][..., : received.shape[2]] += received
 
-    def _aligned_token_ids(self) -> torch.Tensor:
-        """[B, N] token ids of the whole prompt, left-aligned, 0 after a row's end."""
-        ids = torch.cat(self._token_ids, dim=1)
-        self._token_ids = [ids]
-        aligned = ids.new_zeros(ids.shape[0], max(self.lengths))
+    def _aligned(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Chunks [B, q, ...] as a whole prompt, [B, N, ...], left-aligned, 0 after a row's end."""
+        whole = torch.cat([*chunks], dim=1)
+        aligned = whole.new_zeros(len(whole), max(self.lengths), *whole.shape[2:])
         for row, (length, offset) in enumerate(zip(self.lengths, self.offsets, strict=True)):
-            aligned[row, :length] = ids[row, offset : offset + length]
+            aligned[row, :length] = whole[row, offset : offset + length]
         return aligned

@@ -88,7 +88,9 @@ def build_method(config: RunConfig) -> Method:
             " kvbench.method.Method"
         )
     needs = method.needs
-    reads_prefill = needs.attention_sums or needs.layer_similarity or needs.replay is not None
+    reads_prefill = (
+        needs.attention_sums or needs.layer_similarity or needs.inputs or needs.replay is not None
+    )
     if config.task.options.get("prefill") is False and reads_prefill:
         raise ConfigError(
             f"task.prefill=false: {name} needs what only a prefill shows; expected true"

@@ -312,6 +312,7 @@ class KVCache(WatchedCache):
         if call.layer == self._full_layers[0]:
             self._start_forward(query, padding)
         assert self.engine is not None
+        self.show_inputs(call)
         out = self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
         if call.layer == self._full_layers[-1]:
             self._passing = False

@@ -49,6 +49,8 @@ class Call(NamedTuple):
         factor on the logits.
     sinks
         [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    inputs
+        [B, q, E], what the module reads; None: nobody asked for it.
     """
 
     cache: CountingCache
@@ -58,6 +60,7 @@ class Call(NamedTuple):
     module: Any = None
     scaling: float = 1.0
     sinks: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
 
 
 class _Mailbox(threading.local):
@@ -65,6 +68,7 @@ class _Mailbox(threading.local):
 
     call: Call | None = None
     residual: tuple[CountingCache, torch.Tensor] | None = None
+    inputs: torch.Tensor | None = None
     masking = False
     input_ids: torch.Tensor | None = None
     passing: Any = None  # see `kvbench.backends.hf.watch`
@@ -248,6 +252,11 @@ class CountingCache(Cache):
         """
         raise NotImplementedError
 
+    def show_inputs(self, call: Call) -> None:
+        """What a layer's attention reads, see `Engine.take_inputs`; of a prefill alone."""
+        if call.inputs is not None:
+            self.engine.take_inputs(call.layer, call.inputs)
+
     def residual(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
         """What a layer's attention has made of the hidden states, see `Engine.residual`; of a
         prefill alone.
@@ -353,6 +362,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     note, mailbox.call = mailbox.call, None
+    inputs, mailbox.inputs = mailbox.inputs, None
     if note is None:
         return _model_attention(module, kwargs)(module, query, key, value, attention_mask, **kwargs)
     cache = note.cache
@@ -363,7 +373,7 @@ def _attention(
     reason = next(_unfit(module, query, key, value, attention_mask, note, scaling, kwargs), None)
     if reason is not None:
         raise ConfigError(f"{type(module).__name__}: {reason}")
-    call = note._replace(module=module, scaling=scaling, sinks=kwargs.get("s_aux"))
+    call = note._replace(module=module, scaling=scaling, sinks=kwargs.get("s_aux"), inputs=inputs)
     return cache.attend(call, query, attention_mask).transpose(1, 2).contiguous(), None
 
 

@@ -37,6 +37,7 @@ class Recorder(Method):
             query_window=max((need.query_window for need in needs), default=0),
             attention_sums=any(need.attention_sums for need in needs),
             layer_similarity=any(need.layer_similarity for need in needs),
+            inputs=any(need.inputs for need in needs),
         )
         self.prompts: dict[int, Prompt] = {}
         self.similarity: torch.Tensor | None = None
@@ -62,6 +63,7 @@ class Recorder(Method):
             window > recorded
             or (needs.attention_sums and prompt.attention_sums is None)
             or (needs.layer_similarity and self.similarity is None)
+            or (needs.inputs and prompt.inputs is None)
             or (needs.replay is not None and needs.replay not in self.replays)
         ):
             raise ValueError(
@@ -72,6 +74,7 @@ class Recorder(Method):
             prompt,
             queries=queries if window else queries[:, :0],
             attention_sums=prompt.attention_sums if needs.attention_sums else None,
+            inputs=prompt.inputs if needs.inputs else None,
             replayed=() if needs.replay is None else self.replays[needs.replay][layer],
         )
 

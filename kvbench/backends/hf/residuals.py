@@ -1,9 +1,11 @@
-"""Shows methods what attention makes of the hidden states (`Needs.layer_similarity`)."""
+"""Shows methods hidden states: what attention reads (`Needs.inputs`), and what it makes of them
+(`Needs.layer_similarity`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf.hooks import CountingCache, mailbox
+from kvbench.backends.hf.layers import attention_modules
 from kvbench.config import ConfigError
 from kvbench.method import Needs
 
 
 @contextmanager
 def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
-    """Show a cache each layer's hidden states before and after attention, if a method needs them.
+    """Show a cache each layer's hidden states before and after attention, or what attention reads,
+    if a method needs them.
 
     Raises
     ------
@@ -41,10 +45,29 @@ def residuals_watched(model: PreTrainedModel, needs: Needs) -> Iterator[None]:
                 f"{type(model).__name__}: no decoder layers with self_attn; the method compares"
                 " hidden states around it"
             )
+        with inputs_noted(model) if needs.inputs else nullcontext():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def inputs_noted(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile a call of a layer's attention has what its module reads, see `hooks.Call`."""
+    handles = [
+        module.register_forward_pre_hook(_note_inputs, with_kwargs=True)
+        for module in attention_modules(model)
+    ]
+    try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _note_inputs(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mailbox.inputs = args[0] if args else kwargs["hidden_states"]
 
 
 def _reads_residual(block: torch.nn.Module) -> torch.nn.Module:

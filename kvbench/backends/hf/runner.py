@@ -8,9 +8,7 @@ columns, the padding is on the left, and a mask keeps it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +25,7 @@ from kvbench.backends.hf.hooks import (
     WindowedLayer,
     windowed_layers,
 )
-from kvbench.backends.hf.layers import attention_modules
-from kvbench.backends.hf.residuals import residuals_watched
+from kvbench.backends.hf.residuals import inputs_noted, residuals_watched
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, LayerMemory, check_finite
 from kvbench.engine.passes import DecodePasses, EngineGroup, TokenRows
@@ -49,6 +46,7 @@ class EngineCache(CountingCache):
         """Attention of one layer by the engine, in the phase that the loop is in; see
         `Engine.attend`.
         """
+        self.show_inputs(call)
         return self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
 
     def recount(self, lengths: Sequence[int]) -> None:
@@ -245,24 +243,25 @@ def replayed(
     """
     by_layer: dict[int, list[Replayed]] = {layer: [] for layer in engine.shape.full_layers}
     for replay_pass in passes:
-        cache, norms = ReplayCache(engine, replay_pass.row), dict[int, Tensor]()
+        cache = ReplayCache(engine, replay_pass.row)
         length = engine.shape.lengths[replay_pass.row]
         end, offset = cache.columns + len(replay_pass.ids), engine.offsets[replay_pass.row]
         ids = torch.tensor([replay_pass.ids], device=model.device)
         positions = torch.arange(length, length + len(replay_pass.ids), device=ids.device)[None]
         padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None
         arguments = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
-        with _norms_noted(model, norms), rotary.angles_of([length + len(replay_pass.ids)]):
+        with inputs_noted(model), rotary.angles_of([length + len(replay_pass.ids)]):
             # its head is not asked
             model.base_model(**arguments, past_key_values=cache, use_cache=True)
-        for layer, (query, key) in cache.captured.items():
-            by_layer[layer].append(Replayed(*replay_pass[:3], query[0], key[0], norms[layer]))
+        for layer, captured in cache.captured.items():
+            by_layer[layer].append(Replayed(*replay_pass[:3], *captured))
     return {layer: tuple(shown) for layer, shown in by_layer.items()}
 
 
 class ReplayCache(CountingCache):
     """The cache of a pass that comes after one row of the prompts and leaves nothing in the
-    engine's stores; `captured` has queries and keys [1, H, q, D] of each layer with full attention.
+    engine's stores; `captured` has what `Replayed` has of each layer with full attention: queries,
+    keys, and norms of what its attention reads.
     """
 
     def __init__(self, engine: Engine, row: int) -> None:
@@ -271,7 +270,7 @@ class ReplayCache(CountingCache):
         self.scaling, self._stores = engine.shape.scaling, engine.stores
         self._row, self._length = row, engine.shape.lengths[row]
         self.count(engine.offsets[row] + self._length)
-        self.captured: dict[int, tuple[Tensor, Tensor]] = {}
+        self.captured: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before the pass, and those of it in a layer that has been read."""
@@ -280,7 +279,8 @@ class ReplayCache(CountingCache):
     def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
         """Attention over the whole row, and over what comes in this pass."""
         check_finite(call.layer, query, call.key, False)
-        self.captured[call.layer] = query, call.key
+        assert call.inputs is not None, "a replay notes what attention reads"
+        self.captured[call.layer] = query[0], call.key[0], call.inputs[0].float().norm(dim=-1)
         device = self._stores[call.layer].device
         rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
         past = Resident(device.key[rows], device.value[rows], None)
@@ -293,24 +293,3 @@ def _row_of(windowed: WindowedLayer, row: int) -> WindowedLayer:
     window.begin_from(windowed)
     window.keys, window.values = (part[row : row + 1] for part in windowed.tokens())
     return window
-
-
-@contextmanager
-def _norms_noted(model: PreTrainedModel, norms: dict[int, Tensor]) -> Iterator[None]:
-    """Meanwhile note, by layer, the norms [q] of what the tokens of a pass of one row give to its
-    attention module.
-    """
-
-    def note(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = args[0] if args else kwargs["hidden_states"]
-        norms[layer] = states[0].float().norm(dim=-1)
-
-    handles = [
-        module.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
-        for layer, module in enumerate(attention_modules(model))
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

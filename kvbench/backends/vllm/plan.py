@@ -227,7 +227,7 @@ def _unsupported(needs: Needs) -> Iterator[str]:
     """Why a method cannot run over memory that vLLM holds and fills."""
     if needs.on_drop == "offload" or needs.rebuilds_keys:
         yield "it moves tokens between two memories, and vLLM's blocks stay where they are"
-    if needs.attention_sums or needs.layer_similarity:
+    if needs.attention_sums or needs.layer_similarity or needs.inputs:
         yield "it looks into the attention of the prompt, which vLLM computes by itself"
     if needs.prefix:
         yield (
