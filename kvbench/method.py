@@ -153,6 +153,8 @@ class Needs:
     head_scores
         hand over in `Context.head_scores` what `kvbench calibrate` has measured of the model:
         "auto", its own file, found by the weights; or the name of a file. None: nothing.
+    measures
+        which kind of its files: the name of the method's option, see `kvbench.models.heads.KINDS`.
     on_drop
         what `View.keep` does with the other tokens: forget them, or move them to the host.
     rebuilds_keys
@@ -182,6 +184,7 @@ class Needs:
     token_text: bool = False
     rotation: bool = False
     head_scores: str | None = None
+    measures: str = "heads"
     home: Literal["device", "host", "by_layer"] = "device"
     host_keys: bool = False
     cache: DeviceCache = DeviceCache()
@@ -263,10 +266,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What `kvbench calibrate` has measured of a model's heads.
+    """What `kvbench calibrate` has measured of a model's heads; what a file has not is ().
 
-    Of a table with one number a head, which comes from elsewhere, both scores are that number, and
-    there is no more.
+    Of a table with one number a head, which comes from elsewhere, both scores are that number.
 
     Attributes
     ----------
@@ -279,12 +281,18 @@ class HeadScores:
         known, as of models whose keys cannot be turned.
     query_sizes
         the mean length of its pairs (f, f + D / 2), `[layers, Hq, D / 2]`.
+    surrogate
+        by which hidden states, and last a 1, give KVzap's scores, `[layers, Hkv, E + 1]`.
+    filters
+        the direction in which a group's queries mostly lie, `[layers, Hkv, D]`.
     """
 
-    echo: Table
-    induction: Table
+    echo: Table = ()
+    induction: Table = ()
     query_means: tuple[Table, ...] = ()
     query_sizes: tuple[Table, ...] = ()
+    surrogate: tuple[Table, ...] = ()
+    filters: tuple[Table, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadScores:
         return self  # nothing of it changes, and there are many numbers in it
@@ -675,6 +683,14 @@ class Method:
         Asked after `step`, of a method without a `host_step`.
         """
         return ()
+
+    def calibrator(self) -> Any:
+        """What measures a model for this method, once (`kvbench calibrate`): a method with
+        `measure(texts, read)`, which has the model read prompts of token ids, `read(text)`, and
+        returns numbers by their field of `HeadScores`, and facts of how they came about. None: what
+        `kvbench.measure.calibration` measures, or nothing.
+        """
+        return None
 
     def home(self, layer: int) -> Literal["device", "host"]:
         """Where the tokens of a sparse layer live, asked after `begin`; for who needs "by_layer" to

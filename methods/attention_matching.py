@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Replay, Selection, Shape, View
+from methods.blocks.one_ranking import check_context
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import ROLLING_WINDOW, Scorer
-from methods.kvzip import check_context
 
 ASK = "Repeat the previous context verbatim."  # as published
 BLOCK = 1024  # queries whose attention is computed at once

@@ -62,7 +62,7 @@ class Case:
         return method
 
 
-HEADS = str(ASSETS / "heads" / "dummy-tiny.json")
+HEADS, MAPS, FILTERS = (str(ASSETS / kind / "dummy-tiny.json") for kind in ("heads", "surrogate", "filters"))
 METHODS = [
     Case("full", "full"),
     Case("topk", "topk"),
@@ -101,6 +101,9 @@ METHODS = [
     Case("kvzip", "kvzip", {"chunk": 40}),
     Case("kvzip_plus", "kvzip_plus", {"chunk": 40}),
     Case("kvzip-layerwise", "kvzip", {"layerwise": True}),
+    Case("qfilter", "qfilter", {"filters": FILTERS}),
+    Case("kvzap", "kvzap", {"surrogate": MAPS}),
+    Case("kvzap_threshold", "kvzap_threshold", {"surrogate": MAPS, "window": 8}),
     Case("attention_matching", "attention_matching"),
     Case("attention_matching-replay", "attention_matching", {"queries": "replay", "most": 100}),
     Case("h2o", "h2o"),
@@ -255,19 +258,23 @@ PROMPT = numbers(150)
 RAGGED = [numbers(150, seed=1), numbers(97, seed=2), numbers(60, seed=3)]
 
 
-def head_scores(layers: int, kv_heads: int, query_heads: int = 0, head_dim: int = 16) -> HeadScores:
-    """Of a model whose heads retrieve the more the later they stand; those of layer 0 hardly do. Queries are random."""
+def head_scores(layers: int, kv_heads: int, query_heads: int = 0, head_dim: int = 16, hidden: int = 0) -> HeadScores:
+    """Of a model whose heads retrieve the more the later they stand; those of layer 0 hardly do. The rest is random."""
     scores = tuple(tuple(layer + 0.1 * head for head in range(kv_heads)) for layer in range(layers))
     means = torch.randn(layers, query_heads or kv_heads, head_dim, generator=torch.Generator().manual_seed(1))
     sizes = 1.5 * torch.hypot(*means.chunk(2, dim=-1))
-    return HeadScores(scores, scores, *(tuple(map(tuple, map(list, part.tolist()))) for part in (means, sizes)))
+    hidden = hidden or kv_heads * head_dim
+    maps = torch.randn(layers, kv_heads, hidden + 1, generator=torch.Generator().manual_seed(2)) / hidden**0.5
+    filters = torch.randn(layers, kv_heads, head_dim, generator=torch.Generator().manual_seed(3))
+    return HeadScores(scores, scores, *(tuple(map(tuple, part.tolist())) for part in (means, sizes, maps, filters)))
 
 
 def scores_of(model: Any) -> HeadScores:
     """Such scores for a model of transformers."""
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_scores(config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads, width)
+    sizes = config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads
+    return head_scores(*sizes, width, config.hidden_size)
 
 
 def run_loop(

@@ -1,10 +1,10 @@
-"""Scorers that leaderboards have (LagKV, CurDKV, Compactor), against their formulas one head at a time in NumPy."""
+"""Scorers that leaderboards have (LagKV, CurDKV, Compactor, Q-Filters), against their formulas, a head at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from driver import Stream, drive, rotate, stream
+from driver import Stream, drive, head_scores, rotate, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -145,3 +145,35 @@ def test_compactor_keeps_outliers_and_what_its_chunk_attends(
             whole[8 : length - 4] = scores[head]
             assert ids >= set(ends)
             chosen(fixed, [{token for token in ids if token < length}], list(whole), budget)
+
+
+@few
+@given(streams(), st.integers(5, 40), st.sampled_from([0, 4]))
+def test_qfilter_keeps_what_lies_along_the_measured_direction(fixed: Stream, budget: int, window: int) -> None:
+    directions = head_scores(1, fixed.keys.shape[2], fixed.queries.shape[2], fixed.keys.shape[4]).filters[0]
+    for row, heads in enumerate(kept(fixed, "qfilter", budget, window=window)):
+        for head, tokens in enumerate(heads):
+            _, keys, _ = of_head(fixed, row, head)
+            scores = [float(key @ np.array(directions[head])) for key in keys]
+            scores[-window or len(scores) :] = [np.inf] * window
+            chosen(fixed, [tokens], scores, min(budget, fixed.lengths[row]))
+
+
+@few
+@given(st.sampled_from([1, 2, 3, 5, 7]), st.integers(1, 2), st.sampled_from([16, 20, 64]), st.integers(0, 100))
+def test_a_direction_is_the_first_singular_vector_turned_to_most_queries(
+    group: int, kv_heads: int, head_dim: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    queries = rng.normal(size=(kv_heads * group, 60, head_dim)) + 2 * rng.normal(size=(kv_heads * group, 1, head_dim))
+    measuring = method_named("qfilter").calibrator()
+    assert measuring is not None
+    measuring.shape = fixed_shape = stream(8, query_heads=kv_heads * group, kv_heads=kv_heads).shape()
+    measuring.queries = {0: [torch.tensor(queries).float()]}  # type: ignore[attr-defined]
+    numbers, _ = measuring.measure([], lambda text: None)
+    for head in range(fixed_shape.kv_heads):
+        turned = []
+        for of_head in queries[head * group : (head + 1) * group]:
+            first = np.linalg.svd(of_head)[2][0]
+            turned.append(first if (of_head @ first > 0).mean() > 0.5 else -first)
+        np.testing.assert_allclose(numbers["filters"][0][head], np.mean(turned, axis=0), atol=1e-3)

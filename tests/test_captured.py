@@ -198,7 +198,7 @@ def test_tokens_of_a_question_are_steps_too(above: Loaded) -> None:
 
 def test_presets_that_need_the_host_are_listed_with_what_for() -> None:
     assert HOST.keys() <= set(choices("method"))
-    assert len(choices("method")) - len(HOST) == 43
+    assert len(choices("method")) - len(HOST) == 46
     for name in HOST:
         method = CASES[name].build()
         assert method.needs.host_step or method.needs.home != "device", name

@@ -168,8 +168,8 @@ def test_scores_are_those_of_whole_attention_matrices(tiny: Loaded, sdpa: Any, m
     finally:
         model.set_attn_implementation("sdpa")
     assert sum(map(sum, induction)) > 0.01
-    torch.testing.assert_close(torch.tensor(scores.echo), torch.tensor(echo), rtol=0, atol=CLOSE)
-    torch.testing.assert_close(torch.tensor(scores.induction), torch.tensor(induction), rtol=0, atol=CLOSE)
+    torch.testing.assert_close(torch.tensor(scores["echo"]), torch.tensor(echo), rtol=0, atol=CLOSE)
+    torch.testing.assert_close(torch.tensor(scores["induction"]), torch.tensor(induction), rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize(("window", "tokens"), [(None, 256), (16384, 256), (401, 99), (402, 100), (66, 16)], ids=str)
@@ -205,10 +205,11 @@ def test_the_shipped_scores_are_of_the_shipped_models(tmp_path: Path, monkeypatc
         model = shipped("model", name)
         assert model is not None
         sizes = (model["config"]["num_hidden_layers"], model["config"]["num_key_value_heads"])
-        assert (len(one.echo), len(one.echo[0])) == sizes
+        scores = one.scores
+        assert (len(scores.echo), len(scores.echo[0])) == sizes
         heads_of = (sizes[0], model["config"]["num_attention_heads"])
-        assert {(len(part), len(part[0])) for part in (one.query_means, one.query_sizes)} == {heads_of}
-        assert len(one.query_means[0][0]) == 2 * len(one.query_sizes[0][0])
+        assert {(len(part), len(part[0])) for part in (scores.query_means, scores.query_sizes)} == {heads_of}
+        assert len(scores.query_means[0][0]) == 2 * len(scores.query_sizes[0][0])
     for name in ("tiny", "dummy-tiny"):
         source = composed("method=full", f"model={name}").model.source
         assert heads.calibration_of(source, "auto", "") == found[name]

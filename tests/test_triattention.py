@@ -219,7 +219,7 @@ def test_scores_without_queries_and_those_of_another_model_are_refused(tmp_path:
     with pytest.raises(ConfigError, match=f"made of .*, and the model is {other}"):
         composed("method=triattention", "method.heads=kvbench/assets/heads/dummy-tiny.json", *words)
     arm = prepare(composed("method=triattention", "model=dummy-tiny", *words))
-    assert arm.calibration is not None and len(arm.calibration.query_means) == 4
+    assert arm.calibration is not None and len(arm.calibration.scores.query_means) == 4
 
 
 def test_a_model_that_pairs_other_dims_is_refused() -> None:

@@ -1,8 +1,8 @@
 """`kvbench calibrate`: what methods that treat a model's heads differently need to know of them,
 made once.
 
-The file lies under `$KVBENCH_HOME/heads` (default: the user's cache folder) from then on, where
-every run of the model finds it; or where `--out` says, for `method.heads=FILE`.
+The file lies under `$KVBENCH_HOME` (default: the user's cache folder) from then on, where every run
+of the model finds it; or where `--out` says, for `method.heads=FILE`.
 """
 
 from __future__ import annotations
@@ -51,27 +51,32 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     """
     from kvbench.cli.compose import composed
     from kvbench.cli.words import refuse_twice
-    from kvbench.models.heads import Calibration, user_folder
+    from kvbench.models.heads import Calibration, kind_of, user_folder
 
     bind_methods()
     refuse_twice(words)
     chosen = [] if any(word.startswith("method=") for word in words) else [f"method={DEFAULT}"]
     # no task is run: prompts that fit any window
     config = composed("task=passkey", "task.lengths=[64]", *chosen, *words, here=False)
-    if "heads" not in config.method.options:
+    kind = kind_of(config.method)
+    if kind is None:
         raise ConfigError(
             f"method={config.method.name}: needs no head scores; expected one that does, as"
             f" {DEFAULT}"
         )
     from kvbench.backends.hf.loading import load
-    from kvbench.measure.calibration import calibrate
+    from kvbench.measure.calibration import calibrate, measured
 
     loaded = load(config.model, config.device, config.dtype, config.seed)
-    scores, procedure = calibrate(loaded, config.seed)
+    calibrator = config.method.build().calibrator()
+    if calibrator is None:
+        numbers, procedure = calibrate(loaded, config.seed)
+    else:
+        numbers, procedure = measured(loaded, calibrator)
     weights = config.model.source.weights(config.seed)
-    file = out or user_folder() / f"{loaded.name}.json"
+    file = out or user_folder(kind) / f"{loaded.name}.json"
     try:
-        Calibration(loaded.name, weights, procedure, **vars(scores)).write(file)
+        Calibration(loaded.name, weights, procedure, numbers).write(file)
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}; expected a file to write (--out, or $KVBENCH_HOME)"

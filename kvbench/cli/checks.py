@@ -138,7 +138,7 @@ def check_setup(config: RunConfig, here: bool = True) -> tuple[hub.ModelSource, 
     _check_kv(config, card)
     backend_of(config).refuse(config, source, here)
     if here:
-        calibration_for(config.model, config.method.options.get("heads"), config.seed)
+        calibration_for(config.model, config.method, config.seed)
         _check_device(config)
         if source.path is not None and source.gguf is None and source.folder is None:
             hub.refuse_out_of_reach(source.path)

@@ -201,7 +201,7 @@ class Engine:
         self._has_sinks = False
         try:
             if method.needs.head_scores and how.head_scores is not None:
-                refuse_other_shape(how.head_scores, shape)
+                refuse_other_shape(how.head_scores, shape, method.needs.measures)
             method.begin(shape, budget, self.view, how.context(shape, self.spans))
         except ValueError as error:  # what only the model's shape or its tokenizer shows
             raise ConfigError(first_line(error)) from error

@@ -9,27 +9,78 @@ before RoPE.
 
 from __future__ import annotations
 
+from functools import partial
+from random import Random
 from typing import Any
 
 import torch
 
-from kvbench.backends.hf.layers import shape_of
 from kvbench.backends.hf.loading import Loaded
-from kvbench.backends.hf.rotary import RotaryOf
+from kvbench.backends.hf.model import engine_for
 from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, ConfigError
-from kvbench.engine.engine import Engine
-from kvbench.method import HeadScores, Method, Needs, Prompt, Table
+from kvbench.engine.replay import Template
+from kvbench.method import Method, Needs, Prompt, Table
 from kvbench.models.types import Tokenizer
 
 TOKENS, COPIES = 2500, 4
 FEWEST = 16  # tokens of a copy, below which a score would be chance
 BLOCK = 512  # queries whose probabilities are held at once
 PROSE_TOKENS = 1024  # of the beginning of each text that kvbench ships
+FILES, PIECES = 6, 2  # for a method's calibrator so many texts of each of so many of these
 
 
-def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]]:
+def measured(loaded: Loaded, calibrator: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a method's calibrator makes of plain text: numbers, rounded to four digits, and how they
+    were measured.
+
+    Raises
+    ------
+    ConfigError
+        the method needs what this model cannot give, or the window is too small.
+    """
+    template, window = Template.of(loaded.tokenizer, "a calibration"), loaded.card.context_length
+    begin = [*template.header] or ([] if template.bos is None else [template.bos])
+    # a text may be read again after it, with a few words between
+    size = min(PROSE_TOKENS, (window or 4 * PROSE_TOKENS) // 2 - len(begin) - 64)
+    if size < FEWEST:
+        raise ConfigError(
+            f"model: calibration takes texts of {FEWEST} tokens or more, read twice; its window of"
+            f" {window} has room for {max(size, 0)}"
+        )
+    files = sorted((ASSETS / "prose").glob("*.txt"))[:FILES]
+    prose = [file.read_text(encoding="utf-8") for file in files]
+    texts = [[*begin, *text] for whole in prose for text in mixed_texts(template, whole, size)]
+    numbers, facts = calibrator.measure(texts, partial(_read, loaded, scorer=calibrator))
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    return _rounded(numbers), facts | {"texts": len(texts), "tokens": size, "dtype": dtype}
+
+
+def mixed_texts(template: Template, prose: str, size: int) -> list[list[int]]:
+    """Texts of `size` tokens: three quarters prose, the rest words of it with random numbers, as
+    contexts hold what follows from nothing before.
+    """
+    part, random, words = 3 * size // 4, Random(0), prose.split()
+    tokens = template.encode(prose[: 8 * PIECES * size])
+    texts = []
+    for piece in range(PIECES):
+        lines = [f"{random.choice(words)}: {random.randrange(10**7)}" for _ in range(size // 4)]
+        numbers = template.encode("\n" + "\n".join(lines))[: size - part]
+        texts.append(tokens[piece * part : (piece + 1) * part] + numbers)
+    return texts
+
+
+def _rounded(numbers: Any) -> Any:
+    """Nested numbers to four digits."""
+    if isinstance(numbers, dict):
+        return {name: _rounded(part) for name, part in numbers.items()}
+    if isinstance(numbers, list):
+        return [_rounded(part) for part in numbers]
+    return float(f"{numbers:.4g}")
+
+
+def calibrate(loaded: Loaded, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """The scores of a model's heads, and how they were measured.
 
     Raises
@@ -44,13 +95,14 @@ def calibrate(loaded: Loaded, seed: int = 0) -> tuple[HeadScores, dict[str, Any]
     _read(loaded, copies, scorer)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     how = {"tokens": len(tokens), "copies": COPIES, "first": bos, "seed": seed, "dtype": dtype}
+    scores = {"echo": tuple(scorer.echo), "induction": tuple(scorer.induction)}
     try:
         means = mean_queries(loaded)
     except ConfigError:  # its keys cannot be turned
-        return HeadScores(tuple(scorer.echo), tuple(scorer.induction)), how
-    return HeadScores(tuple(scorer.echo), tuple(scorer.induction), *means.averages()), how | {
-        "prose": means.count
-    }
+        return scores | {"query_means": (), "query_sizes": ()}, how
+    query_means, query_sizes = means.averages()
+    numbers = scores | {"query_means": query_means, "query_sizes": query_sizes}
+    return numbers, how | {"prose": means.count}
 
 
 def mean_queries(loaded: Loaded) -> QueryScorer:
@@ -71,14 +123,11 @@ def mean_queries(loaded: Loaded) -> QueryScorer:
 
 def _read(loaded: Loaded, prompt: list[int], scorer: Method) -> None:
     """Let a method see a prompt in every layer."""
-    model = loaded.model
-    shape = shape_of(model, [len(prompt)], (), model.dtype, model.device)
-    rotary = (
-        RotaryOf(model, shape.sparse_layers, "another method") if scorer.needs.rotation else None
+    engine = engine_for(
+        loaded.model, [len(prompt)], scorer, Budget(1.0), (), loaded.tokenizer, new_tokens=1
     )
-    engine = Engine(shape, scorer, Budget(None), new_tokens=1, rotary=rotary)
     with torch.inference_mode():
-        ModelRunner(model).prefill(engine, [prompt])
+        ModelRunner(loaded.model).prefill(engine, [prompt])
 
 
 def random_tokens(

@@ -1,10 +1,10 @@
-"""Scores of a model's heads, a JSON file each, which `kvbench calibrate` writes.
+"""What was measured of a model's heads: JSON files which `kvbench calibrate` writes, one of a kind.
 
 A model's are those of its weights.
 
 A table that comes from elsewhere, one number a head, is read from a .tsv file: a line for each
-layer, tabs between. Those of models that need no hub lie in `kvbench/assets/heads`, a user's under
-`$KVBENCH_HOME/heads`. Imports no torch.
+layer, tabs between. Those of models that need no hub lie in `kvbench/assets/KIND`, a user's under
+`$KVBENCH_HOME/KIND`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.config import ASSETS, ConfigError, first_line, home, shipped
+from kvbench.config import ASSETS, ConfigError, MethodConfig, first_line, home, shipped
 from kvbench.models import hub
 
 if TYPE_CHECKING:
     from kvbench.method import HeadScores, Shape
 
 AUTO = "auto"
+KINDS = ("heads", "surrogate", "filters")  # options of methods that name a file, and its folder
 
 TABLE = ".tsv"
+FACTS = ("model", "weights", "procedure")
 NUMBERS = ("echo", "induction", "query_means", "query_sizes")
-
-Scores = tuple[tuple[float, ...], ...]  # [layers][Hkv]
 
 
 @dataclass(frozen=True)
@@ -41,52 +41,49 @@ class Calibration:
         which weights, by `ModelSource.weights`; None: not known.
     procedure
         how it was measured.
-    echo, induction, query_means, query_sizes
-        see `kvbench.method.HeadScores`.
+    numbers
+        fields of `kvbench.method.HeadScores`, as nested tuples.
     """
 
     model: str
     weights: str | None
     procedure: dict[str, Any]
-    echo: Scores
-    induction: Scores
-    query_means: tuple[Scores, ...] = ()
-    query_sizes: tuple[Scores, ...] = ()
+    numbers: dict[str, Any]
 
     @property
     def scores(self) -> HeadScores:
         """As methods are given them."""
         from kvbench.method import HeadScores
 
-        return HeadScores(*self._numbers)
+        return HeadScores(**self.numbers)
 
     @property
     def digest(self) -> str:
         """12 hex digits of the scores, for run ids."""
-        return hashlib.sha256(json.dumps(self._numbers).encode()).hexdigest()[:12]
-
-    @property
-    def _numbers(self) -> tuple[Any, ...]:
-        return self.echo, self.induction, self.query_means, self.query_sizes
+        return hashlib.sha256(json.dumps([*self.numbers.values()]).encode()).hexdigest()[:12]
 
     def write(self, file: Path) -> None:
         """Write it as JSON, a line for each layer's scores."""
-        facts = {"model": self.model, "weights": self.weights, "procedure": self.procedure}
-        lines = [f'  "{name}": {json.dumps(value)}' for name, value in facts.items()]
-        for name, layers in zip(NUMBERS, self._numbers, strict=True):
+        lines = [f'  "{name}": {json.dumps(getattr(self, name))}' for name in FACTS]
+        for name, layers in self.numbers.items():
             rows = ",\n    ".join(map(json.dumps, layers))
             lines.append(f'  "{name}": [\n    {rows}\n  ]')
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def user_folder() -> Path:
+def kind_of(method: MethodConfig) -> str | None:
+    """Which kind of calibration a method reads, or None."""
+    return next((kind for kind in KINDS if kind in method.options), None)
+
+
+def user_folder(kind: str) -> Path:
     """Where `kvbench calibrate` puts a user's."""
-    return home() / "heads"
+    return home() / kind
 
 
-def read(file: Path) -> Calibration:
-    """The calibration in a file.
+def read(file: Path, kind: str = KINDS[0]) -> Calibration:
+    """The calibration of a kind in a file.
 
     Raises
     ------
@@ -96,39 +93,45 @@ def read(file: Path) -> Calibration:
     try:
         text = file.read_text(encoding="utf-8")
         loaded = _of_table(file.name, text) if file.suffix == TABLE else _of_json(json.loads(text))
-        heads = [[len(layer) for layer in part] for part in (loaded.echo, loaded.induction)]
-        if heads[0] != heads[1] or len(set(heads[0])) != 1:
-            raise ValueError("echo and induction are not a number for each layer and KV head")
+        _refuse_other_kind(loaded.numbers, kind)
         return loaded
     except FileNotFoundError as error:
         raise ConfigError(
-            f"method.heads={file}: no such file; expected one of kvbench calibrate"
+            f"method.{kind}={file}: no such file; expected one of kvbench calibrate"
         ) from error
     except (OSError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"method.heads={file}: no head scores: {first_line(error)}; expected a file of kvbench"
+            f"method.{kind}={file}: no head scores: {first_line(error)}; expected a file of kvbench"
             " calibrate, or a table of numbers (.tsv), a line for each layer"
         ) from error
+
+
+def _refuse_other_kind(numbers: dict[str, Any], kind: str) -> None:
+    if kind != KINDS[0]:
+        numbers[kind]  # a LookupError names it
+        return
+    heads = [[len(layer) for layer in numbers[name]] for name in NUMBERS[:2]]
+    if heads[0] != heads[1] or len(set(heads[0])) != 1:
+        raise ValueError("echo and induction are not a number for each layer and KV head")
 
 
 def _of_table(name: str, text: str) -> Calibration:
     rows = [map(float, line.split()) for line in text.splitlines()]
     table = tuple(tuple(min(1.0, max(0.0, score)) for score in row) for row in rows)
-    return Calibration(name, None, {}, table, table)
+    return Calibration(name, None, {}, dict(zip(NUMBERS, (table, table, (), ()), strict=True)))
 
 
 def _of_json(saved: Any) -> Calibration:
-    numbers: dict[str, Any] = {
-        name: tuple(tuple(map(float, row)) for row in saved[name]) for name in NUMBERS[:2]
-    }
-    for name in NUMBERS[2:]:
-        layers = (tuple(tuple(map(float, head)) for head in layer) for layer in saved[name])
-        numbers[name] = tuple(layers)
-    return Calibration(saved["model"], saved["weights"], saved["procedure"], **numbers)
+    numbers = {name: _floats(saved[name]) for name in saved if name not in FACTS}
+    return Calibration(saved["model"], saved["weights"], saved["procedure"], numbers)
+
+
+def _floats(numbers: Any) -> Any:
+    return tuple(map(_floats, numbers)) if isinstance(numbers, list) else float(numbers)
 
 
 def calibration_of(
-    source: hub.ModelSource, choice: str, words: str, seed: int = 0
+    source: hub.ModelSource, choice: str, words: str, seed: int = 0, kind: str = KINDS[0]
 ) -> Calibration | None:
     """The calibration of a model; None where its weights are not on this machine yet.
 
@@ -142,6 +145,8 @@ def calibration_of(
         what `kvbench calibrate` takes to make it, for messages.
     seed
         of random weights.
+    kind
+        which of its files.
 
     Raises
     ------
@@ -150,27 +155,27 @@ def calibration_of(
     """
     weights = source.weights(seed)
     if choice != AUTO:
-        loaded = read(Path(choice).expanduser())
+        loaded = read(Path(choice).expanduser(), kind)
         if None not in (weights, loaded.weights) and loaded.weights != weights:
             raise ConfigError(
-                f"method.heads={choice}: made of {loaded.model} ({loaded.weights}), and the model"
+                f"method.{kind}={choice}: made of {loaded.model} ({loaded.weights}), and the model"
                 f" is {source.name} ({weights}); kvbench calibrate {words} makes its own"
             )
         return loaded
     if weights is None:
         return None
-    for folder in (user_folder(), ASSETS / "heads"):
+    for folder in (user_folder(kind), ASSETS / kind):
         for file in sorted(folder.glob("*.json")):
-            if (loaded := read(file)).weights == weights:
+            if (loaded := read(file, kind)).weights == weights:
                 return loaded
     raise ConfigError(
-        f"method.heads=auto: {source.name} is not calibrated; kvbench calibrate {words} does that,"
+        f"method.{kind}=auto: {source.name} is not calibrated; kvbench calibrate {words} does that,"
         " once"
     )
 
 
-def calibration_for(model: hub.ModelConfig, choice: object, seed: int) -> Calibration | None:
-    """The calibration of a model that a method needs by its option `heads`, the choice.
+def calibration_for(model: hub.ModelConfig, method: MethodConfig, seed: int) -> Calibration | None:
+    """The calibration of a model that a method needs by an option of one of the `KINDS`.
 
     None: it needs none, or the weights are not on this machine yet.
 
@@ -179,7 +184,9 @@ def calibration_for(model: hub.ModelConfig, choice: object, seed: int) -> Calibr
     ConfigError
         as `calibration_of`.
     """
-    if not isinstance(choice, str):
+    kind = kind_of(method)
+    choice = None if kind is None else method.options[kind]
+    if kind is None or not isinstance(choice, str):
         return None
     original = shipped("model", model.name)
     words, source = f"model={model.name}", model.source
@@ -187,21 +194,24 @@ def calibration_for(model: hub.ModelConfig, choice: object, seed: int) -> Calibr
         words = f"model.path={source.path}"
     elif source.path is None and original["path"] is not None:
         words += " model.weights=dummy"
-    return calibration_of(source, choice, words, seed)
+    if kind != KINDS[0]:
+        words = f"method={method.name} {words}"
+    return calibration_of(source, choice, words, seed, kind)
 
 
-def refuse_other_shape(scores: HeadScores, shape: Shape) -> None:
-    """Refuse scores of a model that has other layers or heads.
+def refuse_other_shape(scores: HeadScores, shape: Shape, kind: str) -> None:
+    """Refuse scores of a kind that are of a model with other layers or heads.
 
     Raises
     ------
     ValueError
         says what they are of.
     """
-    layers, heads = len(scores.echo), len(scores.echo[0])
+    by_head = scores.echo if kind == "heads" else getattr(scores, kind)
+    layers, heads = len(by_head), len(by_head[0]) if by_head else 0
     if (layers, heads) != (shape.layers, shape.kv_heads):
         raise ValueError(
-            f"method.heads: scores of {layers} layers of {heads} KV heads, and the model has"
+            f"method.{kind}: scores of {layers} layers of {heads} KV heads, and the model has"
             f" {shape.layers} of {shape.kv_heads}; kvbench calibrate makes its own"
         )
     mean_shape = (

@@ -141,7 +141,7 @@ def set_up(config: RunConfig, method: Method, loaded: models.Loaded) -> Setup:
     dense_layers = config.protocol.dense_layers_of(
         loaded.dense_layers, config.method.published_dense_layers or (), loaded.card.layers
     )
-    heads = calibration_for(config.model, config.method.options.get("heads"), config.seed)
+    heads = calibration_for(config.model, config.method, config.seed)
     return Setup(config, config.protocol, loaded, method, config.sizes, dense_layers, heads)
 
 
@@ -314,7 +314,7 @@ def _identity_config(arm: Arm, data: list[Path]) -> dict[str, Any]:
         if isinstance(value, str) and any(Path(value) in (path, *path.parents) for path in data):
             kept["task"][key] = LOCAL
     if arm.calibration is not None:
-        kept["method"]["heads"] = arm.calibration.digest
+        kept["method"][arm.method.needs.measures] = arm.calibration.digest
     return kept
 
 

@@ -377,13 +377,19 @@ def head_scores_of(model: PreTrainedModel, method: Method) -> HeadScores | None:
         return None
     if path:
         calibration = heads.calibration_of(
-            hub.ModelSource(Path(path).name, path, ()), source, f"model.path={path}"
+            hub.ModelSource(Path(path).name, path, ()),
+            source,
+            f"model.path={path}",
+            kind=method.needs.measures,
         )
-    else:  # made of a config, and not read from files
-        calibration = None if source == heads.AUTO else heads.read(Path(source).expanduser())
+    elif source == heads.AUTO:  # made of a config, and not read from files
+        calibration = None
+    else:
+        calibration = heads.read(Path(source).expanduser(), method.needs.measures)
     if calibration is None:
         raise ConfigError(
-            "heads=auto: the model is not from a file; give heads=FILE of kvbench calibrate"
+            f"{method.needs.measures}=auto: the model is not from a file; give"
+            f" {method.needs.measures}=FILE of kvbench calibrate"
         )
     return calibration.scores
 
