@@ -152,6 +152,7 @@ METHODS = [
     # filters and their followers in models of two layers
     Case("omnikv", "omnikv", {"filters": [0], "wait": 0}),
     Case("magicpig", "magicpig"),
+    Case("vattention", "vattention"),
     Case("shadowkv", "shadowkv", {"outliers": 2, "rank": 0.5}),
     Case("icecache", "icecache"),
     Case("icecache-exact", "icecache", {"index": "exact"}),

@@ -58,6 +58,7 @@ HOST = {
     "racc_paper": "what has left the device is searched by the host",
     "shadowkv": "its values live on the host",
     "snapkv_racc": "what has left the device is searched by the host",
+    "vattention": "each step draws a sample, and counts how often it was as good as it should be",
 }
 CAPTURED = [case for case in METHODS if case.name not in HOST and case.file is None]
 IN_PIECES = [next(case for case in METHODS if case.name == name) for name in HOST]

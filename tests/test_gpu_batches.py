@@ -24,7 +24,7 @@ CASES = {case.id: case for case in METHODS}
 STEPS = 4
 # Methods whose attention torch computes, by what it has to give or take that FlashInfer does not.
 PROBABILITIES = {"cake", "h2o", "lru", "raas", "scope", "tova"}
-WEIGHTS_OR_KEYS = {"attention_matching", "magicpig", "shadowkv"}
+WEIGHTS_OR_KEYS = {"attention_matching", "magicpig", "shadowkv", "vattention"}
 OPTIONS = {"random-always", "h2o-query_head", "raas-unpinned", "scope-discontinuous", "scope-adaptive"}
 
 

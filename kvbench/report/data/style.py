@@ -92,6 +92,7 @@ STYLES = {
     "curdkv": Style("CurDKV", TEAL, "D"),
     "compactor": Style("Compactor", BROWN, "D"),
     "qfilter": Style("Q-Filters", TEAL, "p"),
+    "vattention": Style("vAttention", INDIGO_LIGHT, "s"),
     "lru": Style("LRU", GREY, "v"),
     "tova": Style("TOVA", OLIVE, "o"),
     "duo": Style("DuoAttention", PURPLE_DARK, "s"),
