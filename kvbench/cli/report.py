@@ -34,6 +34,7 @@ SWEEPS = (
     "fidelity_budgets",
     "given_qwen",
     "in_vllm",
+    "kvzap",
     "latency_gpu",
     "quantised",
     "quantised_long",
