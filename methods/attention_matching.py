@@ -20,7 +20,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Replay, Selection, Shape, View
 from methods.blocks.one_ranking import check_context
 from methods.blocks.ragged import stacked
-from methods.blocks.scorer import ROLLING_WINDOW, Scorer
+from methods.blocks.scorer import ROLLING_WINDOW, Scorer, scored_weights
 
 ASK = "Repeat the previous context verbatim."  # as published
 BLOCK = 1024  # queries whose attention is computed at once
@@ -67,7 +67,6 @@ class AttentionMatching(Scorer):
         super().begin(shape, budget, view, context)
         # logarithms for what is in `scored`, [B, Hkv, n]
         self.weights: dict[int, torch.Tensor] = {}
-        self.counts: dict[int, torch.Tensor] = {}  # ids of each row there, [B]
 
     # -- prompt ------------------------------------------------------------------------------------
 
@@ -150,21 +149,9 @@ class AttentionMatching(Scorer):
         none.
         """
         index = self._attended(layer)
-        newest = (index[:, 0] >= 0).sum(dim=1) - self._counts(layer)
-        at = torch.arange(index.shape[2], device=index.device) - newest[:, None, None]
-        weights = pad(self.weights[layer], (0, 1))  # that of no token
-        chosen = at.clamp(0, weights.shape[2] - 1).expand_as(index)
-        log_weights = weights.gather(2, chosen).masked_fill(at < 0, 0)
-        return Selection(index, log_weight=log_weights.repeat_interleave(self.shape.group, dim=1))
-
-    def _counts(self, layer: int) -> torch.Tensor:
-        """Ids of each row that have a weight, [B]; on a GPU in the same memory in every step."""
-        sizes = torch.tensor([ids.shape[1] for ids in self.scored[layer]])
-        if not self.weights[layer].is_cuda:
-            return sizes
-        if layer not in self.counts:
-            self.counts[layer] = sizes.to(self.weights[layer].device)
-        return self.counts[layer]
+        _, *newest = self._lists(layer)
+        log_weights = scored_weights(self.weights[layer], *newest, self.shape.group, index.shape[2])
+        return Selection(index, log_weight=log_weights)
 
     def turn_weights(self, layer: int) -> torch.Tensor:
         """Those of the chosen keys, in a later turn too."""

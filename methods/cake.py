@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from kvbench.budget import Budget
+from kvbench.kernels.operators import operator
 from kvbench.method import Context, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds, at_ends
 from methods.blocks.evictor import DROP_EVERY
@@ -80,7 +81,7 @@ class CAKE(KeepsEnds):
         ranked = top_earliest(importance, importance.shape[2])
         self.cached_ids[layer], self.scored[layer] = [], []
         for row, length in enumerate(prompt.lengths):
-            position = torch.arange(length, device=ranked.device).expand(ranked.shape[1], -1)
+            position = torch.arange(length, device=ranked.device).repeat(ranked.shape[1], 1)
             older = length - self.windows[row]
             evicts = self.evicts_prompt(length)
             self.cached_ids[layer].append(
@@ -163,22 +164,18 @@ class CAKE(KeepsEnds):
         Neighbours, over which the attention is smoothed, are those in the order of the cache, as in
         the published code.
         """
-        attention = probabilities.unflatten(1, (self.shape.kv_heads, -1)).mean(dim=2)
         for row, ids in enumerate(self.attended_ids.pop(layer)):
-            older, scored = ids.shape[1] - self.windows[row], self.scored[layer][row]
+            window, count = self.windows[row], ids.shape[1]
+            older, scored = count - window, self.scored[layer][row]
             if older > scored:
-                smoothed = avg_pool1d(
-                    attention[row, :, :older], self.kernel, stride=1, padding=self.kernel // 2
-                )
-                if self.ends[row]:
-                    ends = at_ends(ids[:, :older], self.shape.lengths[row], self.ends[row])
-                    smoothed = smoothed.masked_fill(ends, torch.inf)
-                best = smoothed.argsort(dim=1, descending=True, stable=True)[:, :scored]
-                ids = torch.cat([ids.gather(1, best), ids[:, older:]], dim=1)
-            if ids.is_cuda and ids.shape == self.cached_ids[layer][row].shape:
-                self.cached_ids[layer][row].copy_(ids)  # so that a step can be captured
-            else:
-                self.cached_ids[layer][row] = ids
+                held = self.cached_ids[layer][row]
+                if held.shape[1] != scored + window:
+                    held = ids.new_empty(len(ids), scored + window)
+                ends = self.shape.lengths[row], self.ends[row]
+                attention = probabilities[row, :, :count]
+                keep_received(held, ids, attention, window, self.kernel, *ends)
+                ids = held  # mostly the same memory, so that a step can be captured
+            self.cached_ids[layer][row] = ids
 
     @property
     def layout(self) -> object:
@@ -226,6 +223,38 @@ class CAKE(KeepsEnds):
         if generated == 1 and not self.evicts_prompt(length):
             return length + 1
         return self.budget.tokens(length) + (not self.budget.counts_generated)
+
+
+@operator("methods.blocks.gpu.cake", writes=("held",))
+def keep_received(
+    held: torch.Tensor,
+    ids: torch.Tensor,
+    attention: torch.Tensor,
+    window: int,
+    kernel: int,
+    length: int,
+    end: int,
+) -> None:
+    """Write to `held` [Hkv, n] the n - window of ids that received most attention, best first, and
+    the last `window`.
+
+    Parameters
+    ----------
+    ids
+        [Hkv, m], m > n.
+    attention
+        [Hq, m] float32, the mean of whose groups is smoothed over `kernel` neighbours among those
+        before the window.
+    length, end
+        of the prompt, and tokens at either end of it that stay.
+    """
+    older = ids.shape[1] - window
+    received = attention.unflatten(0, (len(ids), -1)).mean(dim=1)[:, :older]
+    smoothed = avg_pool1d(received, kernel, stride=1, padding=kernel // 2)
+    if end:
+        smoothed = smoothed.masked_fill(at_ends(ids[:, :older], length, end), torch.inf)
+    best = smoothed.argsort(dim=1, descending=True, stable=True)[:, : held.shape[1] - window]
+    torch.cat([ids.gather(1, best), ids[:, older:]], dim=1, out=held)
 
 
 def layer_budgets(preferences: Sequence[float], total: int, most: int) -> list[int]:

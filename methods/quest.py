@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.chunking import keys_of_row
+from methods.blocks.chunking import Chunks, keys_of_row
 from methods.blocks.kernels import is_readable
 from methods.blocks.pages import (
+    Ranges,
     best_tokens,
     bounds,
     compile_kernels,
@@ -29,8 +30,9 @@ from methods.blocks.pages import (
     page_tokens,
     stacked_pages,
     take_in,
+    token_edges,
 )
-from methods.blocks.ragged import entries, stacked
+from methods.blocks.ragged import stacked
 from methods.blocks.topk import interleave
 
 SPARE_PAGES = 64  # pages of summaries to add when the generated tokens have filled the last ones
@@ -70,7 +72,7 @@ class Quest(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No page is summed up yet."""
         super().begin(shape, budget, view, context)
-        if shape.device.type == "cpu":
+        if is_readable(torch.empty(0, dtype=shape.dtype, device=shape.device)):
             compile_kernels(shape.dtype)
         else:  # what a row attends, where that is not all
             rooms = [self.share(capacity) * self.page_size for capacity in self.capacities]
@@ -102,10 +104,14 @@ class Quest(Method):
         """Widen the bounds of each row's last page by the new key, which may be the first of its
         page.
         """
+        take_in(key, *self.last_bounds(layer))
+
+    def last_bounds(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bounds of all pages, low and high, and the newest token's page, [B]."""
         if self._grows(layer):
             self.low[layer] = pad(self.low[layer], (0, 0, 0, SPARE_PAGES), value=torch.inf)
             self.high[layer] = pad(self.high[layer], (0, 0, 0, SPARE_PAGES), value=-torch.inf)
-        take_in(key, self.low[layer], self.high[layer], self._last_page(layer))
+        return self.low[layer], self.high[layer], self._last_page(layer)
 
     def _last_page(self, layer: int) -> torch.Tensor:
         """The page of each row's newest token, [B]."""
@@ -156,29 +162,33 @@ class Quest(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """The tokens of the pages with the largest bounds, page after page."""
-        lengths, counts = self.view.lengths(layer), self._counts(layer)
-        rooms = [self._room(row, length) for row, length in enumerate(lengths)]
-        low, high = self.low[layer], self.high[layer]
-        mean = self.selection == "kv_head"
-        if is_readable(query):
-            most = [self._most(room) for room in rooms]
-            rows = np.array([*zip(counts, most, rooms, strict=True)])
-            edges = self._edges(lengths)
-            return Selection(best_tokens(query, low, high, edges, rows, mean, self.budget.unified))
-        return Selection(self._selected(layer, query, rooms))
+        if not is_readable(query):
+            return Selection(self._selected(layer, query))
+        lengths, rooms = self.view.lengths(layer), self._rooms(layer)
+        most = [self._most(room) for room in rooms]
+        rows = np.array([*zip(self._counts(layer), most, rooms, strict=True)])
+        asked = self._edges(lengths), rows, self.selection == "kv_head", self.budget.unified
+        return Selection(best_tokens(query, self.low[layer], self.high[layer], *asked))
 
-    def _selected(self, layer: int, query: torch.Tensor, rooms: Sequence[int]) -> torch.Tensor:
+    def _selected(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """The same in a few launches, with as many pages in every step; those to come score
         -inf.
         """
-        low, seen, mean = self.low[layer], self.view.seen(layer), self.selection == "kv_head"
-        scores = page_bounds(query, low, self.high[layer], seen, self.page_size, mean)
-        if self.budget.unified or not query.is_cuda:
-            rows = enumerate(zip(rooms, seen, scores, strict=True))
-            return stacked([self._tokens(row, *parts) for row, parts in rows])
-        limits = self.capacity_of[layer], self.room_of[layer]
-        ids: torch.Tensor = page_tokens(scores, seen, *limits, self.page_size, max(rooms))
+        ranges = self.ranges(layer, query)
+        if self.budget.unified:
+            rows = enumerate(zip(self._rooms(layer), self._last_page(layer), strict=True))
+            return stacked([self._joined(row, *pair, ranges) for row, pair in rows])
+        ids: torch.Tensor = page_tokens(*ranges)
         return ids
+
+    def ranges(self, layer: int, query: torch.Tensor) -> Ranges:
+        """The pages with their scores, and what is attended of them."""
+        seen, starts = self.view.seen(layer), self._page_starts(layer)
+        mean, size = self.selection == "kv_head", self._shortest
+        low, high = self.low[layer], self.high[layer]
+        scores = page_bounds(query, low, high, seen, starts, size, mean)
+        limits = self.capacity_of[layer], self.room_of[layer]
+        return Ranges(scores, seen, *limits, starts, size, max(self._rooms(layer)))
 
     @property
     def layout(self) -> object:
@@ -186,8 +196,7 @@ class Quest(Method):
         layer = self.shape.sparse_layers[0]
         if self._grows(layer, 1):
             return None
-        lengths = enumerate(self.view.lengths(layer))
-        return self.low[layer].shape[2], [self._room(row, length + 1) for row, length in lengths]
+        return self.low[layer].shape[2], self._rooms(layer, 1)
 
     def _grows(self, layer: int, more: int = 0) -> bool:
         """The page of the last token, after so many more, is one for which there is no memory."""
@@ -199,37 +208,38 @@ class Quest(Method):
         """
         return page_edges(tuple(lengths), self.page_size)
 
+    def _page_starts(self, layer: int) -> torch.Tensor | None:
+        """Where each page of each row begins on a device, [B, P + 1]; None: by their size."""
+        return None
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens of a page at least, but for the last ones."""
+        return self.page_size
+
     def _most(self, room: int) -> int:
         """Pages that `room` tokens take at most."""
         return self._pages(room)
 
-    def _tokens(
-        self, row: int, room: int, length: torch.Tensor, scores: torch.Tensor
-    ) -> torch.Tensor:
-        """Tokens [H, n <= room] that a row of `length` tokens attends, by the scores [H, P] of its
-        pages and of those to come.
+    def _joined(self, row: int, room: int, last: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+        """Tokens [Hkv, n <= room] that a row attends: the page `last` first, then those of its
+        group's lists, joined by rank.
         """
-        count = self._most(room)
-        last = (length - 1) // self.page_size
-        first = self._ranked(scores, count, last)[:, :count] * self.page_size
-        return entries(first, (length - first).clamp(0, self.page_size), room)[0]
-
-    def _ranked(self, scores: torch.Tensor, count: int, last: torch.Tensor) -> torch.Tensor:
-        """The `count` best pages of a row by their scores [H, P], best first: [H, count].
-
-        Unified: the lists of a group joined, the last page first, [Hkv, P] with trailing -1.
-        """
-        pages, heads = scores.shape[1], self.shape.kv_heads
-        ranked = scores.topk(min(count, pages), dim=1).indices
-        if not self.budget.unified:
-            return ranked
+        scores, heads = ranges.scores[row], self.shape.kv_heads
+        count = scores.shape[1]
+        ranked = scores.topk(min(self._most(room), count), dim=1).indices
         newest = ranked.new_zeros(1, heads, 1) + last
-        return interleave(ranked[None], heads, pages, protected=newest)[0]
+        joined = interleave(ranked[None], heads, count, protected=newest)[0]
+        edges = token_edges(ranges.tokens, ranges.starts, count, ranges.page_size)
+        pages = Chunks(edges[row])
+        return pages.tokens(pages.fitting(joined, room), room)
 
-    def _room(self, row: int, length: int) -> int:
-        """Tokens that row `row` attends when it has `length` tokens."""
-        capacity = self.capacities[row]
-        return length if capacity >= length else self.share(capacity) * self.page_size
+    def _rooms(self, layer: int, more: int = 0) -> list[int]:
+        """Tokens that each row attends, after so many more."""
+        return [
+            length + more if capacity >= length + more else self.share(capacity) * self.page_size
+            for length, capacity in zip(self.view.lengths(layer), self.capacities, strict=True)
+        ]
 
     def share(self, capacity: int) -> int:
         """Pages of a budget of `capacity` tokens."""

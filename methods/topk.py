@@ -13,6 +13,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Selection, Shape, View
+from methods.blocks.pages import Ranges
 from methods.blocks.products import past_products, products
 from methods.blocks.topk import Granularity, interleave, top_earliest
 
@@ -61,6 +62,13 @@ class TopK(Method):
         if self.budget.unified:
             index = interleave(index, kv_heads, most, self.counts[layer])
         return Selection(index)
+
+    def ranges(self, layer: int, query: torch.Tensor) -> Ranges:
+        """On a GPU the tokens as pages of one, and what each query head attends of them."""
+        keys, seen, counts = self.view.keys(layer), self.view.seen(layer), self.counts[layer]
+        logits = past_products(query, keys, seen).flatten(1, 2)
+        most = min(max(self.capacities), logits.shape[2])
+        return Ranges(logits, seen, counts, counts, None, 1, most)
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """C, of each query head where they choose for themselves."""

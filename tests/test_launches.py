@@ -6,7 +6,8 @@ import json
 
 import pytest
 from driver import Case
-from launches import TABLE, launches, preset_cases
+from launches import PARTS, TABLE, launches, preset_cases
+from test_captured import HOST
 
 CASES = preset_cases()
 HELD = json.loads(TABLE.read_text())
@@ -15,6 +16,11 @@ QUICK = ("full", "snapkv", "quest", "icecache")
 
 def test_every_preset_is_in_the_table() -> None:
     assert [case.name for case in CASES] == sorted(HELD)
+
+
+def test_a_layer_of_a_step_that_is_one_graph_is_at_most_fifteen_launches() -> None:
+    layers = {name: sum(held[part] for part in PARTS[:4]) for name, held in HELD.items() if name not in HOST}
+    assert {name: launches for name, launches in layers.items() if launches > 15} == {}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.budget import Budget
+from kvbench.kernels.operators import operator
 from kvbench.method import Context, Prompt, Selection, Shape, View
 from methods.blocks.ends import KeepsEnds
 from methods.blocks.head_budgets import HeadBudgets
@@ -21,6 +23,7 @@ from methods.blocks.topk import Lists, interleave, top_earliest
 
 # most recent tokens protected where generated tokens count, at most a quarter of the budget
 ROLLING_WINDOW = 32
+NEVER = 1 << 62  # tokens that nobody generates
 
 
 class Scorer(KeepsEnds):
@@ -124,6 +127,8 @@ class Scorer(KeepsEnds):
         # of each layer and row, [H, n] that were kept for their scores, trailing -1; not where all
         # that is held is attended
         self.scored: dict[int, list[torch.Tensor]] = {}
+        # of each layer, what `newest_and_scored` takes of them
+        self.lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.steps = 0
 
     def _first_recent(self, row: int) -> tuple[int, int]:
@@ -220,8 +225,8 @@ class Scorer(KeepsEnds):
         H is the number of query heads where each has its own, of KV heads where not.
         """
         if self.shape.device_of(layer).type == "cuda":
-            rows = [self._attended_on_device(layer, row) for row in range(self.shape.batch)]
-            return stacked(rows)
+            ids: torch.Tensor = newest_and_scored(*self._lists(layer), self._most_on_device(layer))
+            return ids
         rows = []
         for row, length in enumerate(self.view.lengths(layer)):
             scored, prompt = self.scored[layer][row], self.shape.lengths[row]
@@ -235,33 +240,35 @@ class Scorer(KeepsEnds):
             rows.append(torch.cat([newest.expand(scored.shape[0], -1), scored], dim=1))
         return stacked(rows)
 
-    def _attended_on_device(self, layer: int, row: int) -> torch.Tensor:
-        """The same of a row, [H, M], M as large in most steps."""
-        scored, seen = self.scored[layer][row], self.view.seen(layer)[row]
-        (first, last), prompt = self.recents[row], self.shape.lengths[row]
-        begin = seen.new_zeros(()) + first
-        if self.budget.counts_generated:  # pushed out by generated tokens
-            begin = begin + (seen - max(self.budgets[layer][row], prompt)).clamp(min=0)
-        end = prompt - last  # the protected end, which is among the scored ones
-        size = self._newest_size(layer, row) + scored.shape[1]
-        place = torch.arange(size, device=scored.device)
-        newest, count = begin + place, seen - end - begin
-        newest = newest + end * (newest >= last) if end else newest
-        nothing = scored.new_full((len(scored), 1), -1)
-        older = torch.cat([scored, nothing], dim=1).gather(
-            1, (place - count).clamp(0, scored.shape[1]).expand(len(scored), -1)
-        )
-        return torch.where(place < count, newest, older)
+    def _lists(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The scored tokens of all rows, tokens seen, and limits, as of `newest_and_scored`; on a
+        GPU in the same memory in every step.
+        """
+        lists = self.lists.get(layer)
+        if lists is None:
+            pushing = self.budget.counts_generated
+            limits = [
+                (first, last, length - last, max(capacity, length) if pushing else NEVER)
+                for (first, last), length, capacity in zip(
+                    self.recents, self.shape.lengths, self.budgets[layer], strict=True
+                )
+            ]
+            scored = stacked(self.scored[layer])
+            lists = scored, torch.tensor(limits).T.contiguous().to(scored.device)
+            if scored.is_cuda:
+                self.lists[layer] = lists
+        return lists[0], self.view.seen(layer), lists[1]
 
-    def _newest_size(self, layer: int, row: int, more: int = 0) -> int:
-        """Room for the tokens of a row that are attended without a score, after `more` tokens."""
-        return padded(self.view.lengths(layer)[row] + more - self.recents[row][0])
+    def _most_on_device(self, layer: int, more: int = 0) -> int:
+        """Room for what is attended after `more` tokens, as much in most steps."""
+        rows = zip(self.view.lengths(layer), self.recents, self.scored[layer], strict=True)
+        return max(padded(length + more - first) + ids.shape[1] for length, (first, _), ids in rows)
 
     @property
     def layout(self) -> object:
         """How long lists are."""
-        layer, rows = self.shape.sparse_layers[0], range(self.shape.batch)
-        return [self._newest_size(layer, row, 1) for row in rows]
+        layer = self.shape.sparse_layers[0]
+        return self.at_rest or self._most_on_device(layer, 1)
 
     def rule(self, layer: int, length: int, generated: int) -> int:
         """The head's share of C, the group's union of it; generated tokens on top of it, unless
@@ -284,6 +291,51 @@ class Scorer(KeepsEnds):
             fixed = self.fixed(self.budget.tokens(length))
             capacity = fixed + self.shape.group * (capacity - fixed)
         return capacity if self.budget.counts_generated else capacity + generated
+
+
+@operator("methods.blocks.gpu.scorer")
+def newest_and_scored(
+    scored: torch.Tensor, seen: torch.Tensor, limits: torch.Tensor, most: int
+) -> torch.Tensor:
+    """The tokens after the scored ones, and these behind them: [B, H, most] int64, trailing -1.
+
+    Parameters
+    ----------
+    scored
+        [B, H, n] int64, trailing -1.
+    seen
+        [B], tokens of each row.
+    limits
+        [4, B] int64: the first of the recent tokens when the prompt ended, and the one after the
+        last of them; the prompt's tokens after that, which are among the scored ones; and how many
+        tokens there may be before the recent ones are pushed out.
+    """
+    begin, count = _newest(seen, limits)
+    place = torch.arange(most, device=scored.device)
+    newest = begin + place
+    newest = newest + limits[2, :, None, None] * (newest >= limits[1, :, None, None])
+    older = (place - count).clamp(0, scored.shape[2]).expand(-1, scored.shape[1], -1)
+    return torch.where(place < count, newest, pad(scored, (0, 1), value=-1).gather(2, older))
+
+
+@operator("methods.blocks.gpu.scorer")
+def scored_weights(
+    weights: torch.Tensor, seen: torch.Tensor, limits: torch.Tensor, group: int, most: int
+) -> torch.Tensor:
+    """Of what `newest_and_scored` lists the `weights` [B, H, n] of scored tokens, of others 0, as
+    often as there are query heads in a group: [B, H * group, most].
+    """
+    _, count = _newest(seen, limits)
+    older = torch.arange(most, device=weights.device) - count
+    at = torch.where(older < 0, weights.shape[2], older.clamp(max=weights.shape[2]))
+    of_heads = pad(weights, (0, 1)).gather(2, at.expand(-1, weights.shape[1], -1))
+    return of_heads.repeat_interleave(group, dim=1)
+
+
+def _newest(seen: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token that is attended without a score, and how many are, [B, 1, 1] both."""
+    begin = limits[0] + (seen - limits[3]).clamp(min=0)
+    return begin[:, None, None], (seen - limits[2] - begin)[:, None, None]
 
 
 def last_tokens(prompt: Prompt, counts: Sequence[int]) -> torch.Tensor:

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvbench.budget import Budget
 from kvbench.method import Context, Needs, Prompt, Shape, View
 from methods.blocks.chunking import Chunks, Text, cutter, keys_of_row
-from methods.blocks.pages import bounds, upper_bound
-from methods.blocks.ragged import stacked
+from methods.blocks.pages import SHORTER, bounds
 from methods.quest import Quest
 
 TO_COME = 1 << 62  # after every token id
@@ -89,10 +88,10 @@ class StructureQuest(Quest):
         return pad_sequence([pages.bounds for pages in self.pages], batch_first=True).numpy()
 
     def _most(self, room: int) -> int:
-        return room // self.cutter.shortest + 2  # the last two may be shorter
+        return room // self.cutter.shortest + SHORTER
 
     def _most_pages(self, tokens: int) -> int:
-        return tokens // self.cutter.shortest + 2
+        return tokens // self.cutter.shortest + SHORTER
 
     def _grows(self, layer: int, more: int = 0) -> bool:
         return max(self._counts(layer)) + more > self.low[layer].shape[2]
@@ -106,7 +105,7 @@ class StructureQuest(Quest):
     def _table(self, layer: int, device: torch.device) -> PageTable:
         """The pages on a device, as many as there is memory for."""
         pages = self.low[layer].shape[2]
-        if device not in self.tables or self.tables[device].to_come.shape[2] != pages:
+        if device not in self.tables or self.tables[device].starts.shape[1] != pages + 1:
             self.tables[device] = PageTable.of([text.chunks for text in self.texts], pages, device)
         return self.tables[device]
 
@@ -115,21 +114,12 @@ class StructureQuest(Quest):
             return torch.tensor(self._counts(layer)) - 1
         return self._table(layer, self.low[layer].device).last
 
-    def _selected(self, layer: int, query: torch.Tensor, rooms: Sequence[int]) -> torch.Tensor:
-        seen = self.view.seen(layer)
-        score = upper_bound(query, self.low[layer], self.high[layer])
-        score = score.mean(dim=2) if self.selection == "kv_head" else score.flatten(1, 2)
-        score = score.masked_fill(self._table(layer, seen.device).to_come, -torch.inf)
-        rows = enumerate(zip(rooms, seen, score, strict=True))
-        return stacked([self._tokens(row, *parts) for row, parts in rows])
+    def _page_starts(self, layer: int) -> torch.Tensor:
+        return self._table(layer, self.low[layer].device).starts
 
-    def _tokens(
-        self, row: int, room: int, length: torch.Tensor, scores: torch.Tensor
-    ) -> torch.Tensor:
-        table = self.tables[scores.device]
-        pages = Chunks(table.starts[row].clamp(max=length))  # those to come are empty
-        ranked = self._ranked(scores, self._most(room), table.last[row])
-        return pages.tokens(pages.fitting(ranked, room), room)
+    @property
+    def _shortest(self) -> int:
+        return self.cutter.shortest
 
 
 class PageTable(NamedTuple):
@@ -141,13 +131,10 @@ class PageTable(NamedTuple):
         [B, P + 1] int64, where each page begins; `TO_COME` for those to come.
     last
         [B] int64, the last page that has begun.
-    to_come
-        [B, 1, P] bool, pages that have not.
     """
 
     starts: torch.Tensor
     last: torch.Tensor
-    to_come: torch.Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Chunks], pages: int, device: torch.device) -> PageTable:
@@ -156,13 +143,11 @@ class PageTable(NamedTuple):
         pairs = zip(rows, more, strict=True)
         starts = torch.stack([pad(chunks.bounds, (0, n), value=TO_COME) for chunks, n in pairs])
         last = torch.tensor([*map(len, rows)])
-        to_come = starts[:, None, :-1] == TO_COME
-        return cls(*(part.to(device) for part in (starts, last, to_come)))
+        return cls(starts.to(device), last.to(device))
 
     def add(self, row: int, page: int, start: int) -> None:
         """A page of a row begins; one that has no room here comes with another table."""
-        if page >= self.to_come.shape[2]:
+        if page >= self.starts.shape[1] - 1:
             return
         self.starts[row, page] = start
         self.last[row] = page
-        self.to_come[row, 0, page] = False

@@ -13,6 +13,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from kvbench.kernels.operators import operator
+from methods.blocks.pages import Ranges, page_tokens, take_in_page
 from methods.twilight import kernels
 
 SPARE = 256  # keys to make room for when the last ones have taken what there was
@@ -48,7 +50,11 @@ class FourBitKeys:
         self._enough: tuple[Sequence[float], torch.Tensor] | None = None
 
     def write(
-        self, tokens: Sequence[int], key: torch.Tensor, seen: torch.Tensor | None = None
+        self,
+        tokens: Sequence[int],
+        key: torch.Tensor,
+        seen: torch.Tensor | None = None,
+        bounds: Sequence[torch.Tensor | None] = (None, None, None),
     ) -> None:
         """Code the next key [B, Hkv, 1, D] of each row, whose token id is tokens[b].
 
@@ -56,6 +62,8 @@ class FourBitKeys:
         ----------
         seen
             [B] on the device, one more than each; not asked for on a CPU.
+        bounds
+            on a device, those that the key widens, as of `take_in_coded`.
         """
         if max(tokens) >= self.codes.shape[2]:
             self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
@@ -63,11 +71,8 @@ class FourBitKeys:
             numbers = key[:, :, 0].float().contiguous().numpy()
             kernels.write(numbers, np.array(tokens), self.codes.numpy(), self.steps.numpy())
             return
-        codes, steps = quantised(key)
         assert seen is not None
-        slot = (seen - 1).view(-1, 1, 1, 1)
-        self.codes.scatter_(2, slot.expand_as(codes), codes)
-        self.steps.scatter_(2, slot.expand_as(steps), steps)
+        take_in_coded(key, seen, self.codes, self.steps, *bounds)
 
     def top_p(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
@@ -95,22 +100,24 @@ class FourBitKeys:
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on any device."""
-        lists = index.repeat_interleave(query.shape[1] // index.shape[1], dim=1)  # [B, Hq, M]
-        at = lists.clamp(min=0).unflatten(1, (self.codes.shape[1], -1)).flatten(2)[..., None]
-        codes = self.codes.gather(2, at.expand(-1, -1, -1, self.codes.shape[3]))
-        steps = self.steps.gather(2, at.expand(-1, -1, -1, self.steps.shape[3]))
-        keys = restored(codes, steps).view(*lists.shape, -1)
-        logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
-        weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
-        ranked, order = weights.sort(dim=2, descending=True, stable=True)
-        ranked_ids = lists.gather(2, order)
+        shares = self._shares(p, query.device)
+        coded = query, self.codes, self.steps
+        return largest_shares(*coded, index, scaling, shares, self.counted)
+
+    def top_p_of_pages(
+        self, query: torch.Tensor, ranges: Ranges, scaling: float, p: Sequence[float]
+    ) -> torch.Tensor:
+        """As `top_p`, of the tokens that `page_tokens` chooses, on a device in one launch."""
+        coded, shares = (query, self.codes, self.steps), self._shares(p, query.device)
+        ids: torch.Tensor = pruned_pages(*ranges, *coded, scaling, shares, self.counted)
+        return ids
+
+    def _shares(self, p: Sequence[float], device: torch.device) -> torch.Tensor:
+        """What is enough of each row, in the same memory in every step."""
         if self._enough is None or self._enough[0] is not p:
             shares = [math.inf if share == 1 else share for share in p]
-            self._enough = p, torch.tensor(shares, device=ranked_ids.device)
-        enough = self._enough[1][:, None, None]
-        ids = ranked_ids.masked_fill(ranked.cumsum(dim=2) - ranked >= enough, -1)
-        self.counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
-        return ids
+            self._enough = p, torch.tensor(shares, dtype=torch.float64, device=device)
+        return self._enough[1]
 
     def top_p_compiled(
         self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
@@ -153,6 +160,80 @@ class FourBitKeys:
         there = weights.flatten(0, 2) > 0
         smallest = torch.searchsorted(before, p.expand(len(before), -1).contiguous())
         return torch.minimum(smallest, there.sum(dim=1, keepdim=True)).double().mean(dim=0)
+
+
+def largest_shares(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    steps: torch.Tensor,
+    index: torch.Tensor,
+    scaling: float,
+    shares: torch.Tensor,
+    counted: torch.Tensor,
+) -> torch.Tensor:
+    """`FourBitKeys.top_p` in torch; `shares` [B] float64, infinite where all tokens are kept."""
+    lists = index.repeat_interleave(query.shape[1] // index.shape[1], dim=1)  # [B, Hq, M]
+    at = lists.clamp(min=0).unflatten(1, (codes.shape[1], -1)).flatten(2)[..., None]
+    coded = (part.gather(2, at.expand(-1, -1, -1, part.shape[3])) for part in (codes, steps))
+    keys = restored(*coded).view(*lists.shape, -1)
+    logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
+    weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
+    ranked, order = weights.sort(dim=2, descending=True, stable=True)
+    ranked_ids = lists.gather(2, order)
+    enough = ranked.cumsum(dim=2) - ranked >= shares[:, None, None]
+    ids = ranked_ids.masked_fill(enough, -1)
+    counted += torch.stack([(ranked_ids >= 0).sum(), (ids >= 0).sum()])
+    return ids
+
+
+@operator("methods.twilight.gpu", writes=("counted",))
+def pruned_pages(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    capacities: torch.Tensor,
+    rooms: torch.Tensor,
+    starts: torch.Tensor | None,
+    page_size: int,
+    most: int,
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    steps: torch.Tensor,
+    scaling: float,
+    shares: torch.Tensor,
+    counted: torch.Tensor,
+) -> torch.Tensor:
+    """The tokens of the best pages, see `page_tokens`, and of them `largest_shares`, [B, Hq, most];
+    scores are of each query head.
+    """
+    ranges = Ranges(scores, tokens, capacities, rooms, starts, page_size, most)
+    ids = page_tokens.reference(*ranges)
+    return largest_shares(query, codes, steps, ids, scaling, shares, counted)
+
+
+@operator("methods.twilight.gpu", writes=("codes", "steps", "low", "high"))
+def take_in_coded(
+    key: torch.Tensor,
+    seen: torch.Tensor,
+    codes: torch.Tensor,
+    steps: torch.Tensor,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    page: torch.Tensor | None,
+) -> None:
+    """Code the key [B, Hkv, 1, D] of the last of `seen` [B] tokens, and widen bounds by it.
+
+    Parameters
+    ----------
+    codes, steps
+        as of `FourBitKeys`.
+    low, high, page
+        as of `take_in`; None: there are no bounds.
+    """
+    slot = (seen - 1).view(-1, 1, 1, 1)
+    for part, coded in zip((codes, steps), quantised(key), strict=True):
+        part.scatter_(2, slot.expand_as(coded), coded)
+    if low is not None:
+        take_in_page.reference(key, low, high, page)
 
 
 def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

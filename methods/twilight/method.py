@@ -35,7 +35,15 @@ class ProposingQuest(Quest):
         return super().share(capacity) if self.budget.unified else -(-capacity // self.page_size)
 
 
-SELECTORS = {"quest": ProposingQuest, "topk": TopK}
+class ProposingTopK(TopK):
+    """The oracle, which has no bounds of pages."""
+
+    def last_bounds(self, layer: int) -> tuple[None, None, None]:
+        """None, as `Quest.last_bounds`."""
+        return None, None, None
+
+
+SELECTORS = {"quest": ProposingQuest, "topk": ProposingTopK}
 
 
 @dataclass(eq=False)
@@ -75,7 +83,7 @@ class Twilight(Method):
             raise ValueError(
                 f"p={self.p}: a share of the attention; expected a number above 0, at most 1"
             )
-        self.proposer: Method = SELECTORS[self.selector]()
+        self.proposer: ProposingQuest | ProposingTopK = SELECTORS[self.selector]()
         self.needs = Needs(query_window=WINDOW if self.calibrated else 0, host_step=False)
 
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
@@ -113,9 +121,13 @@ class Twilight(Method):
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """The new key, in the selector's index and in four bits."""
-        self.proposer.append(layer, key, value)
-        tokens = [length - 1 for length in self.view.lengths(layer)]
-        self.coded[layer].write(tokens, key, self.view.seen(layer))
+        coded, tokens = self.coded[layer], [length - 1 for length in self.view.lengths(layer)]
+        if key.is_cuda:
+            bounds = self.proposer.last_bounds(layer)
+            coded.write(tokens, key, self.view.seen(layer), bounds)
+        else:
+            self.proposer.append(layer, key, value)
+            coded.write(tokens, key)
 
     def end_step(self) -> None:
         """The proposer's."""
@@ -131,11 +143,13 @@ class Twilight(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What the selector proposes, pruned."""
+        asked = self.shape.scaling, self.shares
+        if query.is_cuda and not self.budget.unified:
+            ranges = self.proposer.ranges(layer, query)
+            return Selection(self.coded[layer].top_p_of_pages(query, ranges, *asked))
         proposed = self.proposer.select(layer, query)
         assert proposed is not None, "a selector of Twilight names its tokens"
-        return Selection(
-            self.coded[layer].top_p(query, proposed.index, self.shape.scaling, self.shares)
-        )
+        return Selection(self.coded[layer].top_p(query, proposed.index, *asked))
 
     def rule(self, layer: int, length: int, generated: int) -> int | None:
         """The selector's."""

@@ -21,8 +21,9 @@ from kvbench.memory.device import NO_TOKEN
 
 bind_methods()
 
-from methods import rocketkv  # noqa: E402
-from methods.blocks import held, pages, products, recent, topk  # noqa: E402
+from methods import cake, rocketkv  # noqa: E402
+from methods.blocks import held, pages, products, recent, scorer, topk  # noqa: E402
+from methods.twilight import estimate  # noqa: E402
 
 
 @dataclass
@@ -47,8 +48,10 @@ def calls() -> Iterator[Call]:
 
     yield from ranking()
     yield from paging()
+    yield from pruning()
     yield from holding()
     yield from ends()
+    yield from scored()
     yield from storing()
     yield from scanning()
     yield from retrieving()
@@ -95,15 +98,17 @@ def paging() -> Iterator[Call]:
             query = integers(2, 2 * group, 1, size, seed=2, dtype=dtype)
             name = f"{group}-{size}-{page}"
             yield Call(pages.take_in_page, name, fresh(key, low, high, (tokens - 1) // sizes))
-            for mean in (False, True):
-                arguments = fresh(query, low, high, tokens, page, mean)
-                yield Call(pages.page_bounds, f"{name}-{mean}", arguments, close=1e-6)
-            scored = pages.page_bounds.reference(query, low, high, tokens, page, False)
-            for most in (3 * page, 1, 4 * page + 1):
-                limits = torch.tensor([most - 1, 3 * page]), torch.tensor([most, page])
-                yield Call(
-                    pages.page_tokens, f"{name}-{most}", fresh(scored, tokens, *limits, page, max(most, 2 * page))
-                )
+            for mean, starts in ((False, None), (True, None), (False, uneven(page, tokens))):
+                arguments = fresh(query, low, high, tokens, starts, page, mean)
+                yield Call(pages.page_bounds, f"{name}-{mean}-{starts is None}", arguments, close=1e-6)
+                scored = pages.page_bounds.reference(*arguments()[:-1], False)
+                for most in (3 * page, 2, 4 * page + 1):
+                    limits = torch.tensor([most - 1, 3 * page]), torch.tensor([most, page]), starts
+                    yield Call(
+                        pages.page_tokens,
+                        f"{name}-{most}-{starts is None}",
+                        fresh(scored, tokens, *limits, page, max(most, 2 * page)),
+                    )
     large = torch.tensor([131072])
     for size in (64, 96, 128, 256):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -111,9 +116,45 @@ def paging() -> Iterator[Call]:
             key, query = (torch.zeros(1, heads, 1, size, dtype=dtype) for heads in (1, 4))
             name = f"8192-{size}-{dtype}"
             yield Call(pages.take_in_page, name, fresh(key, *blocks, large // 16 - 1), large=True)
-            yield Call(pages.page_bounds, name, fresh(query, *blocks, large, 16, False), large=True)
-    arguments = torch.zeros(1, 2, 8192), large, torch.tensor([1024]), torch.tensor([1024]), 16, 1024
-    yield Call(pages.page_tokens, "8192", fresh(*arguments), large=True)
+            yield Call(pages.page_bounds, name, fresh(query, *blocks, large, None, 16, False), large=True)
+    for starts in (None, 16 * torch.arange(8193)[None]):
+        arguments = torch.zeros(1, 2, 8192), large, torch.tensor([1024]), torch.tensor([1024]), starts, 16, 1024
+        yield Call(pages.page_tokens, f"8192-{starts is None}", fresh(*arguments), large=True)
+
+
+def pruning() -> Iterator[Call]:
+    """Keys whose estimates are exact, of pages and of single tokens, which are kept as far as they hold a share."""
+    for group, size in SHAPES:
+        dtype = torch.bfloat16 if group % 2 else torch.float32
+        tokens, slots = torch.tensor([83, 40]), 90
+        codes = integers(2, 2, slots, size // 2, low=0, high=256, seed=group, dtype=torch.uint8)
+        steps = torch.stack([integers(2, 2, slots, low=1, high=4), integers(2, 2, slots, seed=1)], dim=3) / 64
+        query = integers(2, 2 * group, 1, size, seed=2, dtype=dtype)
+        for page, starts in ((8, None), (8, uneven(8, tokens)), (1, None)):
+            count = slots if page == 1 else 10
+            scored = integers(2, 2 * group, count, seed=3)
+            scored = scored.masked_fill(torch.arange(count) * page >= tokens[:, None, None], -torch.inf)
+            ranges = scored, tokens, torch.tensor([20, 48]), torch.tensor([24, 48]), starts, page, 48
+            pruned = query, codes, steps, 0.125, torch.tensor([0.85, torch.inf]).double(), torch.zeros(2).long()
+            name = f"{group}-{size}-{page}-{starts is None}"
+            yield Call(estimate.pruned_pages, name, fresh(*ranges, *pruned))
+        key, low = query[:, :2], integers(2, 2, 10, size, dtype=dtype)
+        for bounds in ((None, None, None), (low, low + 2, torch.tensor([9, 0]))):
+            arguments = key, tokens, codes, steps, *bounds
+            yield Call(estimate.take_in_coded, f"{group}-{size}-{bounds[0] is None}", fresh(*arguments))
+    coded = torch.zeros(1, 2, 131072, 64, dtype=torch.uint8), torch.zeros(1, 2, 131072, 2)
+    limits = torch.tensor([131072]), torch.tensor([8192]), torch.tensor([8192])
+    ranges = torch.zeros(1, 8, 8192), *limits, None, 16, 8192
+    pruned = torch.zeros(1, 8, 1, 128), *coded, 0.1, torch.tensor([0.85]).double(), torch.zeros(2).long()
+    yield Call(estimate.pruned_pages, "131072-8192", fresh(*ranges, *pruned), large=True)
+
+
+def uneven(page: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Where ten pages of `page` tokens or some more begin, the last ones of fewer; those to come after all."""
+    starts = (torch.arange(11) * page + torch.arange(11) // 2).repeat(2, 1)
+    starts = torch.where(starts < tokens[:, None], starts, 1 << 62)
+    starts[0, 8] = starts[0, 7] + 1  # a short page before the last
+    return starts
 
 
 def paged(heads: int, count: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +211,25 @@ def ends() -> Iterator[Call]:
         for sinks in ([4, 0], [3, 3]):
             arguments = torch.tensor([50, 6]), counts, torch.tensor(sinks), most
             yield Call(recent.recent_and_sinks, f"{heads}-{most}-{sinks}", fresh(*arguments))
+
+
+def scored() -> Iterator[Call]:
+    """Recent tokens that have moved on and some that have not, prompts whose end stays; what CAKE keeps of a step."""
+    limits = torch.tensor([[30, 50], [40, 60], [10, 0], [100, 1 << 62]])
+    for group, (heads, size) in enumerate(((1, 9), (3, 64), (8, 1100)), start=1):
+        seen, most = torch.tensor([130, 2000]), size + 2000
+        ids = integers(2, heads, size, low=0, high=30, dtype=torch.int64)
+        ids[1, :, size // 2 :] = -1
+        name = f"{heads}-{size}"
+        yield Call(scorer.newest_and_scored, name, fresh(ids, seen, limits, most))
+        weights = integers(2, heads, size)
+        yield Call(scorer.scored_weights, name, fresh(weights, seen, limits, group, most))
+    for group, _ in SHAPES:
+        for heads, older, window, end in ((1, 12, 4, 0), (2, 1100, 32, 3)):
+            ids = torch.stack([torch.randperm(older + window) for _ in range(heads)])
+            received = integers(heads * group, older + window + 3, low=0) * torch.tensor(group / 64)
+            arguments = ids[:, :-1] * 0, ids, received[:, :-3], window, 5, older, end
+            yield Call(cake.keep_received, f"{group}-{heads}-{older}", fresh(*arguments))
 
 
 def storing() -> Iterator[Call]:

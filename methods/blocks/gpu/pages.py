@@ -50,11 +50,22 @@ def take_in_page(key: Tensor, low: Tensor, high: Tensor, page: Tensor) -> None:
 
 
 @triton.jit
+def _edge(starts, row, pages, page, page_size):  # type: ignore[no-untyped-def]
+    """Where each page of a row begins; after the last ones is no token."""
+    first = page.to(tl.int64) * page_size
+    if starts is not None:
+        at, inside = starts + row * (pages + 1) + page, (page >= 0) & (page <= pages)
+        first = tl.load(at, mask=inside, other=0x7FFFFFFFFFFFFFFF)
+    return first
+
+
+@triton.jit
 def _page_bounds(  # type: ignore[no-untyped-def]
     query,
     low,
     high,
     tokens,
+    starts,
     scores,
     heads,
     group,
@@ -68,7 +79,8 @@ def _page_bounds(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64)
     page = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     lane = tl.arange(0, WIDTH)
-    there = page * page_size < tl.load(tokens + at // heads)
+    row = at // heads
+    there = _edge(starts, row, pages, page, page_size) < tl.load(tokens + row)
     slot = (at * pages + page)[:, None] * size + lane[None, :]
     here = there[:, None] & (page < pages)[:, None] & (lane < size)[None, :]
     least = tl.load(low + slot, mask=here, other=0.0).to(tl.float32)
@@ -89,7 +101,13 @@ def _page_bounds(  # type: ignore[no-untyped-def]
 
 
 def page_bounds(
-    query: Tensor, low: Tensor, high: Tensor, tokens: Tensor, page_size: int, mean: bool
+    query: Tensor,
+    low: Tensor,
+    high: Tensor,
+    tokens: Tensor,
+    starts: Tensor | None,
+    page_size: int,
+    mean: bool,
 ) -> Tensor:
     """See `methods.blocks.pages.page_bounds`."""
     heads, count = low.shape[1:3]
@@ -101,6 +119,7 @@ def page_bounds(
         low,
         high,
         tokens,
+        starts,
         scores,
         heads,
         group,
@@ -115,52 +134,111 @@ def page_bounds(
 
 
 @triton.jit
+def write_pages(  # type: ignore[no-untyped-def]
+    scores,
+    length,
+    capacity,
+    room,
+    starts,
+    row,
+    out,
+    pages,
+    page_size,
+    most,
+    MORE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the tokens of a list's best pages to `out` [most].
+
+    Parameters
+    ----------
+    scores
+        pointer to those of its `pages`.
+    length, capacity, room
+        tokens of the row, and what it attends.
+    MORE
+        pages that may be smaller than `page_size`, of those with `starts`.
+    STEP
+        tokens of a page that are written at once.
+    """
+    room = tl.minimum(tl.where(capacity >= length, length, room), most).to(tl.int32)
+    wanted = tl.minimum((room + page_size - 1) // page_size + MORE, tl.minimum(pages, WIDTH))
+    page = ranked(scores, pages, wanted, out, WIDTH, BLOCK)
+    first = tl.minimum(_edge(starts, row, pages, page, page_size), length)
+    sizes = tl.minimum(_edge(starts, row, pages, page + 1, page_size), length) - first
+    sizes = tl.where(page >= 0, sizes, 0).to(tl.int32)
+    sizes = tl.where(tl.cumsum(sizes) <= room, sizes, 0)
+    write_ranges(out, first, sizes, room, most, STEP, BLOCK)
+
+
+@triton.jit
 def _page_tokens(  # type: ignore[no-untyped-def]
     scores,
     tokens,
     capacities,
     rooms,
+    starts,
     ids,
     lists,
     pages,
     page_size,
     most,
+    MORE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     row = at // lists
-    length = tl.load(tokens + row)
-    room = tl.where(tl.load(capacities + row) >= length, length, tl.load(rooms + row))
-    room = tl.minimum(room, most).to(tl.int32)
-    wanted = tl.minimum((room + page_size - 1) // page_size, pages)
-    out = ids + at * most
-    page = ranked(scores + at * pages, pages, wanted, out, WIDTH, BLOCK)
-    first = page * page_size
-    sizes = tl.maximum(tl.minimum(length - first, page_size), 0)
-    sizes = tl.where(page >= 0, sizes, 0).to(tl.int32)
-    write_ranges(out, first, sizes, room, most, 16, BLOCK)
+    write_pages(
+        scores + at * pages,
+        tl.load(tokens + row),
+        tl.load(capacities + row),
+        tl.load(rooms + row),
+        starts,
+        row,
+        ids + at * most,
+        pages,
+        page_size,
+        most,
+        MORE,
+        16,
+        WIDTH,
+        BLOCK,
+    )
 
 
 def page_tokens(
-    scores: Tensor, tokens: Tensor, capacities: Tensor, rooms: Tensor, page_size: int, most: int
+    scores: Tensor,
+    tokens: Tensor,
+    capacities: Tensor,
+    rooms: Tensor,
+    starts: Tensor | None,
+    page_size: int,
+    most: int,
 ) -> Tensor:
     """See `methods.blocks.pages.page_tokens`; what is too much for one program is torch's."""
     lists, count = scores.shape[1:]
-    width = min(count, triton.cdiv(most, page_size))
-    if width > LONGEST:
-        return pages.page_tokens.reference(scores, tokens, capacities, rooms, page_size, most)
+    more = 0 if starts is None else pages.SHORTER
+    width = min(count, triton.cdiv(most, page_size) + more)
+    # the pages of a list are ranked in its own memory
+    if width > min(LONGEST, most):
+        limits = tokens, capacities, rooms, starts
+        return pages.page_tokens.reference(scores, *limits, page_size, most)
     ids = torch.empty(len(scores), lists, most, dtype=torch.int64, device=scores.device)
     _page_tokens[(len(scores) * lists,)](
         scores,
         tokens,
         capacities,
         rooms,
+        starts,
         ids,
         lists,
         count,
         page_size,
         most,
+        MORE=more,
         WIDTH=triton.next_power_of_2(width),
         BLOCK=BLOCK,
         num_warps=8,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from methods.blocks.pages import kernels
 from methods.blocks.ragged import ranges
 from methods.blocks.topk import ranked_ids
 
+SHORTER = 2  # pages of a row that may have fewer tokens than all others: the last ones
 WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 
 
@@ -145,19 +147,43 @@ def page_bounds(
     low: torch.Tensor,
     high: torch.Tensor,
     tokens: torch.Tensor,
+    starts: torch.Tensor | None,
     page_size: int,
     mean: bool,
 ) -> torch.Tensor:
     """`upper_bound` in float32, of each query head, or its mean over the group: [B, H, P].
 
     A page of which no token is among the `tokens` [B] of its row has -inf; a bound that is no
-    number is inf, so that it is attended, and seen.
+    number is inf, so that it is attended, and seen. `starts` as of `page_tokens`.
     """
     score = upper_bound(query.float(), low.float(), high.float())
     score = torch.where(score.isnan(), torch.inf, score)
     score = score.mean(dim=2) if mean else score.flatten(1, 2)
-    first = torch.arange(low.shape[2], device=low.device) * page_size
-    return score.masked_fill(first >= tokens[:, None, None], -torch.inf)
+    first = token_edges(tokens, starts, low.shape[2], page_size)[:, None, :-1]
+    return score.masked_fill(first == tokens[:, None, None], -torch.inf)
+
+
+def token_edges(
+    tokens: torch.Tensor, starts: torch.Tensor | None, pages: int, page_size: int
+) -> torch.Tensor:
+    """Where each page begins and the last one ends, [B, P + 1]: those to come where a row's
+    `tokens` [B] end. `starts` as of `page_tokens`.
+    """
+    if starts is None:
+        starts = torch.arange(pages + 1, device=tokens.device) * page_size
+    return torch.minimum(starts, tokens[:, None])
+
+
+class Ranges(NamedTuple):
+    """What `page_tokens` chooses from, its arguments: pages of consecutive tokens."""
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    capacities: torch.Tensor
+    rooms: torch.Tensor
+    starts: torch.Tensor | None
+    page_size: int
+    most: int
 
 
 @operator("methods.blocks.gpu.pages")
@@ -166,6 +192,7 @@ def page_tokens(
     tokens: torch.Tensor,
     capacities: torch.Tensor,
     rooms: torch.Tensor,
+    starts: torch.Tensor | None,
     page_size: int,
     most: int,
 ) -> torch.Tensor:
@@ -180,17 +207,25 @@ def page_tokens(
     capacities
         [B]; a row of no more tokens attends all of them.
     rooms
-        [B], what a row of more attends at most.
+        [B], what a row of more attends at most: whole pages, up to the first that does not fit.
+    starts
+        [B, P + 1] int64, where each page begins, which for those to come is after all tokens; None:
+        all have `page_size` tokens.
+    page_size
+        the least tokens of a page, but for two of a row.
     most
-        what any does.
+        what any row attends at most.
     """
     rooms = torch.where(capacities >= tokens, tokens, rooms).clamp(max=most)[:, None]
-    count = min(scores.shape[2], -(-most // page_size))
-    ranked = ranked_ids.reference(scores, -(-rooms // page_size), count)
-    first = ranked * page_size
-    sizes = (tokens[:, None, None] - first).clamp(0, page_size).masked_fill(ranked < 0, 0)
-    ids = ranges(first, sizes, most)[0]
-    return ids.masked_fill(torch.arange(most, device=ids.device) >= rooms[..., None], -1)
+    more = 0 if starts is None else SHORTER
+    count = min(scores.shape[2], -(-most // page_size) + more)
+    ranked = ranked_ids.reference(scores, -(-rooms // page_size) + more, count)
+    edges = token_edges(tokens, starts, scores.shape[2], page_size)[:, None]
+    edges = edges.expand(-1, scores.shape[1], -1)
+    first = edges.gather(2, ranked.clamp(min=0))
+    sizes = (edges.gather(2, ranked.clamp(min=0) + 1) - first).masked_fill(ranked < 0, 0)
+    sizes = sizes.masked_fill(sizes.cumsum(dim=2) > rooms[..., None], 0)
+    return ranges(first, sizes, most)[0]
 
 
 def best_tokens(
