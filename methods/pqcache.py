@@ -70,7 +70,7 @@ def coded_tokens(
     Parameters
     ----------
     query
-        [Hkv, G, m, w] float32.
+        [Hkv, G, m, w].
     table
         [Hkv, m, K, w] float32, the centroids.
     codes
@@ -82,7 +82,7 @@ def coded_tokens(
     """
     token = torch.arange(codes.shape[3], device=codes.device)
     outside = (token < sinks) | (token >= lengths[row] - 1 - recent)
-    products = query.transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
+    products = query.float().transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
     centroids = codes[row].long()[:, :, None].expand(-1, -1, query.shape[1], -1)
     logits = products.gather(3, centroids).sum(dim=1) * scaling
     attention = logits.masked_fill(outside, -torch.inf).softmax(dim=2).sum(dim=1)
@@ -218,13 +218,13 @@ class PQCache(Method):
         if start == sinks or not zones.retrieved:
             return always
         table, codes = self.tables[layer][row], self.codes[layer]
-        grouped = query.float().view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
+        grouped = query.view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
         if query.is_cuda:
             where = table, codes, self.view.seen(layer), row
             best = coded_tokens(grouped, *where, *zones, self.shape.scaling)
             return torch.cat([always, best], dim=1)
         attention = torch.empty(self.shape.kv_heads, start - sinks)
-        arrays = grouped.numpy(), table.numpy(), codes.numpy()
+        arrays = grouped.float().numpy(), table.numpy(), codes.numpy()
         code_kernels.attention(*arrays, row, sinks, self.shape.scaling, attention.numpy())
         best = top_earliest(attention[None], zones.retrieved)[0]
         return torch.cat([always, best + sinks], dim=1)

@@ -180,6 +180,12 @@ def test_half_precision_agrees_within_its_rounding(dtype: torch.dtype, head_dim:
         torch.testing.assert_close(out, expected, rtol=0, atol=0.02)
 
 
+def write(plan: AttentionPlan, pages: torch.Tensor, lengths: torch.Tensor | int) -> None:
+    """List pages [requests, M] of a pool, and tokens of each list."""
+    plan._indices.view(len(pages), plan._pages)[:, : pages.shape[1]] = pages
+    plan._last_page_len[:] = lengths - (plan._pages - 1) * plan._page
+
+
 def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
     """Out of a pool whose values say where they lie, a list of one token is that token."""
     value = torch.arange(192, dtype=torch.float16)[:, None].repeat(1, 64)
@@ -188,7 +194,7 @@ def test_tokens_and_pages_are_numbered_in_the_pool() -> None:
     asked = torch.tensor([[7], [0], [191], [33], [66], [99]])
     for page in (1, 16):
         plan = AttentionPlan(shape, 6, 2, 64 // page, page, 1.0)
-        plan.write(asked // page, 1)
+        write(plan, asked // page, 1)
         out, _ = plan.attend(torch.zeros(2, 6, 1, 64, dtype=torch.float16), pool)
         assert torch.equal(out[..., 0, 0].view(6, 2), (asked // page * page).expand(6, 2).half())
 
@@ -197,7 +203,7 @@ def test_list_without_tokens_gives_zeros() -> None:
     shape = Shape(1, 2, 2, 64, (9,), torch.float16, torch.device("cpu"), 1.0, (0,))
     block = torch.ones(1, 2, 4096, 64, dtype=torch.float16)
     plan = AttentionPlan(shape, 2, 1, 256, 16, 1.0)
-    plan.write(torch.tensor([[0], [0]]), torch.tensor([[0, 4096]]))
+    write(plan, torch.tensor([[0], [0]]), torch.tensor([0, 4096]))
     out, _ = plan.attend(block[:, :, :1], Pool.of(block, block))
     assert out[0, :, 0, 0].tolist() == [0, 1]
 
@@ -245,7 +251,7 @@ def test_twin_refuses_what_the_kernels_would_read_wrong() -> None:
     plan = AttentionPlan(shape, 1, 1, 512, 1, 1.0)
 
     def attend(length: int, page: int = 0) -> None:
-        plan.write(torch.tensor([[page]]), length)
+        write(plan, torch.tensor([[page]]), length)
         plan.attend(block[:, :, :1], Pool.of(block, block))
 
     attend(512)

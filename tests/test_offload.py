@@ -129,7 +129,8 @@ def test_fetched_rows_come_from_their_side(data: st.DataObject) -> None:
     here, host = block(data.draw(st.integers(0, 3)), 4), block(data.draw(st.integers(1, 5)), 4, seed=1)
     near = data.draw(st.lists(st.integers(-1, len(here) - 1), max_size=6))
     far = [data.draw(st.integers(-1, len(host) - 1)) if at < 0 else -1 for at in near]
-    rows = fetch(torch.tensor(near, dtype=torch.int64), torch.tensor(far, dtype=torch.int64), here, host)
+    lists = (torch.tensor(rows, dtype=torch.int64) for rows in (near, far))
+    (rows,) = fetch(*lists, [here[:1]] if len(here) else [], [here[1:]] if len(here) else [], [host])
     zero = torch.zeros(4)
     for row, local, remote in zip(rows, near, far, strict=True):
         assert torch.equal(row, here[local] if local >= 0 else host[remote] if remote >= 0 else zero)

@@ -121,9 +121,7 @@ class FlashInfer:
             return plan.attend(query, store.device.pool)
         here = store.locate(index.reshape(batch, kv_heads, -1))
         present = None if here.present is None else here.present.reshape(batch * heads, count)
-        # -1 is trailing, so that a list is its first part
-        lengths = count if present is None else present.sum(dim=1)
-        plan.write(here.slots.reshape(batch * heads, count), lengths)
+        plan.list_slots(here.slots.reshape(batch * heads, count), present)
         return plan.attend(query, here.pool)
 
     def _plan(
@@ -253,16 +251,9 @@ class AttentionPlan:
             sm_scale=scaling,
         )
 
-    def write(self, pages: torch.Tensor, lengths: torch.Tensor | int) -> None:
-        """List pages [requests, M] of a pool, and how many tokens of each list there are: in any
-        shape, or of each as many.
-        """
-        self._indices.view(len(pages), self._pages)[:, : pages.shape[1]] = pages
-        before = (self._pages - 1) * self._page  # tokens of all pages but the last
-        if isinstance(lengths, int):
-            self._last_page_len.fill_(lengths - before)
-        else:
-            torch.sub(lengths.reshape(-1), before, out=self._last_page_len)
+    def list_slots(self, slots: torch.Tensor, present: torch.Tensor | None) -> None:
+        """List slots [requests, M] of a pool, in pages of one; `present` as in `list_slots`."""
+        list_slots(slots, present, self._indices.view(-1, self._pages), self._last_page_len)
 
     def list_pages(self, tier: DeviceTier) -> None:
         """List all that a tier holds."""
@@ -302,11 +293,26 @@ def list_pages(
     listed
         [B * Hkv, n] int32; a shorter list's last are not attended.
     last
-        [B * Hkv] int32, as `kvbench.memory.slots.list_tokens` writes it.
+        [B * Hkv] int32, as `kvbench.memory.device.list_tokens` writes it.
     """
     numbers = first.view(-1, 1) // page + torch.arange(listed.shape[1], device=first.device)
     listed.copy_(numbers.clamp(max=pages - 1))
     torch.sub(filled.reshape(-1), (listed.shape[1] - 1) * page, out=last)
+
+
+@operator("kvbench.attention.gpu", writes=("listed", "last"))
+def list_slots(
+    slots: torch.Tensor, present: torch.Tensor | None, listed: torch.Tensor, last: torch.Tensor
+) -> None:
+    """Write lists of a pool's slots [n, M], as `kvbench.memory.device.list_tokens` does; `present`
+    [n, M] says where one is, trailing others, None: everywhere.
+    """
+    listed[:, : slots.shape[1]] = slots
+    before = listed.shape[1] - 1  # tokens of all pages but the last
+    if present is None:
+        last.fill_(slots.shape[1] - before)
+    else:
+        torch.sub(present.sum(dim=1), before, out=last)
 
 
 @operator("kvbench.attention.gpu")
@@ -380,7 +386,7 @@ def _failure(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     key = torch.zeros(1, 1, PAGE, head_dim, dtype=dtype, device=device)
     try:
         plan = AttentionPlan(shape, 1, 1, 1, PAGE, 1.0)
-        plan.write(torch.zeros(1, 1, dtype=torch.int32, device=device), 1)
+        plan.list_slots(torch.zeros(1, 1, dtype=torch.int32, device=device), None)
         plan.attend(key[:, :, :1], Pool.of(key, key)).out.cpu()
     except Exception as error:
         # of a compiler, a driver or a GPU too old: whatever it is, it is no error of a run

@@ -125,6 +125,30 @@ def list_pages(
 
 
 @triton.jit
+def _list_slots(  # type: ignore[no-untyped-def]
+    slots, present, listed, last, count, pages, PAGES: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64)
+    length = 0
+    for start in range(0, count, PAGES):
+        entry = start + tl.arange(0, PAGES)
+        here = entry < count
+        slot = tl.load(slots + at * count + entry, mask=here, other=0)
+        tl.store(listed + at * pages + entry, slot.to(tl.int32), mask=here)
+        if present is not None:
+            here = tl.load(present + at * count + entry, mask=here, other=0) != 0
+        length += tl.sum(here.to(tl.int32))
+    tl.store(last + at, length - (pages - 1))
+
+
+def list_slots(slots: Tensor, present: Tensor | None, listed: Tensor, last: Tensor) -> None:
+    """See `kvbench.attention.flashinfer.list_slots`."""
+    present = None if present is None else present.contiguous()
+    count, pages = slots.shape[1], listed.shape[1]
+    _list_slots[(len(slots),)](slots.contiguous(), present, listed, last, count, pages, PAGES=PAGES)
+
+
+@triton.jit
 def _with_extra(  # type: ignore[no-untyped-def]
     attended,
     sums,

@@ -60,18 +60,6 @@ def find(lists: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return index, lists.gather(2, index) == ids
 
 
-def find_tokens(
-    index: torch.Tensor, ids: torch.Tensor | None, filled: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots, in the room of their head, of token ids index [B, Hkv, M] (0: none), and which are
-    here; `ids` and `filled` as in `put_token`.
-    """
-    slots = index.clamp(min=0)
-    slots, here = (slots, slots < filled[..., None]) if ids is None else find(ids, slots)
-    here = here & (index >= 0)
-    return slots.masked_fill(~here, 0), here
-
-
 def lists_of(index: torch.Tensor) -> torch.Tensor:
     """Token ids [B, H, M], -1 anywhere, as ascending lists with `NO_TOKEN` after the last id."""
     return torch.where(index < 0, NO_TOKEN, index).sort(dim=2).values
@@ -151,6 +139,19 @@ def put_token(
 
 
 @operator("kvbench.memory.gpu")
+def find_tokens(
+    index: torch.Tensor, ids: torch.Tensor | None, filled: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots, in the room of their head, of token ids index [B, Hkv, M] (0: none), and which are
+    here; `ids` and `filled` as in `put_token`.
+    """
+    slots = index.clamp(min=0)
+    slots, here = (slots, slots < filled[..., None]) if ids is None else find(ids, slots)
+    here = here & (index >= 0)
+    return slots.masked_fill(~here, 0), here
+
+
+@operator("kvbench.memory.gpu")
 def locate_tokens(
     index: torch.Tensor, ids: torch.Tensor | None, filled: torch.Tensor, first: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +160,7 @@ def locate_tokens(
 
     `ids` and `filled` are as in `put_token`, `first` [B, Hkv] is where each head's room begins.
     """
-    (slots, here), present = find_tokens(index, ids, filled), index >= 0
+    (slots, here), present = find_tokens.reference(index, ids, filled), index >= 0
     torch._assert_async((here | ~present).all())
     return slots + first[..., None], present
 
@@ -394,7 +395,8 @@ class Slotted:
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of token ids [B, Hkv, M] on the device, and which are here; see `find_tokens`."""
-        return find_tokens(index, self.ids, self.filled)
+        slots, here = find_tokens(index, self.ids, self.filled)
+        return slots, here
 
     @staticmethod
     def refuse_lost(index: torch.Tensor, present: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ stage only counts what would have been held and moved.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from kvbench.kernels.lists import plan_lists
+from kvbench.kernels.operators import operator
 from kvbench.memory.device import (
     NO_TOKEN,
     Located,
@@ -172,6 +174,102 @@ def plan_stage(
     return StagePlan(planned, *counts)
 
 
+# -- where staged tokens come from -----------------------------------------------------------------
+
+
+def origins(
+    ids: torch.Tensor,
+    slots: torch.Tensor,
+    staged: torch.Tensor | None,
+    newest: torch.Tensor | None,
+    capacity: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens to be staged come from: [B * Hkv * U] rows of those on the device, or -1, and
+    else of the host's.
+
+    Parameters
+    ----------
+    ids
+        [B, Hkv, U] ascending, `NO_TOKEN` after the last.
+    slots
+        [B, Hkv, U], those of the host.
+    staged
+        [B, Hkv, V], as `ids`, of the tokens that are staged already.
+    newest
+        [B, 1, 1] token whose row follows these; None: none.
+    capacity
+        slots of a KV head on the host.
+    """
+    size = ids.shape[:2]
+    head = torch.arange(size.numel(), device=ids.device).view(*size, 1)
+    near, first = torch.full_like(ids, -1), 0
+    if staged is not None:
+        slot, there = find(staged, ids)
+        near, first = torch.where(there, head * staged.shape[2] + slot, near), staged.numel()
+    if newest is not None:
+        near = torch.where((ids == newest) & (near < 0), first + head, near)
+    far = torch.where((near < 0) & (ids != NO_TOKEN), head * capacity + slots, -1)
+    return near.masked_fill(ids == NO_TOKEN, -1).view(-1), far.view(-1)
+
+
+class StageLists(NamedTuple):
+    """A selection that was made on a device, and what is staged for it.
+
+    Attributes
+    ----------
+    ids
+        [B, Hkv, U] ascending, distinct, `NO_TOKEN` after the last.
+    slots
+        [B, Hkv, M], of the index in a pool of these.
+    present
+        [B, Hkv, M] bool, whether it names a token.
+    near, far
+        see `origins`.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    present: torch.Tensor
+    near: torch.Tensor
+    far: torch.Tensor
+
+
+@operator("kvbench.memory.gpu", writes=("counts",))
+def stage_lists(
+    index: torch.Tensor,
+    staged: torch.Tensor | None,
+    seen: torch.Tensor,
+    has_newest: bool,
+    capacity: int,
+    counts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Plan the staging of token ids index [B, Hkv, M] (-1 = none, repeats allowed) on a device; one
+    that no row has seen aborts.
+
+    Parameters
+    ----------
+    staged, capacity
+        as of `origins`; slots of the host are ids.
+    seen
+        [B], tokens of each row, the newest of which is on the device if `has_newest`.
+    counts
+        [2] int64, to which tokens to be read from the host and tokens staged already are added.
+
+    Returns
+    -------
+    tuple
+        of `StageLists`.
+    """
+    seen, present = seen[:, None, None], index >= 0
+    torch._assert_async((index < seen).all())
+    ids = with_free_slots(distinct(lists_of(index)), whole_pages(index.shape[2]))
+    near, far = origins(ids, ids, staged, seen - 1 if has_newest else None, capacity)
+    staged_count = 0 if staged is None else staged.numel()
+    counts += torch.stack([(far >= 0).sum(), ((near >= 0) & (near < staged_count)).sum()])
+    slots = flat(find(ids, index.clamp(min=0))[0], ids.shape[2])
+    return ids, slots, present, near, far
+
+
 # -- the stage -------------------------------------------------------------------------------------
 
 Newest = list[int] | None  # of each row, the id of the token that is on the device anyway
@@ -219,8 +317,7 @@ class Stage:
         self._pending: Staged | None = None  # what was prefetched
         self._noted: deque[Callable[[], None]] = deque()  # what is still to be planned, in order
         # tokens that a GPU has read, and those that it had: not yet counted
-        self._fetched: torch.Tensor | int = 0
-        self._here: torch.Tensor | int = 0
+        self._counts: torch.Tensor | None = None
 
     @property
     def staged(self) -> Staged | None:
@@ -245,19 +342,22 @@ class Stage:
         self.receive()
         by_device = index.is_cuda and not self._host.arranged and self._keeper is None
         if by_device:
-            seen = uploaded(torch.tensor(lengths), self._device)[:, None, None]
-            torch._assert_async((index < seen).all())
-            ids = with_free_slots(distinct(lists_of(index)), whole_pages(index.shape[2]))
-            staged = self._bring(ids, seen)
+            seen = uploaded(torch.tensor(lengths), self._device)
+            staged_ids = None if self._staged is None else self._staged.ids.to(self._device)
+            if self._counts is None:
+                self._counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+            known = staged_ids, seen, self.newest is not None, self._host.capacity
+            lists = StageLists(*stage_lists(index, *known, self._counts))
+            ids, slots = lists.ids, lists.slots
+            present: torch.Tensor | None = lists.present
+            staged = self._come_up(ids, lists.near, lists.far)
         else:
             index = index.cpu()
             if index.numel() and (last := int(index.max())) >= self._host.capacity:
                 raise LookupError(f"token {last} is not in the store: not seen yet")
             plan = self._plan(index, self._newest(lengths), lengths)
             staged, ids = self._bring_planned(plan, lengths), plan.ids
-        slots = flat(find(ids, index.clamp(min=0))[0], ids.shape[2])
-        present: torch.Tensor | None = index >= 0
-        if not by_device:
+            slots = flat(find(ids, index.clamp(min=0))[0], ids.shape[2])
             slots = uploaded(slots.masked_fill(index < 0, -1), self._device)
             present, slots = None if plan.complete else slots >= 0, slots.clamp(min=0)
         self._take(staged)
@@ -298,10 +398,11 @@ class Stage:
         sent.
         """
         self._settle()
-        tokens, here = int(self._fetched), int(self._here)
-        self._fetched = self._here = 0
-        self._count_moved(tokens)
-        self._how.count_hits(here, tokens)
+        if self._counts is not None:
+            tokens, here = self._counts.tolist()
+            self._counts.zero_()
+            self._count_moved(tokens)
+            self._how.count_hits(here, tokens)
 
     def rest(self) -> None:
         """Wait until the device reads no more of the host's memory."""
@@ -362,64 +463,41 @@ class Stage:
         return staged
 
     def _bring(self, ids: torch.Tensor, seen: torch.Tensor) -> Staged:
-        """Copies of ids [B, Hkv, U], on either side, of rows that have `seen` [B, 1, 1] tokens.
+        """Copies of ids [B, Hkv, U] on the CPU, of rows that have `seen` [B, 1, 1] tokens."""
+        near, far = self._origins(ids, seen)
+        return self._come_up(ids, *uploaded(torch.stack([near, far]), self._device))
+
+    def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> Rows:
+        """See `origins`, of ids on the CPU."""
+        staged = None if self._staged is None else self._staged.ids.cpu()
+        newest = None if self.newest is None else seen - 1
+        return origins(ids, self._host.slots(ids), staged, newest, self._host.capacity)
+
+    def _come_up(self, ids: torch.Tensor, near: torch.Tensor, far: torch.Tensor) -> Staged:
+        """Copies of ids [B, Hkv, U] from where they are, see `origins`.
 
         What is not here yet the device reads from the host's memory, a GPU on its side stream.
         """
-        near, far = self._origins(ids, seen)
-        if ids.is_cuda:
-            staged_count = 0 if self._staged is None else self._staged.ids.numel()
-            self._fetched = self._fetched + (far >= 0).sum()
-            self._here = self._here + ((near >= 0) & (near < staged_count)).sum()
-        else:
-            near, far = uploaded(torch.stack([near, far]), self._device)
-        sides = range(int(self._how.rebuilds_keys), 2)
-        here = [self._rows_here(side) for side in sides]
-        host = [self._host.blocks[side].flatten(0, 2) for side in sides]
+        sides = slice(int(self._how.rebuilds_keys), 2)
+        staged = None if self._staged is None else self._staged.rows
+        here = [list((rows or ())[sides]) for rows in (staged, self.newest)]
+        host = [block.flatten(0, 2) for block in self._host.blocks[:2][sides]]
         stream = side_stream(self._device) if near.is_cuda else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             if self._host.copied is not None:
                 stream.wait_event(self._host.copied)
         with torch.cuda.stream(stream):
-            rows = [fetch(near, far, *pair) for pair in zip(here, host, strict=True)]
+            rows = fetch(near, far, *here, host)
             event = None if stream is None else stream.record_event()
         if stream is not None:
-            for tensor in (near, far, *here):
+            for tensor in (near, far, *itertools.chain(*here)):
                 tensor.record_stream(stream)
         if self._how.rebuilds_keys:
             zeros = self._host.key.new_zeros(1, self._host.key.shape[3], device=self._device)
             rows = [zeros.expand(len(far), -1), *rows]
         key, value = (side.view(*ids.shape, side.shape[1]) for side in rows)
         return Staged(ids, (key, value), event)
-
-    def _origins(self, ids: torch.Tensor, seen: torch.Tensor) -> Rows:
-        """Where ids [B, Hkv, U] come from: [B * Hkv * U] rows of those here, or -1, and else of the
-        host's.
-        """
-        size = ids.shape[:2]
-        head = torch.arange(size.numel(), device=ids.device).view(*size, 1)
-        near, first = torch.full_like(ids, -1), 0
-        if self._staged is not None:
-            staged = self._staged.ids.to(ids.device)
-            slot, there = find(staged, ids)
-            near, first = torch.where(there, head * staged.shape[2] + slot, near), staged.numel()
-        if self.newest is not None:
-            near = torch.where((ids == seen - 1) & (near < 0), first + head, near)
-        slots = ids if ids.is_cuda else self._host.slots(ids)
-        far = torch.where((near < 0) & (ids != NO_TOKEN), head * self._host.capacity + slots, -1)
-        return near.masked_fill(ids == NO_TOKEN, -1).view(-1), far.view(-1)
-
-    def _rows_here(self, side: int) -> torch.Tensor:
-        """Keys, or values (side 1), of the staged tokens, then of the newest of each row, [n,
-        width].
-        """
-        staged = None if self._staged is None else self._staged.rows
-        blocks = [rows[side] for rows in (staged, self.newest) if rows is not None]
-        width = self._host.blocks[side].shape[3]
-        if not blocks:
-            return self._host.blocks[side].new_empty(0, width, device=self._device)
-        return torch.cat([block.reshape(-1, width) for block in blocks])
 
     def _wait_for(self, staged: Staged) -> None:
         """What is computed from here on waits for rows that come up."""

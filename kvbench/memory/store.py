@@ -25,7 +25,6 @@ from kvbench.memory.device import (
     Pool,
     Resident,
     distinct,
-    flat,
     index_of,
     lists_of,
     of_kv_heads,
@@ -37,7 +36,7 @@ from kvbench.memory.device import (
 from kvbench.memory.grouped import GroupedTier
 from kvbench.memory.host import Arrival, HostTier
 from kvbench.memory.stage import Stage, StoreSettings
-from kvbench.memory.transfer import uploaded, zeros
+from kvbench.memory.transfer import fetch, uploaded, zeros
 from kvbench.method import Selection
 
 Result = TypeVar("Result")
@@ -266,13 +265,21 @@ class LayerStore:
         count = index.shape[2]
         ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
         slots, on_device = self.device.find(ids)
-        there = stage.locate(torch.where(on_device, -1, ids).cpu(), self.lengths).stored_rows()
-        near = ours.recoded(*self.device.at(slots), codecs)
-        pairs = zip(near, theirs.recoded(*there, codecs), strict=True)
-        both = Pool.of(*(torch.where(on_device[..., None], *pair) for pair in pairs))
-        order = torch.arange(count, device=on_device.device).expand(*index.shape)
+        others = torch.where(on_device, -1, ids)
+        there = stage.locate(others.cpu(), self.lengths)
+        if ids.is_cuda and ours == theirs == codecs:
+            near = torch.where(on_device, slots + self.device.first[..., None], -1)
+            far = torch.where(others >= 0, there.slots, -1)
+            rows = near.view(-1), far.view(-1)
+            both = Pool(*fetch(*rows, [*self.device.pool], [], [*there.pool]))
+        else:
+            near_rows = ours.recoded(*self.device.at(slots), codecs)
+            far_rows = theirs.recoded(*there.stored_rows(), codecs)
+            pairs = zip(near_rows, far_rows, strict=True)
+            both = Pool.of(*(torch.where(on_device[..., None], *pair) for pair in pairs))
+        order = torch.arange(ids.numel(), device=on_device.device).view(ids.shape)[..., :count]
         present = None if present is None else present[..., :count]
-        return Located(both, flat(order, ids.shape[2]), present, codecs)
+        return Located(both, order, present, codecs)
 
     def prefetch(self, index: torch.Tensor) -> None:
         """Begin to bring up host tokens of index [B, Hkv or 1, M] on the CPU for the next `locate`,

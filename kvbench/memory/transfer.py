@@ -198,20 +198,35 @@ def _register(nbytes: int) -> torch.Tensor:
 
 @operator("kvbench.memory.gpu")
 def fetch(
-    near: torch.Tensor, far: torch.Tensor, here: torch.Tensor, host: torch.Tensor
-) -> torch.Tensor:
-    """Each row from the device or from the host, [n, D] on the device.
+    near: torch.Tensor,
+    far: torch.Tensor,
+    staged: Sequence[torch.Tensor],
+    newest: Sequence[torch.Tensor],
+    host: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Each row of keys, of values or of both, from the device or from the host: [n, width] on the
+    device.
 
     Parameters
     ----------
     near
-        [n] int64, row of `here`, or -1.
+        [n] int64, row of `staged`, or behind these of `newest`, or -1.
     far
         [n] int64, row of `host` where `near` is -1, or -1: zeros.
-    here
-        [h, D] on the device.
+    staged, newest
+        [..., width] of each on the device; nothing where there are none.
     host
-        [m, D], pinned where the device is a GPU; only the rows named are read.
+        [m, width] of each, pinned where the device is a GPU; only the rows named are read.
     """
-    rows = torch.where((far >= 0)[:, None], host[far.clamp(min=0)], 0)
-    return torch.where((near >= 0)[:, None], here[near.clamp(min=0)], rows) if len(here) else rows
+    out = []
+    for side, block in enumerate(host):
+        parts = [rows[side].reshape(-1, block.shape[1]) for rows in (staged, newest) if rows]
+        rows = block.new_zeros(len(far), block.shape[1], device=far.device)
+        if len(block):
+            rows = torch.where((far >= 0)[:, None], block[far.clamp(min=0)], rows)
+        if here := sum(map(len, parts)):
+            rows_here = parts[0] if len(parts) == 1 else torch.cat(parts)
+            local = rows_here[near.clamp(0, here - 1)]
+            rows = torch.where((near >= 0)[:, None], local, rows)
+        out.append(rows)
+    return out

@@ -40,8 +40,8 @@ def test_the_device_reads_pinned_rows_itself(dtype: torch.dtype) -> None:
     tier.key.normal_()
     host = tier.key.view(-1, 80)
     near, far = torch.tensor([0, -1, -1, 4, -1]), torch.tensor([-1, 3, -1, -1, 999])
-    rows = fetch(near.cuda(), far.cuda(), here, host)
-    assert torch.equal(rows.cpu(), fetch.reference(near, far, here.cpu(), host))
+    (rows,) = fetch(near.cuda(), far.cuda(), [here[:3]], [here[3:]], [host])
+    assert torch.equal(rows.cpu(), fetch.reference(near, far, [here.cpu()], [], [host])[0])
 
 
 def test_spans_add_up_to_the_time_that_passed() -> None:

@@ -16,7 +16,7 @@ from kvbench.attention import flashinfer
 from kvbench.attention import torch as attention
 from kvbench.config import bind_methods
 from kvbench.kernels.operators import Operator
-from kvbench.memory import device, transfer
+from kvbench.memory import device, stage, transfer
 from kvbench.memory.device import NO_TOKEN
 
 bind_methods()
@@ -53,6 +53,7 @@ def calls() -> Iterator[Call]:
     yield from ends()
     yield from scored()
     yield from storing()
+    yield from staging()
     yield from scanning()
     yield from retrieving()
     yield from attending()
@@ -252,6 +253,7 @@ def storing() -> Iterator[Call]:
         drawn = drawn.masked_fill(integers(2, 3, 300) > 3, -1)
         index = drawn if lists is None else torch.where(drawn < 0, -1, 2 * drawn + 1)
         yield Call(device.locate_tokens, f"{lists is not None}", fresh(index, lists, filled, first))
+        yield Call(device.find_tokens, f"{lists is not None}", fresh(index + (index > 40), lists, filled))
         trailing = index.sort(dim=2, descending=True).values
         for group in (1, 3):
             to_write = torch.full((6 * group, 130), 7, dtype=torch.int32), torch.zeros(6 * group, dtype=torch.int32)
@@ -261,10 +263,31 @@ def storing() -> Iterator[Call]:
             yield Call(device.list_tokens, f"{lists is not None}-{group}", arguments)
         of_all = index[:1, :1].expand(2, 3, -1) * 0 - 1
         yield Call(device.locate_tokens, f"{lists is not None}-none", lambda a=of_all, b=lists: (a, b, filled, first))
-    near, far = torch.tensor([[0, -1, -1, 4, -1], [-1, 3, -1, -1, 19]])
-    for here, dtype in ((5, torch.bfloat16), (5, torch.uint8), (0, torch.float32)):
-        both = [integers(count, 80, low=0, seed=count, dtype=dtype) for count in (here, 20)]
-        yield Call(transfer.fetch, f"{here}-{dtype}", fresh(near if here else near.clamp(max=-1), far, *both))
+    near, far = torch.tensor([[0, -1, -1, 4, 6], [-1, 3, -1, -1, -1]])
+    for dtype, sides in ((torch.bfloat16, 2), (torch.uint8, 2), (torch.float32, 1)):
+        for here, new in ((5, 2), (5, 0), (0, 7), (0, 0)):
+            parts = [
+                [integers(count, width, low=0, seed=count, dtype=dtype) for width in (80, 64)[:sides] if count]
+                for count in (here, new, 20)
+            ]
+            local = near if here + new == 7 else near.clamp(max=here - 1)
+            yield Call(transfer.fetch, f"{here}-{new}-{dtype}", lambda a=local, b=far, c=parts: (a, b, *c))
+
+
+def staging() -> Iterator[Call]:
+    """Repeats, entries that are none, tokens that are staged, the newest one, and a list in another order of memory."""
+    for count, size in ((1, 0), (40, 16), (70, 48), (1500, 1024)):
+        seen = torch.tensor([2 * count + 9, count + 2])
+        index = torch.stack([integers(3, count, low=-1, high=int(end), seed=count, dtype=torch.int64) for end in seen])
+        index[0, 1] = -1
+        index[:, 0, 0] = seen - 1
+        here = integers(2, 3, size, low=0, high=count + 2, dtype=torch.int64)
+        staged = device.with_free_slots(device.distinct(device.lists_of(here)), size + 16) if size else None
+        for newest in (True, False):
+            arguments = index, staged, seen, newest, 8192, torch.tensor([5, 7])
+            yield Call(stage.stage_lists, f"{count}-{size}-{newest}", fresh(*arguments))
+    arguments = torch.zeros(1, 8, 4096, dtype=torch.int64), None, torch.tensor([9]), True, 131072, torch.zeros(2).long()
+    yield Call(stage.stage_lists, "4096", fresh(*arguments), large=True)
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
@@ -330,6 +353,12 @@ def attending() -> Iterator[Call]:
             weights[0, 0, 1:] = -torch.inf
             arguments = out, sums, query, *extra, weights, 0.03
             yield Call(flashinfer.with_extra, f"{group}-{size}-{count}", fresh(*arguments), close=close)
+    for size, count in ((1, 3), (6, 1100)):
+        drawn = integers(size, count, low=0, high=9000, dtype=torch.int64)
+        listed = torch.full((size, count + 7), 7, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
+        for present in (None, torch.arange(count) < torch.arange(size)[:, None] * 200):
+            name = f"{size}-{count}-{present is None}"
+            yield Call(flashinfer.list_slots, name, fresh(drawn, present, *listed))
     for kv_heads, count in ((1, 3), (3, 1100)):
         first = torch.arange(2 * kv_heads).view(2, kv_heads) * 160
         listed = torch.full((2 * kv_heads, count), 7, dtype=torch.int32), torch.zeros(2 * kv_heads, dtype=torch.int32)
