@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flashinfer_twin
 import pytest
 import report_runs
 import torch
@@ -20,6 +21,7 @@ from driver import slow
 from twin import Twin, device
 from words import other, over
 
+from kvbench.attention import flashinfer
 from kvbench.backends.hf.loading import Loaded, byte_tokenizer
 from kvbench.backends.hf.model import method_named
 from kvbench.budget import Budget
@@ -28,12 +30,14 @@ from kvbench.cli.compose import composed
 from kvbench.cli.plan import grouped
 from kvbench.cli.report import main as report
 from kvbench.cli.score import main as score
-from kvbench.config import ConfigError, choices
+from kvbench.config import ConfigError, choices, shipped
 from kvbench.measure import hardware, latency, machine
 from kvbench.measure.job import PromptJob
 from kvbench.measure.prompts import prompt_of
 from kvbench.measure.synthetic import SYNTHETIC_SPAN, SyntheticAttention, SyntheticEngine
 from kvbench.method import Shape
+from kvbench.models.card import ModelCard
+from kvbench.models.footprint import Footprint, Prompts
 from kvbench.report.data.frame import collect
 from kvbench.report.data.run import Runs
 from kvbench.report.figures import all as figures
@@ -492,6 +496,34 @@ def test_a_gpu_has_peaks_and_a_busy_time(name: str, prefill: str, cuda: Twin, mo
     if name in ("icecache", "pariskv"):
         assert told["memory_bytes"] < told["weight_bytes"] + told["whole_kv_bytes"]
     assert told["python_ms"] == pytest.approx(record["tpot_ms"]["mean"] - 1 / 8)
+
+
+@pytest.mark.slow
+def test_batches_and_lengths_on_a_gpu_make_its_figures_and_take_the_memory_that_was_estimated(
+    cuda: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashinfer_twin.install(monkeypatch)
+    flashinfer_twin.take_small_models(monkeypatch)
+    flashinfer.workspace.cache_clear()  # which is of this device, too
+    monkeypatch.setattr(machine, "_spent", lambda: None)  # figures leave out what was disturbed
+    monkeypatch.setattr(hardware, "busy_seconds", lambda call, device: (call(), 1e-3)[1])
+    words = over(SMALL, ["task.lengths=[300,600]", "task.batch=[1,16]", "budget=64", f"results_dir={tmp_path}"])
+    for method in ("full", "snapkv"):
+        run(other(composed(*words, f"method={method}"), device="cuda", dtype="float32"))
+    runs = collect([tmp_path])
+    for name in ("capacity", "breakeven"):
+        figures.write(figures.draw(name, runs), tmp_path / f"{name}.png")
+    node = shipped("model", "dummy-tiny")
+    assert node is not None
+    (full,) = (run for run in runs if run.arm["method"] == "full")
+    for sample in full.samples():
+        length, rows = sample["meta"]["length"], sample["meta"]["batch"]
+        prompts = Prompts(length + len(sample["output_ids"]), rows)
+        estimate = Footprint.of(ModelCard.of(node["config"]), torch.float32, prompts)
+        assert estimate is not None
+        # on top: what a step computes, and whole pages
+        taken = sample["hardware"]["memory_bytes"] - flashinfer.WORKSPACE
+        assert 1 <= taken / (estimate.weights + estimate.cache) <= 1.15
 
 
 def test_synthetic_keys_make_no_step_wait(cuda: Twin) -> None:
