@@ -520,9 +520,10 @@ def test_a_model_folder_with_an_adapter_is_refused_by_name(refusal, model_folder
 
 
 def test_a_model_folder_with_nothing_but_windows_is_refused_by_name(refusal, model_folder):
-    folder = model_folder(model_type="mistral", num_hidden_layers=32, sliding_window=4096)
+    kinds = ["sliding_attention"] * 32
+    folder = model_folder(model_type="qwen2", num_hidden_layers=32, sliding_window=4096, layer_types=kinds)
     line = refusal(f"model.path={folder}")
-    assert line.startswith(f"model.path={folder}: mistral has a sliding window in every layer (sliding_window=4096);")
+    assert line.startswith(f"model.path={folder}: qwen2 has no layer with full attention (")
 
 
 def test_a_results_folder_that_cannot_be_written_is_refused_and_nothing_is_left(refusal, composed, tmp_path):

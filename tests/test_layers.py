@@ -99,7 +99,7 @@ def test_full_attention_generates_what_the_model_generates(pair: Any, family: st
 
 @pytest.mark.parametrize(("family", "method"), [*QUICK_RUNS, *slow(*SLOW_RUNS)])
 def test_a_method_runs_on_the_layers_with_full_attention(pair: Any, family: str, method: str) -> None:
-    model, windowed = pair(family).ours, ModelCard.of(pair(family).ours.config.to_dict()).windows
+    model, windowed = pair(family).ours, ModelCard.of_config(pair(family).ours.config).windows
     for batch, budget in ((1, WHOLE), (2, WHOLE), (2, SMALL)):
         cache = KVCache(model, method, budget, dense_layers=())
         tokens = generated(model, inputs(batch), cache)
@@ -214,30 +214,23 @@ def test_a_synthetic_prompt_fills_windows_too(pair: Any) -> None:
 # -- what a config tells -----------------------------------------------------------------------------------------------
 
 
-def windows(config: dict[str, Any]) -> dict[int, int]:
-    return ModelCard.of(config).windows
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_windows_are_those_that_transformers_sees(family: str) -> None:
-    """Of its own config, and of one that says no more than a model's config.json may."""
+    """But for those that no position of the model reaches past, which are none."""
     config = config_of(family, num_hidden_layers=12, layer_types=None) if family != "gpt2" else config_of(family)
-    whole = config.to_dict()
-    if family == "phi3":
-        assert windows(whole) == {} and len(windows({**whole, "sliding_window": 500})) == 12
-        return
     kinds = getattr(config, "layer_types", None) or []
     expected = {layer: WINDOW for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
-    said = ("model_type", "num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers")
     assert bool(expected) == (family in WINDOWED)
-    assert windows(whole) == expected
-    if family != "exaone4":  # the last of its layers is none, whatever the pattern; its files name them all
-        assert windows({key: whole[key] for key in said if key in whole}) == expected
+    assert ModelCard.of_config(config).windows == ModelCard.of_class(config.to_dict()).windows == expected
+
+
+def test_windows_that_positions_reach_past_are_some() -> None:
+    assert len(ModelCard.of_config(config_of("phi3", sliding_window=500)).windows) == 4
 
 
 def test_the_footprint_counts_windows_as_the_audit_does(pair: Any) -> None:
     generation = looped(pair("gemma3_text").ours, RAGGED[:1], "full", None)
-    found = Footprint.of(ModelCard.of(config_of("gemma3_text").to_dict()), torch.float32, Prompts(LENGTH + NEW - 1))
+    found = Footprint.of(ModelCard.of_config(config_of("gemma3_text")), torch.float32, Prompts(LENGTH + NEW - 1))
     assert found is not None and found.cache == generation.audit["device_kv_bytes"]
 
 

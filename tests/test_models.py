@@ -276,7 +276,7 @@ def test_the_loaded_window_is_the_one_that_was_checked(missing: tuple[str, ...])
 @pytest.mark.parametrize("name", DUMMIES + REAL)
 def test_a_card_says_the_same_before_a_model_is_loaded_and_of_what_transformers_makes_of_it(name: str) -> None:
     shape = model_config(name)["config"]
-    before, after = ModelCard.of(shape), ModelCard.of_config(AutoConfig.for_model(**copy.deepcopy(shape)))
+    before, after = ModelCard.of_class(shape), ModelCard.of_config(AutoConfig.for_model(**copy.deepcopy(shape)))
     assert before.context_length == after.context_length and before.layer_kinds == after.layer_kinds
     assert (before.head_dim, before.kv_heads) == (after.head_dim, after.kv_heads)
     assert 0 < before.parameters <= after.parameters and before.refusal == after.refusal == ""

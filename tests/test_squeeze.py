@@ -246,7 +246,7 @@ def test_similarity_is_that_of_the_model_s_hidden_states(
 def test_layers_with_a_window_come_before_a_prompt_begins() -> None:
     model, method = random_model("gemma3_text"), Noting()
     right = by_hand(model, PROMPTS[0], adds="post_attention_layernorm")
-    assert ModelCard.of(model.config.to_dict()).windows.keys() == {0, 3}
+    assert ModelCard.of_config(model.config).windows.keys() == {0, 3}
     cache = KVCache(model, method, None, dense_layers=())
     model.generate(torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=2)
     torch.testing.assert_close(method.similarity[:, 0], right[1:3], rtol=0, atol=CLOSE)

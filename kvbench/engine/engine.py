@@ -189,8 +189,6 @@ class Engine:
         self._turn_tokens: dict[int, TurnTokens] = {}  # of each layer so far
         self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
-        if offsets is None and shape.windows:
-            offsets = [max(shape.lengths) - length for length in shape.lengths]
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
@@ -339,7 +337,7 @@ class Engine:
             self._how.cuda_graphs
             and shape.device.type == "cuda"
             and not shape.elsewhere
-            and not shape.windows
+            and not self.windowed
         )
 
     def _needs_no_host(self) -> bool:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
-from kvbench.backends.hf.runner import windows_of
 from kvbench.engine.engine import Engine
 from kvbench.method import Shape
 
@@ -249,7 +248,7 @@ class SyntheticEngine(Engine):
             )
             if layer in self.windowed:
                 windowed: Any = self.windowed[layer]
-                windowed.update(keys, values)
+                windowed.layer.update(keys, values)
             else:
                 self.fill(
                     layer,
@@ -290,6 +289,5 @@ class Filled:
         as nothing has said what comes after it.
         """
         assert engine is self._engine
-        windows_of(engine)  # has them made
         self._engine.fill_prompt(self._rows)
         return one_hot(torch.tensor([row[-1] for row in self._rows])).float()

@@ -6,7 +6,7 @@ model; nobody else reads a transformers config. Imports no torch.
 
 from __future__ import annotations
 
-import re
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 from kvbench.config import ConfigError, show
 from kvbench.models.rope import FULL, SLIDING, Rope, context_length, refuse_wrong_rope, ropes
 
-# Keys of a transformers config that only models with other layers than attention have.
-OTHER_LAYERS = re.compile(r"mamba_|ssm_|attn_layer_|layers_block_type$|block_types$|state_size$")
-# Every which layer has full attention, between layers with a window, where a config says no more
-# than the model's type.
-FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+# What a config calls the tokens that a layer of this kind attends.
+WINDOWS = {
+    SLIDING: "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+WITH_ALL_KEYS = {FULL, "hybrid"}  # kinds of layers that attend everything
 GATED = {"llama", "mistral", "qwen2", "qwen3"}  # whether or not a config says its activation
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PARAMETERS_OF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -43,10 +45,14 @@ class ModelCard:
 
     Attributes
     ----------
+    layers
+        how many there are.
     layer_kinds
-        what each layer is, in transformers' words: `FULL`, `SLIDING` or another; (): not known.
-    sliding_window
-        tokens that the layers with a window attend; 0: there are none.
+        what each layer's cache is, in transformers' words: `FULL`, `SLIDING` or another; (): not
+        known, as of a `config.json` that leaves it to the model's class.
+    windows
+        layers without full attention: their true indices, and how many of the most recent tokens
+        each attends; 0: none, as where it holds a state.
     query_heads, kv_heads, head_dim
         of each layer's attention.
     hidden_size, vocabulary
@@ -71,8 +77,9 @@ class ModelCard:
         why kvbench does not run it; "": it does.
     """
 
+    layers: int
     layer_kinds: tuple[str, ...]
-    sliding_window: int
+    windows: Mapping[int, int]
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -107,8 +114,9 @@ class ModelCard:
         refuse_wrong_rope(config, where)
         kinds = _layer_kinds(config)
         return cls(
+            layers=len(kinds) or _size(config, "num_hidden_layers"),
             layer_kinds=kinds,
-            sliding_window=_size(config, "sliding_window") if SLIDING in kinds else 0,
+            windows=_windows(config, kinds),
             query_heads=_size(config, "num_attention_heads"),
             kv_heads=_kv_heads(config),
             head_dim=_head_dim(config),
@@ -123,6 +131,30 @@ class ModelCard:
             rope=ropes(config),
             refusal=_refusal(whole_config, config, kinds),
         )
+
+    @classmethod
+    def of_class(cls, whole_config: Mapping[str, Any], where: str = "") -> ModelCard:
+        """The card of the config object that transformers makes of a mapping, which knows more.
+
+        Imports transformers. A mapping that it makes none of says what it says.
+
+        Parameters
+        ----------
+        whole_config, where
+            as of `of`.
+
+        Raises
+        ------
+        ConfigError
+            as `of`.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.for_model(**copy.deepcopy(dict(whole_config)))
+        except Exception:  # loading it says why
+            return cls.of(whole_config, where)
+        return cls.of_config(config, where)
 
     @classmethod
     def of_config(cls, config: Any, where: str = "") -> ModelCard:
@@ -140,23 +172,14 @@ class ModelCard:
         ConfigError
             as `of`.
         """
+        from transformers.cache_utils import get_layer_types_and_kwargs
+
         values = config.to_dict()
         # of several parts, as an encoder and a decoder, none is the model
-        part = config if values.get("is_encoder_decoder") else config.get_text_config()
-        renamed = {key: getattr(part, key) for key in SIZES if key in part.attribute_map}
-        text = {**_text_config(values), **renamed}
-        return cls.of({**values, "text_config": text}, where)
-
-    @property
-    def layers(self) -> int:
-        """How many there are; 0: not known."""
-        return len(self.layer_kinds)
-
-    @property
-    def windows(self) -> dict[int, int]:
-        """Layers that attend the most recent tokens alone: their true indices, and how many."""
-        layers = (layer for layer, kind in enumerate(self.layer_kinds) if kind == SLIDING)
-        return dict.fromkeys(layers, self.sliding_window)
+        part = config if values.get("is_encoder_decoder") else config.get_text_config(decoder=True)
+        renamed = {key: getattr(part, key) for key in SIZES if hasattr(part, key)}
+        kinds = {"layer_types": get_layer_types_and_kwargs(part)[0]}
+        return cls.of({**values, "text_config": {**part.to_dict(), **renamed, **kinds}}, where)
 
     def entries(self, tokens: int) -> int:
         """Keys of a KV head that all layers hold of a text."""
@@ -226,34 +249,27 @@ def _expert_share(config: Mapping[str, Any]) -> float:
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What each layer is.
+    """What each layer is, as far as a config says it.
 
     Windows in all layers that no position of the model reaches past are none.
     """
-    layers = range(_size(config, "num_hidden_layers"))
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list | tuple):
+        return ()
     size = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    stated = config.get("layer_types")
-    if stated and isinstance(stated, list | tuple):
-        kinds = [*stated, *[FULL] * len(layers)][: len(layers)]
-    elif every := _full_every(config):
-        kinds = [SLIDING if (layer + 1) % every else FULL for layer in layers]
-    else:
-        first = _size(config, "max_window_layers")
-        kinds = [SLIDING if layer >= first else FULL for layer in layers]
-    if SLIDING in kinds and (size is None or _is_out_of_reach(config, kinds)):
+    if size is None or (set(kinds) == {SLIDING} and _is_out_of_reach(config)):
         kinds = [FULL if kind == SLIDING else kind for kind in kinds]
     return tuple(kinds)
 
 
-def _is_out_of_reach(config: Mapping[str, Any], kinds: list[str]) -> bool:
+def _is_out_of_reach(config: Mapping[str, Any]) -> bool:
     limit = context_length(config)
-    in_all = set(kinds) == {SLIDING}
-    return in_all and limit is not None and _size(config, "sliding_window") >= limit
+    return limit is not None and _size(config, "sliding_window") >= limit
 
 
-def _full_every(config: Mapping[str, Any]) -> int | None:
-    every = config.get("sliding_window_pattern")
-    return every if type(every) is int else FULL_EVERY.get(config.get("model_type", ""))
+def _windows(config: Mapping[str, Any], kinds: tuple[str, ...]) -> dict[int, int]:
+    others = {layer: kind for layer, kind in enumerate(kinds) if kind not in WITH_ALL_KEYS}
+    return {layer: _size(config, WINDOWS.get(kind, "")) for layer, kind in others.items()}
 
 
 def _refusal(
@@ -272,15 +288,10 @@ def _refusal(
 
 
 def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[str]:
-    others = sorted(set(config.get("layer_types") or ()) - {FULL, SLIDING})
-    if others:
-        yield f"layers of other kinds (layer_types: {', '.join(others)})"
-    elif set(kinds) == {SLIDING}:
-        yield f"a sliding window in every layer (sliding_window={config['sliding_window']})"
+    if kinds and not WITH_ALL_KEYS & set(kinds):
+        yield f"no layer with full attention (layer_types: {', '.join(sorted({*kinds}))})"
     if config.get("attn_logit_softcapping") is not None:
         yield f"soft-capped attention (attn_logit_softcapping={config['attn_logit_softcapping']})"
-    if config.get("attention_chunk_size") is not None:
-        yield f"chunked attention (attention_chunk_size={config['attention_chunk_size']})"
     if config.get("kv_lora_rank") is not None:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
     if config.get("num_kv_shared_layers"):
@@ -291,9 +302,6 @@ def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[
     for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
         if config.get(key) in value:
             yield f"bidirectional attention ({key}={show(config[key])})"
-    for key, value in config.items():
-        if value is not None and OTHER_LAYERS.match(key):
-            yield f"layers other than attention ({key})"
 
 
 def refuse_impossible(whole_config: Mapping[str, Any], where: str) -> None:

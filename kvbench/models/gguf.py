@@ -285,10 +285,10 @@ class Header(NamedTuple):
         if not size:
             raise ConfigError(
                 f"model.path={self.file}: {self.arch}.{WINDOWS[0]}: missing, and the model has"
-                f" {len(windows)} layers with a window of {card.sliding_window}"
+                f" {len(windows)} layers with a window of {max(windows.values())}"
             )
-        if card.sliding_window != size:
-            has = card.sliding_window or "no window"
+        if {*windows.values()} != {size}:
+            has = max(windows.values(), default="no window")
             raise self._refusal(WINDOWS[0], size, f"the model has {has}")
         pattern, layers = self.of_model(WINDOWS[1]), range(card.layers)
         if type(pattern) is int:

@@ -12,7 +12,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -210,10 +210,15 @@ class ModelConfig:
         source, original = self.source, OmegaConf.create(shipped("model", self.name) or {})
         return source.name if source.path in (None, original.get("path")) else str(source.path)
 
-    def card(self) -> ModelCard:
+    def card(self, read: Callable[[Mapping[str, Any], str], ModelCard] = ModelCard.of) -> ModelCard:
         """Its card, as far as it can be known before it is loaded.
 
         Nothing is of a GGUF file, which transformers reads, nor of a hub id never loaded before.
+
+        Parameters
+        ----------
+        read
+            a transformers config, as `ModelCard.of` does, or `ModelCard.of_class`.
 
         Raises
         ------
@@ -229,7 +234,7 @@ class ModelConfig:
             refuse_no_weights(folder, str(source.path))
         where = "model.config." if source.path is None else f"{source.label}: config.json: "
         refuse_impossible(config, where)
-        return ModelCard.of(config, where)
+        return read(config, where)
 
     def _transformers_config(self) -> Mapping[str, Any]:
         """What its files say, or else its own; {}: not known."""

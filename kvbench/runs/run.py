@@ -24,6 +24,7 @@ from kvbench.measure.arm import Arm, Setup
 from kvbench.measure.work import Work
 from kvbench.memory.kinds import NATIVE
 from kvbench.method import Method
+from kvbench.models.card import ModelCard
 from kvbench.models.footprint import Footprint, Prompts, free_memory
 from kvbench.models.heads import calibration_for
 from kvbench.models.prompts import treatment
@@ -220,7 +221,7 @@ def refuse_no_room(config: RunConfig, method: Method, prompts: Prompts) -> None:
     # The device holds the whole prompt as it came, and codes what is left of it when it is over.
     kv = config.kv if home == "host" else NATIVE
     dtype = models.dtype_of(config.dtype, device)
-    required = Footprint.of(config.model.card(), dtype, prompts, kv)
+    required = Footprint.of(config.model.card(ModelCard.of_class), dtype, prompts, kv)
     if required is None:
         return
     tokens = prompts.tokens

@@ -21,8 +21,8 @@ from kvbench.backends.hf.given import (
     refuse_packed,
     shown_tokens,
 )
-from kvbench.backends.hf.hooks import Call, mailbox, windowed_layers
-from kvbench.backends.hf.layers import reading_of
+from kvbench.backends.hf.hooks import Call, mailbox
+from kvbench.backends.hf.layers import kept_layers, reading_of
 from kvbench.backends.hf.model import EnginePlan, inner_model, method_of
 from kvbench.backends.hf.residuals import residuals_watched
 from kvbench.backends.hf.watch import WatchedCache, watch
@@ -110,8 +110,8 @@ class KVCache(WatchedCache):
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         self.model, self._method = model, chosen
         shape = self._plan.shape
-        self._windowed, self._full_layers = windowed_layers(shape.windows), shape.full_layers
-        super().__init__(shape.layers, self._windowed)
+        self._kept, self._full_layers = kept_layers(model), shape.full_layers
+        super().__init__(shape.layers, self._kept)
         compile_silently(
             str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed
         )
@@ -197,9 +197,10 @@ class KVCache(WatchedCache):
             raise ValueError(
                 f"crop({tokens_to_remove}): expected minus the tokens to remove, such as -8"
             ) from error
-        if count and self._windowed:
+        if count and self._kept:
             raise ValueError(
-                f"crop({tokens_to_remove}): layers with a window have forgotten what came before it"
+                f"crop({tokens_to_remove}): layers with a window or a state have forgotten what"
+                " came before it"
             )
         shortest = 0 if self.engine is None else min(self.engine.lengths)
         if not 0 <= count < max(1, shortest):
@@ -333,7 +334,7 @@ class KVCache(WatchedCache):
             columns = self.prompt_length or width
             lengths, self._offsets = lengths_and_offsets(padding, batch, columns)
             self.engine = self._plan.engine(lengths, self._offsets, columns)
-            self.engine.windowed = self._windowed
+            self.engine.windowed = self._kept
         if self._method.view is not self.engine.view:
             raise ValueError(
                 "the Method object of this KVCache has begun another generation: give each cache"

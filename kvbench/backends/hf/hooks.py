@@ -1,11 +1,11 @@
 """How transformers and kvbench meet: cache layers that count, and the attention function that reads
 their notes.
 
-A cache layer here only counts: `update()` leaves a note of (cache, layer) for the attention
-function, which runs next in the same thread, and hands back the NEW keys and values. The attention
-function gives them to the cache. A layer with a sliding window leaves no note: transformers keeps
-its window, and computes its attention as ever. So does a model with "kvbench" attention that is run
-with another cache, or none.
+A layer of full attention only counts: the cache's `update()` leaves a note of (cache, layer) for
+the attention function, which runs next in the same thread, and hands back the NEW keys and values.
+The attention function gives them to the cache. Every other layer is transformers' own object, which
+keeps its window or its state, and leaves no note: its attention is computed as ever. So is that of
+a model with "kvbench" attention that is run with another cache, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -85,10 +90,9 @@ class CountingLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: CountingCache, layer: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.owner, self.layer, self.counted = owner, layer, 0
-        self.is_initialized = True
+        self.counted, self.is_initialized = 0, True
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """Nothing to allocate here."""
@@ -96,13 +100,7 @@ class CountingLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # notes that kvbench's own functions would have taken
-        if mailbox.masking or mailbox.call is not None:
-            self.owner.refuse_strange_model()
-        if self.layer == self.owner.first:
-            self.owner.begin_pass()
         self.counted += key_states.shape[-2]
-        mailbox.call = Call(self.owner, self.layer, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
@@ -121,76 +119,34 @@ class CountingLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.counted = 0
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise ValueError(
-            "kvbench caches do not support beam search: an index belongs to one sequence"
-        )
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ValueError(
-            "kvbench caches do not support contrastive search: an index belongs to one sequence"
-        )
+class CountingStateLayer(CountingLayer, LinearAttentionAndFullAttentionLayer):
+    """A layer of full attention that holds a state, too, as transformers keeps it."""
 
-    batch_select_indices = batch_repeat_interleave
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        CountingLayer.__init__(self)
 
+    def lazy_initialization(self, *_: Any, **states: Any) -> None:
+        """Room for the states."""
+        LinearAttentionLayer.lazy_initialization(self, **states)
 
-class WindowedLayer(DynamicSlidingWindowLayer):
-    """The window of a layer, as transformers keeps it: of W tokens those that the next one may
-    attend, W - 1.
-    """
-
-    is_croppable = False
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        if key_states.shape[-2] > 1:  # a part of a prompt would stay in memory whole
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        mailbox.masking = False
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
-        return sizes
-
-    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, Hkv, n, D] of the tokens that the next one may attend."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def begin_from(self, other: WindowedLayer) -> None:
-        """Hold what another layer holds: an update writes to no tensor that is there, so both may
-        go on.
-        """
-        self.__dict__.update(other.__dict__)
-
-    def resident_bytes(self) -> int:
-        """Bytes of the keys and values that the next token may attend."""
-        return sum(part.nbytes for part in (self.keys, self.values) if part is not None)
-
-    def allocated_bytes(self) -> int:
-        """Bytes that they take on the device: a step's one token more, of which they are a part."""
-        return sum(
-            part.untyped_storage().nbytes() for part in (self.keys, self.values) if part is not None
-        )
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        CountingLayer.reorder_cache(self, beam_idx)
-
-
-def windowed_layers(sizes: Mapping[int, int]) -> dict[int, WindowedLayer]:
-    """Layers with a sliding window, by their index, of these widths."""
-    return {layer: WindowedLayer(size) for layer, size in sizes.items()}
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        CountingLayer.reset(self)
 
 
 class CountingCache(Cache):
-    """A cache of counting layers, and of windows for the layers that have one.
+    """A cache of counting layers, and of transformers' own for what has no full attention.
 
     Subclasses say what a pass means.
+
+    Parameters
+    ----------
+    layers
+        how many the model has.
+    kept
+        those that transformers keeps a part of, by index; see `kvbench.backends.hf.kept`.
 
     Attributes
     ----------
@@ -201,11 +157,67 @@ class CountingCache(Cache):
     scaling: float | None = None
     engine: Any = None
 
-    def __init__(self, layers: int, windowed: Mapping[int, Any]) -> None:
-        super().__init__(
-            layers=[windowed.get(layer) or CountingLayer(self, layer) for layer in range(layers)]
+    def __init__(self, layers: int, kept: Mapping[int, Any]) -> None:
+        made = {layer: part.layer for layer, part in kept.items()}
+        super().__init__(layers=[made.get(layer) or CountingLayer() for layer in range(layers)])
+        counting = (isinstance(layer, CountingLayer) for layer in self.layers)
+        self.first = [*counting].index(True)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a layer attends; of full attention the new ones, with a note."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CountingLayer):
+            # notes that kvbench's own functions would have taken
+            if mailbox.masking or mailbox.call is not None:
+                self.refuse_strange_model()
+            if layer_idx == self.first:
+                self.begin_pass()
+            mailbox.call = Call(self, layer_idx, key_states, value_states)
+        states: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
+        for name in ("keys", "values"):
+            part = getattr(layer, name)
+            if part is not None and part.untyped_storage().nbytes() > 2 * part.nbytes:
+                setattr(layer, name, part.clone())  # a part of a prompt would stay in memory whole
+        return states
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of a layer's mask, and the first of them."""
+        mailbox.masking = False  # a counting layer says it is ours
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused.
+
+        Raises
+        ------
+        ValueError
+            always.
+        """
+        raise ValueError(
+            "kvbench caches do not support beam search: an index belongs to one sequence"
         )
-        self.first = min(layer for layer in range(layers) if layer not in windowed)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused.
+
+        Raises
+        ------
+        ValueError
+            always.
+        """
+        raise ValueError(
+            "kvbench caches do not support contrastive search: an index belongs to one sequence"
+        )
+
+    batch_select_indices = batch_repeat_interleave
 
     @property
     def columns(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvbench.backends.hf.hooks import Call, CountingCache, begin_attending, end_attending, mailbox
+from kvbench.backends.hf.kept import KeptLayer, new_layers
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
 from kvbench.models.card import ModelCard
@@ -34,11 +35,16 @@ def new_card(model: PreTrainedModel) -> ModelCard:
     return _cards[model]
 
 
-class _Reading(CountingCache):
-    """The cache of a forward pass of one token, which notes the call of every layer's attention."""
+def kept_layers(model: PreTrainedModel) -> dict[int, KeptLayer]:
+    """The layers of a new cache that transformers keeps all or a part of, by index."""
+    return new_layers(model.config, card_of(model).layer_kinds)
 
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers, {})
+
+class _Reading(CountingCache):
+    """The cache of a forward pass of one token, which notes the calls of full attention."""
+
+    def __init__(self, layers: int, kept: Mapping[int, KeptLayer]) -> None:
+        super().__init__(layers, kept)
         self.calls: dict[int, Call] = {}
         self.queries: dict[int, torch.Tensor] = {}
 
@@ -54,7 +60,12 @@ class _Reading(CountingCache):
 
 @torch.no_grad()
 def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
-    """The calls of all layers as the model reads a token; at a position, or as its first.
+    """The calls of all layers with full attention as the model reads a token.
+
+    Parameters
+    ----------
+    position
+        of the token; None: it is the first.
 
     Raises
     ------
@@ -62,7 +73,7 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
         the model hands its attention what kvbench would compute wrong.
     """
     card, name = card_of(model), type(model).__name__
-    reading = _Reading(card.layers)
+    reading = _Reading(card.layers, kept_layers(model))
     # whose embedding may be zero
     token = next(token for token in (3, 4) if token != card.padding_id)
     ids = torch.full((1, 1), min(token, card.vocabulary - 1), device=model.device)
@@ -85,10 +96,11 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     finally:
         mailbox.call, mailbox.masking = None, False
         end_attending(model)
-    if reading.calls.keys() != set(range(card.layers)):
+    full = card.layers - len(card.windows)
+    if reading.calls.keys() != set(range(card.layers)) - card.windows.keys():
         raise ConfigError(
-            f"{name}: of its {card.layers} layers {len(reading.calls)} store and"
-            " attend keys; kvbench runs models with attention in every layer"
+            f"{name}: of its {full} layers with full attention {len(reading.calls)} store and"
+            " attend keys through transformers' attention interface; expected all of them"
         )
     return reading
 
@@ -114,10 +126,9 @@ def reading_of(model: PreTrainedModel) -> _Reading:
     return reading
 
 
-def attention_modules(model: PreTrainedModel) -> list[Any]:
-    """The attention module of each layer."""
-    calls = reading_of(model).calls
-    return [calls[layer].module for layer in sorted(calls)]
+def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
+    """The attention modules of the layers with full attention, by index."""
+    return {layer: call.module for layer, call in reading_of(model).calls.items()}
 
 
 def _device_of(module: torch.nn.Module, otherwise: torch.device) -> torch.device:
@@ -139,10 +150,8 @@ def shape_of(
     ConfigError
         its layers differ in something that a method knows once for all.
     """
-    reading, windowed = reading_of(model), card_of(model).windows
-    layers = sorted(reading.calls)
-    full = [reading.calls[layer] for layer in layers if layer not in windowed]
-    sizes = {(*call.key.shape[1::2], call.scaling) for call in full}
+    reading, card = reading_of(model), card_of(model)
+    sizes = {(*call.key.shape[1::2], call.scaling) for call in reading.calls.values()}
     query_heads = {query.shape[1] for query in reading.queries.values()}
     if len(sizes) > 1 or len(query_heads) > 1:
         raise ConfigError(
@@ -150,9 +159,10 @@ def shape_of(
             " expected one of each"
         )
     [(kv_heads, head_dim, scaling)] = sizes
-    places = {layer: _device_of(reading.calls[layer].module, device) for layer in layers}
+    modules = attention_modules(model)
+    places = {layer: _device_of(module, device) for layer, module in modules.items()}
     return Shape(
-        layers=len(layers),
+        layers=card.layers,
         query_heads=query_heads.pop(),
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -160,7 +170,7 @@ def shape_of(
         dtype=dtype,
         device=device,
         scaling=scaling,
-        sparse_layers=tuple(layer for layer in layers if layer not in {*dense_layers, *windowed}),
-        windows=windowed,
+        sparse_layers=tuple(layer for layer in sorted(modules) if layer not in dense_layers),
+        windows=card.windows,
         elsewhere={layer: place for layer, place in places.items() if place != device},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import (
     attention_modules,
     card_of,
+    kept_layers,
     new_card,
     reading_of,
     shape_of,
@@ -223,13 +225,13 @@ class EnginePlan:
         ValueError
             names what it is, and what would be right.
         """
-        kv, windows = self.settings["kv"], len(self.shape.windows)
-        if not self.method.needs.crops or question != "after" or windows or kv.grouped:
+        kv, kept = self.settings["kv"], len(kept_layers(self.model))
+        if not self.method.needs.crops or question != "after" or kept or kv.grouped:
             raise ValueError(
                 f"assisted decoding with {type(self.method).__name__}, question={question},"
-                f" kv={kv}, {windows} layers with a window: it reads several tokens at once and"
-                " takes some back; expected a method whose needs say crops=True, question=after,"
-                " tokens coded one by one, and full attention in every layer"
+                f" kv={kv}, {kept} layers with a window or a state: it reads several tokens at once"
+                " and takes some back; expected a method whose needs say crops=True,"
+                " question=after, tokens coded one by one, and full attention in every layer"
             )
 
 
@@ -274,7 +276,12 @@ def engine_for(
         raise ConfigError(
             f"head_scores=None: {type(method).__name__} needs those that kvbench calibrate makes"
         )
-    return kind(shape, method, budget, output=lambda layer: output_weight(model, layer), **settings)
+    kept = kept_layers(model)
+    if kept:  # windows count columns, and states take them in: padding stands on the left
+        settings.setdefault("offsets", [max(lengths) - length for length in lengths])
+    engine = kind(shape, method, budget, output=partial(output_weight, model), **settings)
+    engine.windowed = kept
+    return engine
 
 
 def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:

@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.backends.hf.layers import shape_of
-from kvbench.backends.hf.rotary import refuse_recomputed
-from kvbench.backends.hf.runner import ModelRunner, replayed, windows_of
+from kvbench.backends.hf.model import engine_for
+from kvbench.backends.hf.runner import ModelRunner, replayed
 from kvbench.budget import Budget
 from kvbench.engine.audit import method_bytes
 from kvbench.engine.engine import Engine
@@ -113,7 +112,7 @@ class Prefilled:
     ) -> None:
         chosen_tokens(logits)
         self.logits, self.lengths, self._capacity = logits, engine.shape.lengths, engine.capacity
-        self._recorded, self._windowed = recorded, engine.windowed
+        self._recorded, self._kept = recorded, engine.windowed
         tiers = [store.device for store in engine.stores.values()]
         blocks = [block for tier in tiers for block in (tier.key, tier.value)]
         engine.release()
@@ -151,8 +150,7 @@ class Prefilled:
         layers = zip(engine.shape.full_layers, blocks[::2], blocks[1::2], strict=True)
         stores = [engine.adopt(layer, (key, value), prompts[layer]) for layer, key, value in layers]
         self._lent = [] if self._copies else stores
-        for layer, windowed in windows_of(engine).items():
-            windowed.begin_from(self._windowed[layer])
+        engine.windowed = {layer: part.copy() for layer, part in self._kept.items()}
         if method.needs.layer_similarity:
             engine.end_prefill(recorded.similarity)
         return self.logits
@@ -186,11 +184,9 @@ def prefill_once(
     copies
         who begins has a copy of the prompt, so that many go on side by side.
     """
-    needs = list(needs)
-    shape = shape_of(model, [len(prompt) for prompt in prompts], (), model.dtype, model.device)
-    refuse_recomputed(model, shape.lengths, max_new_tokens)
+    needs, lengths = list(needs), [len(prompt) for prompt in prompts]
     recorder = Recorder(needs)
-    engine = Engine(shape, recorder, Budget(None), new_tokens=max_new_tokens)
+    engine = engine_for(model, lengths, recorder, Budget(None), (), new_tokens=max_new_tokens)
     logits = ModelRunner(model).prefill(engine, prompts, chunk, progress)
     for replay in {need.replay for need in needs if need.replay is not None}:
         passes = Template.of(tokenizer, "a replay").passes(prompts, replay)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.backends.hf.hooks import CountingCache, CountingLayer, module_function
+from kvbench.backends.hf.hooks import CountingCache, module_function
 from kvbench.backends.hf.layers import attention_modules, card_of, read_token
 from kvbench.config import ConfigError
 from kvbench.engine.positions import Angles
@@ -60,7 +60,8 @@ class RotaryOf:
             # of layer, where layers with a window have other angles
             self._kind = (FULL,) if isinstance(_rope_type(self._rotary), dict) else ()
             self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]), 1.0)
-            self._apply = module_function(attention_modules(model)[0], "apply_rotary_pos_emb")
+            attention = next(iter(attention_modules(model).values()))
+            self._apply = module_function(attention, "apply_rotary_pos_emb")
             reason = self._tried(model, layers)
         if reason:
             raise ConfigError(
@@ -234,9 +235,7 @@ def refuse_recomputed(model: PreTrainedModel, lengths: Sequence[int], new_tokens
 def drops_cache(model: PreTrainedModel, read: int) -> bool:
     """Whether the model's class, in `generate`, drops a cache that has read so many tokens."""
     cache = CountingCache(card_of(model).layers, {})
-    for layer in cache.layers:
-        assert isinstance(layer, CountingLayer)
-        layer.counted = read
+    cache.count(read)
     ids = torch.zeros(1, read + 1, dtype=torch.int64, device=model.device)
     arguments = {
         "past_key_values": cache,

@@ -8,23 +8,18 @@ columns, the padding is on the left, and a mask keeps it out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvbench.attention import torch as dense
 from kvbench.backends.hf import rotary
-from kvbench.backends.hf.hooks import (
-    Call,
-    CountingCache,
-    CountingLayer,
-    WindowedLayer,
-    windowed_layers,
-)
+from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer
+from kvbench.backends.hf.kept import joined
 from kvbench.backends.hf.residuals import inputs_noted, residuals_watched
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, LayerMemory, check_finite
@@ -39,7 +34,7 @@ class EngineCache(CountingCache):
     """The decode loop's cache: that loop itself says which phase each forward pass belongs to."""
 
     def __init__(self, engine: Engine | EngineGroup) -> None:
-        super().__init__(engine.shape.layers, windows_of(engine))
+        super().__init__(engine.shape.layers, engine.windowed)
         self.engine, self.scaling = engine, engine.shape.scaling
 
     def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
@@ -57,12 +52,6 @@ class EngineCache(CountingCache):
         for layer in self.layers:
             if isinstance(layer, CountingLayer):
                 layer.counted = columns
-
-
-def windows_of(engine: Engine | EngineGroup) -> Mapping[int, Any]:
-    """The layers with a window of a generation, by their index; new ones where it has none yet."""
-    engine.windowed = engine.windowed or windowed_layers(engine.shape.windows)
-    return engine.windowed
 
 
 class ModelRunner:
@@ -115,25 +104,21 @@ class ModelRunner:
         return DecodePasses(rows, forward)
 
     def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
-        """The engines' windows in one, of which each has its `Share` from now on: of unequal rows
-        the shorter ones have padding before them.
+        """What transformers keeps of several engines in one, of which each has its share from now
+        on: of unequal rows the shorter ones have padding before them.
         """
+        ends = [*itertools.accumulate(engine.shape.batch for engine in engines)]
+        rows = [
+            slice(end - engine.shape.batch, end) for engine, end in zip(engines, ends, strict=True)
+        ]
         longest = max(length for engine in engines for length in engine.lengths)
-        windowed = windowed_layers(engines[0].shape.windows)
-        for layer, window in windowed.items():
-            parts = [windows_of(engine)[layer].tokens() for engine in engines]
-            width = max(key.shape[2] for key, _ in parts)
-            window.keys, window.values = (
-                torch.cat([pad(part, (0, 0, width - part.shape[2], 0)) for part in states])
-                for states in zip(*parts, strict=True)
-            )
-            window.is_initialized, window.cumulative_length = True, longest
-            window.dtype, window.device = window.keys.dtype, window.keys.device
-            begin = 0
-            for engine, (key, _) in zip(engines, parts, strict=True):
-                rows = slice(begin, begin := begin + len(key))
-                engine.windowed = {**engine.windowed, layer: Share(window, rows, key.shape[2])}
-        return windowed
+        together = {}
+        for layer in engines[0].windowed:
+            parts = [engine.windowed[layer] for engine in engines]
+            together[layer], *shares = joined(parts, rows, longest)
+            for engine, share in zip(engines, shares, strict=True):
+                engine.windowed = {**engine.windowed, layer: share}
+        return together
 
     def alone(self) -> str | None:
         """Why generations of this model cannot share a pass, or None."""
@@ -181,31 +166,6 @@ def _positions(engine: Engine, column: int, end: int) -> Tensor:
     first, length = uploaded(torch.tensor([engine.offsets, [*engine.shape.lengths]]), device)
     columns = torch.arange(column, end, device=device)
     return (columns - first[:, None]).clamp(min=0).minimum(length[:, None] - 1)
-
-
-# -- layers with a window --------------------------------------------------------------------------
-
-
-class Share:
-    """The rows of one engine in a window that several fill, which holds `count` tokens of them now,
-    padding left out.
-    """
-
-    def __init__(self, window: WindowedLayer, rows: slice, count: int) -> None:
-        self._window, self._rows = window, rows
-        self._count, self._before = count, window.cumulative_length
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, n, D], in place."""
-        keys, values = self._window.tokens()
-        count = self._count + self._window.cumulative_length - self._before
-        return keys[self._rows, :, -count:], values[self._rows, :, -count:]
-
-    def resident_bytes(self) -> int:
-        """Bytes of the keys and values that the next token may attend."""
-        return sum(part.nbytes for part in self.tokens())
-
-    allocated_bytes = resident_bytes
 
 
 # -- prompts that are read once more --------------------------------------------------------------
@@ -265,8 +225,10 @@ class ReplayCache(CountingCache):
     """
 
     def __init__(self, engine: Engine, row: int) -> None:
-        windowed = {layer: _row_of(part, row) for layer, part in windows_of(engine).items()}
-        super().__init__(engine.shape.layers, windowed)
+        rows, kept = slice(row, row + 1), engine.windowed
+        super().__init__(
+            engine.shape.layers, {layer: part.copy(rows) for layer, part in kept.items()}
+        )
         self.scaling, self._stores = engine.shape.scaling, engine.stores
         self._row, self._length = row, engine.shape.lengths[row]
         self.count(engine.offsets[row] + self._length)
@@ -285,11 +247,3 @@ class ReplayCache(CountingCache):
         rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
         past = Resident(device.key[rows], device.value[rows], None)
         return dense.turn(query, call.key, call.value, past, call.scaling, call.sinks)
-
-
-def _row_of(windowed: WindowedLayer, row: int) -> WindowedLayer:
-    """A row of what a layer with a window holds."""
-    window = WindowedLayer(windowed.sliding_window)
-    window.begin_from(windowed)
-    window.keys, window.values = (part[row : row + 1] for part in windowed.tokens())
-    return window
