@@ -7,7 +7,8 @@ model; nobody else reads a transformers config. Imports no torch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +178,7 @@ class ModelCard:
         values = config.to_dict()
         # of several parts, as an encoder and a decoder, none is the model
         part = config if values.get("is_encoder_decoder") else config.get_text_config(decoder=True)
-        renamed = {key: getattr(part, key) for key in SIZES if hasattr(part, key)}
+        renamed = _attributes(part, (*SIZES, *WINDOWS.values()))
         kinds = {"layer_types": get_layer_types_and_kwargs(part)[0]}
         return cls.of({**values, "text_config": {**part.to_dict(), **renamed, **kinds}}, where)
 
@@ -207,6 +208,15 @@ def _text_config(whole_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config that may hold others beside it."""
     part = whole_config.get("text_config")
     return part if isinstance(part, Mapping) else whole_config
+
+
+def _attributes(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those that a config object has, and has in common for all layers."""
+    values = {}
+    for name in names:
+        with suppress(AttributeError, RuntimeError):  # absent, or another in some layers
+            values[name] = getattr(config, name)
+    return values
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

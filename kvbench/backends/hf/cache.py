@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.backends.hf import rotary
+from kvbench.backends.hf.continued import refuse_pieces
 from kvbench.backends.hf.given import (
     Columns,
     check_length,
@@ -268,6 +269,8 @@ class KVCache(WatchedCache):
         lengths = _lengths_after(self.engine, mask, self.prompt_length, width)
         if self.engine is not None:
             tokens = shown_tokens(tokens, mask, self._offsets, past)
+        if self._question == "after" or not read:
+            refuse_pieces(self.model, past, width)
         if not read:
             refuse_packed(arguments.get("position_ids"), mask)
         if self._stretched:

@@ -124,8 +124,8 @@ class CountingStateLayer(CountingLayer, LinearAttentionAndFullAttentionLayer):
     """A layer of full attention that holds a state, too, as transformers keeps it."""
 
     def __init__(self, number_of_states: int = 1) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         CountingLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *_: Any, **states: Any) -> None:
         """Room for the states."""
@@ -400,7 +400,8 @@ def _unfit(
     arguments: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why kvbench would compute a call of a layer's attention wrong."""
-    if note.layer != module.layer_idx:
+    shared = module.layer_idx is None or module.layer_idx < 0  # by layers that say who they are
+    if not shared and note.layer != module.layer_idx:
         yield f"it is layer {module.layer_idx} and stores its keys as layer {note.layer}"
     if arguments.get("dropout"):
         yield (

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
 
 from kvbench.backends.hf.hooks import CountingStateLayer
 from kvbench.models.rope import FULL
@@ -66,6 +70,11 @@ class KeptLayer:
     def __init__(self, layer: Any, rows: slice = slice(None), columns: int | None = None) -> None:
         self.layer, self._rows, self._columns = layer, rows, columns
         self._before = getattr(layer, "cumulative_length", 0)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the layer holds more than a window."""
+        return isinstance(self.layer, LinearAttentionLayer)
 
     def tensors(self) -> dict[_Path, Tensor]:
         """Keys, values [B, Hkv, n, D] and states [B, ...] of the rows, in place."""

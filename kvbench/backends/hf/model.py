@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
+from kvbench.backends.hf.continued import try_states
 from kvbench.backends.hf.hooks import NAME
 from kvbench.backends.hf.layers import (
     attention_modules,
@@ -85,6 +86,7 @@ def make_ready(model: PreTrainedModel) -> None:
             " of them on GPUs"
         )
     reading_of(model)
+    try_states(model)
     rotary.watch_length(model)
 
 

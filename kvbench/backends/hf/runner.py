@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.attention import torch as dense
 from kvbench.backends.hf import rotary
+from kvbench.backends.hf.continued import refuse_pieces
 from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer
 from kvbench.backends.hf.kept import joined
 from kvbench.backends.hf.residuals import inputs_noted, residuals_watched
@@ -139,6 +140,7 @@ class ModelRunner:
         """Logits [B, len(columns), vocabulary] of columns of the pass, (): of the last one. Rows
         have `lengths` tokens once it, or the whole prompt, is read.
         """
+        refuse_pieces(self.model, cache.columns, ids.shape[1])
         engine, end = cache.engine, cache.columns + ids.shape[1]
         # the last layer's device is another one than that of the ids
         spread = bool(engine.shape.elsewhere)
@@ -206,6 +208,7 @@ def replayed(
         cache = ReplayCache(engine, replay_pass.row)
         length = engine.shape.lengths[replay_pass.row]
         end, offset = cache.columns + len(replay_pass.ids), engine.offsets[replay_pass.row]
+        refuse_pieces(model, cache.columns, len(replay_pass.ids))
         ids = torch.tensor([replay_pass.ids], device=model.device)
         positions = torch.arange(length, length + len(replay_pass.ids), device=ids.device)[None]
         padding = (torch.arange(end, device=ids.device) >= offset)[None] if offset else None

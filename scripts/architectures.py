@@ -1,0 +1,272 @@
+"""Every causal architecture of transformers as a small random model: does kvbench run it as it is?
+
+Writes the table of docs/reference/architectures.md, and prints what each one comes to. To run means
+that full attention through a `KVCache` gives the logits that transformers gives without one, within
+`CLOSE` of the largest: of a left-padded batch, its decode steps, a later turn, a copy of the cache,
+and a prompt in chunks. What does not run is refused, and the table has the message.
+
+    python scripts/architectures.py            # all of them: some ten minutes on two cores
+    python scripts/architectures.py qwen3_next # some, printed alone
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvbench import KVCache
+from kvbench.config import ConfigError, first_line
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "architectures.md"
+CLOSE = 1e-4  # of the largest logit: sums over other orders, through layers that enlarge differences
+PROMPT, PADDING, NEW, TURN, CHUNK = 60, 17, 8, 12, 25
+VOCABULARY = 260
+PAD = 258
+
+# What sizes become wherever a config has one of this name.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "shared_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("head_dim", "attention_head_dim", "global_head_dim"), 16),
+    **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 1024),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 24),
+    "vocab_size": VOCABULARY,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
+    "lru_width": 64,
+    "initializer_range": 0.2,
+    "is_decoder": True,
+    "use_mamba_kernels": False,
+    "tie_word_embeddings": False,  # tied, random weights repeat the last token
+    "pad_token_id": PAD,
+    "bos_token_id": 256,
+    "eos_token_id": None,
+}
+# What a family needs beside them; of a part of a config, by its model_type.
+WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+MIXED = ["linear_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1}
+CHANGES: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_dense_layers": 1, **WINDOWED},
+    "cohere_compass_text": WINDOWED,
+    "cpmant": {"dim_ff": 96, "dim_head": 16},
+    "ctrl": {"dff": 96},
+    "dots1": EXPERTS,
+    "dots3_note_text": {"per_layer_config": None},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma2": {"query_pre_attn_scalar": 100},
+    "gemma3_text": {**WINDOWED, "query_pre_attn_scalar": 100},
+    "gemma3n_text": {
+        **WINDOWED,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {**WINDOWED, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY},
+    "gpt_neo": {"attention_types": [[["global"], 4]]},
+    "gpt_oss": {**WINDOWED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gptj": {"rotary_dim": 8},
+    "granite": {"attention_multiplier": 0.1},
+    "bailing_hybrid": {"layer_types": MIXED},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": MIXED},
+    "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
+    "inkling_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "local_layer_ids": [0, 2],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": MIXED, "linear_head_dim": 16, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8},
+    "ministral": WINDOWED,
+    "mistral": {"sliding_window": None},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 300,
+        "hc_lowrank": 16,
+    },
+    "reformer": {"axial_pos_embds": False},
+    "roc_bert": {"pronunciation_embed_dim": 64, "shape_embed_dim": 64, "shape_vocab_size": 300},
+    **dict.fromkeys(("plbart", "whisper"), {"decoder_attention_heads": 4}),
+    "xlm": {"emb_dim": 64},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+}
+EVEN_IF_UNSAID = {"head_dim", "num_key_value_heads", "num_experts_per_tok"}  # None: as many as follow from other sizes
+
+
+class Row(NamedTuple):
+    """An architecture in the table.
+
+    Attributes
+    ----------
+    name
+        transformers' `model_type`.
+    kinds
+        of its layers' caches, as its config object says.
+    ran
+        what of `STAGES` gave transformers' logits.
+    reason
+        why the rest did not; "": all did.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    ran: tuple[str, ...]
+    reason: str
+
+
+def small_config(name: str) -> PreTrainedConfig:
+    """The config of an architecture with small sizes, those of its parts too."""
+    return AutoConfig.for_model(name, **_small(AutoConfig.for_model(name), name))
+
+
+def _small(config: PreTrainedConfig, name: str) -> dict[str, Any]:
+    known, changes = config.to_dict(), CHANGES.get(name, {})
+    sizes = {
+        key: size
+        for key, size in SIZES.items()
+        if key in known and (known[key] is not None or key in EVEN_IF_UNSAID)
+    }
+    if known.get("kv_lora_rank"):  # as many keys and values as queries come of one latent vector
+        sizes |= {"num_key_value_heads": 4, "head_dim": 8}
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    small = {
+        key: {"model_type": part.model_type, **_small(part, part.model_type)}
+        for key, part in parts.items()
+        if part is not None
+    }
+    return {**sizes, **small, "eos_token_id": None, "pad_token_id": PAD, **changes}
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A random model: matrices drawn at a deviation of 0.2, norms about 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        except ValueError:  # transformers has no other of these
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+            else:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval().requires_grad_(False)
+
+
+def main(names: list[str]) -> None:
+    for name in names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        print(trial(name), flush=True)
+
+
+class Trial:
+    """What transformers alone generates of two texts, the second padded, and of a turn after it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        rng = torch.Generator().manual_seed(1)
+        self.prompt = torch.randint(4, 250, (2, PROMPT), generator=rng)
+        self.prompt[1, :PADDING] = PAD
+        turn = torch.randint(4, 250, (2, TURN), generator=rng)
+        cache = DynamicCache(config=model.config)
+        self.first, self.first_logits = self._generated(self.prompt, past_key_values=cache)
+        self.asked = torch.cat([self.first, turn], dim=1)
+        _, self.second_logits = self._generated(self.asked, past_key_values=cache)
+
+    def _generated(self, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens, and the logits that chose the new ones [NEW, B, V]."""
+        mask = torch.ones_like(ids)
+        mask[1:, :PADDING] = 0
+        fixed = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+        out = self.model.generate(
+            ids, **fixed, **options, pad_token_id=PAD, output_logits=True, return_dict_in_generate=True
+        )
+        return out.sequences, torch.stack(out.logits)
+
+    def off(self, ids: torch.Tensor, expected: torch.Tensor, cache: KVCache, **options: Any) -> float:
+        logits = self._generated(ids, past_key_values=cache, **options)[1]
+        return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
+
+
+def trial(name: str) -> Any:
+    stages = {}
+    try:
+        config = small_config(name)
+        model = random_model(config)
+        t = Trial(model)
+    except Exception as error:
+        return name, "TRANSFORMERS", type(error).__name__, first_line(error)[:300]
+    n = sum(p.numel() for p in model.parameters())
+    try:
+        make = lambda **k: KVCache(model, "full", None, dense_layers=(), **k)
+        cache = make()
+        stages["prompt"] = t.off(t.prompt, t.first_logits, cache)
+        try:
+            twin = cache.copy()
+            stages["turn"] = t.off(t.asked, t.second_logits, cache)
+            stages["copy"] = t.off(t.asked, t.second_logits, twin)
+        except (ConfigError, ValueError) as error:
+            stages["turn"] = first_line(error)
+        try:
+            stages["chunk"] = t.off(t.prompt, t.first_logits, make(prompt_length=PROMPT), prefill_chunk_size=CHUNK)
+        except (ConfigError, ValueError) as error:
+            stages["chunk"] = first_line(error)
+    except ConfigError as error:
+        return name, "REFUSED", first_line(error)[:300]
+    except Exception as error:
+        import traceback
+        traceback.print_exc(file=sys.stdout)
+        return name, "ERROR", stages, type(error).__name__, first_line(error)[:300]
+    bad = {k: v for k, v in stages.items() if not isinstance(v, float) or not v < CLOSE}
+    return name, "RUNS" if not bad else "OFF", n, bad
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    main(sys.argv[1:])
