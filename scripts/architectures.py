@@ -1,11 +1,11 @@
-"""Every causal architecture of transformers as a small random model: does kvbench run it as it is?
+"""Every causal architecture of transformers as a small random model: does kvbench run it?
 
-Writes the table of docs/reference/architectures.md, and prints what each one comes to. To run means
-that full attention through a `KVCache` gives the logits that transformers gives without one, within
-`CLOSE` of the largest: of a left-padded batch, its decode steps, a later turn, a copy of the cache,
-and a prompt in chunks. What does not run is refused, and the table has the message.
+Writes docs/reference/architectures.md. To run means that full attention through a `KVCache` gives
+the logits that transformers gives without one, within `CLOSE` of the largest, of a left-padded
+batch: of its prompt and decode steps, of a later turn, of that turn in a copy of the cache, and of
+the prompt in chunks. What does not run is refused, and the page has the message.
 
-    python scripts/architectures.py            # all of them: some ten minutes on two cores
+    python scripts/architectures.py            # all of them: two minutes on a core
     python scripts/architectures.py qwen3_next # some, printed alone
 """
 
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -29,24 +31,58 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvbench import KVCache
 from kvbench.config import ConfigError, first_line
+from kvbench.models.card import ModelCard
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "architectures.md"
-CLOSE = 1e-4  # of the largest logit: sums over other orders, through layers that enlarge differences
+CLOSE = (
+    1e-4  # of the largest logit: sums over other orders, through layers that enlarge differences
+)
 PROMPT, PADDING, NEW, TURN, CHUNK = 60, 17, 8, 12, 25
 VOCABULARY = 260
 PAD = 258
 
+HEAD = """# Architectures
+
+Every causal language model of transformers {version}, {all} of them, as a small random model
+(`python scripts/architectures.py` writes this page): {runs} give under full attention through a
+`KVCache` the logits that transformers gives, within 1e-4 of the largest, for the prompt of a
+left-padded batch and its decode steps, for a later turn, for that turn in a copy of the cache, and
+for the prompt in chunks; {parts} do so in part. The others are refused before anything is computed,
+with the message that stands here. "No small model": transformers itself does not run the one that
+the script makes.
+
+*Layers*: what transformers' cache holds of them. A method acts on those of full attention (`full`,
+`hybrid`); windows, states of linear attention and convolutions stay transformers'.
+
+| architecture | layers | equal to transformers | why not the rest |
+|---|---|---|---|
+"""
+
 # What sizes become wherever a config has one of this name.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 64
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "shared_intermediate_size"), 96),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "num_layers",
+            "n_layers",
+            "decoder_layers",
+            "encoder_layers",
+        ),
+        4,
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
     **dict.fromkeys(("head_dim", "attention_head_dim", "global_head_dim"), 16),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 1024),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"), 2
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 24),
@@ -79,7 +115,13 @@ MIXED = ["linear_attention", "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1}
 CHANGES: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1, **WINDOWED},
-    "cohere_compass_text": WINDOWED,
+    "cohere_compass_text": {
+        **WINDOWED,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "cpmant": {"dim_ff": 96, "dim_head": 16},
     "ctrl": {"dff": 96},
     "dots1": EXPERTS,
@@ -95,16 +137,24 @@ CHANGES: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma4_text": {**WINDOWED, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY},
+    "gemma4_text": {
+        **WINDOWED,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
     "gpt_neo": {"attention_types": [[["global"], 4]]},
     "gpt_oss": {**WINDOWED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "gptj": {"rotary_dim": 8},
     "granite": {"attention_multiplier": 0.1},
-    "bailing_hybrid": {"layer_types": MIXED},
+    "bailing_hybrid": {"layer_types": MIXED, "n_group": 1, "topk_group": 1, "num_experts": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": MIXED},
-    "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
+    "inkling2_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+    },
     "inkling_text": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
@@ -112,7 +162,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "local_layer_ids": [0, 2],
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": MIXED, "linear_head_dim": 16, "linear_num_heads": 4},
+    "kimi_linear": {
+        "layer_types": MIXED,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
@@ -135,7 +191,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
 }
-EVEN_IF_UNSAID = {"head_dim", "num_key_value_heads", "num_experts_per_tok"}  # None: as many as follow from other sizes
+EVEN_IF_UNSAID = {
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+}  # None: as many as follow from other sizes
+
+
+STAGES = ("prompt", "copy", "turn", "chunks")
 
 
 class Row(NamedTuple):
@@ -148,15 +211,21 @@ class Row(NamedTuple):
     kinds
         of its layers' caches, as its config object says.
     ran
-        what of `STAGES` gave transformers' logits.
+        those of `STAGES` that gave transformers' logits.
     reason
-        why the rest did not; "": all did.
+        why the others did not; "": all did.
     """
 
     name: str
     kinds: tuple[str, ...]
     ran: tuple[str, ...]
     reason: str
+
+    def line(self) -> str:
+        """Its row of the page."""
+        kinds = ", ".join(kind.removesuffix("_attention") for kind in dict.fromkeys(self.kinds))
+        ran = "all" if self.ran == STAGES else ", ".join(self.ran) or "-"
+        return f"| `{self.name}` | {kinds or '-'} | {ran} | {self.reason.replace('|', '/')} |"
 
 
 def small_config(name: str) -> PreTrainedConfig:
@@ -198,75 +267,104 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def main(names: list[str]) -> None:
-    for name in names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        print(trial(name), flush=True)
-
-
 class Trial:
     """What transformers alone generates of two texts, the second padded, and of a turn after it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        rng = torch.Generator().manual_seed(1)
+        self.model, rng = model, torch.Generator().manual_seed(1)
         self.prompt = torch.randint(4, 250, (2, PROMPT), generator=rng)
         self.prompt[1, :PADDING] = PAD
         turn = torch.randint(4, 250, (2, TURN), generator=rng)
-        cache = DynamicCache(config=model.config)
-        self.first, self.first_logits = self._generated(self.prompt, past_key_values=cache)
-        self.asked = torch.cat([self.first, turn], dim=1)
-        _, self.second_logits = self._generated(self.asked, past_key_values=cache)
+        out = self._generated(self.prompt)
+        self.first, self.asked = torch.stack(out.logits), torch.cat([out.sequences, turn], dim=1)
+        later = self._generated(self.asked, past_key_values=out.past_key_values)
+        self.second = torch.stack(later.logits)
 
-    def _generated(self, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens, and the logits that chose the new ones [NEW, B, V]."""
+    def _generated(self, ids: Tensor, **options: Any) -> Any:
+        """All tokens, and the logits that chose the new ones, NEW times [B, V]."""
         mask = torch.ones_like(ids)
         mask[1:, :PADDING] = 0
-        fixed = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
-        out = self.model.generate(
-            ids, **fixed, **options, pad_token_id=PAD, output_logits=True, return_dict_in_generate=True
-        )
-        return out.sequences, torch.stack(out.logits)
+        options |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        return self.model.generate(ids, attention_mask=mask, **options)
 
-    def off(self, ids: torch.Tensor, expected: torch.Tensor, cache: KVCache, **options: Any) -> float:
-        logits = self._generated(ids, past_key_values=cache, **options)[1]
-        return float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
+    def refuse_other(self, ids: Tensor, expected: Tensor, cache: KVCache, **options: Any) -> None:
+        """Refuse a cache with which other logits come out.
+
+        Raises
+        ------
+        AssertionError
+            says how far off they are.
+        """
+        logits = torch.stack(self._generated(ids, past_key_values=cache, **options).logits)
+        off = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
+        assert off < CLOSE, f"logits are {off:.2g} off"
+
+    def stages(self) -> dict[str, Callable[[], None]]:
+        """What is tried, in this order."""
+        cache = KVCache(self.model, "full", None, dense_layers=())
+        pieces = KVCache(self.model, "full", None, dense_layers=(), prompt_length=PROMPT)
+        turn = partial(self.refuse_other, self.asked, self.second)
+        return {
+            "prompt": partial(self.refuse_other, self.prompt, self.first, cache),
+            "copy": lambda: turn(cache.copy()),
+            "turn": lambda: turn(cache),
+            "chunks": lambda: self.refuse_other(
+                self.prompt, self.first, pieces, prefill_chunk_size=CHUNK
+            ),
+        }
 
 
-def trial(name: str) -> Any:
-    stages = {}
+def trial(name: str) -> Row:
+    """What an architecture comes to."""
+    kinds: tuple[str, ...] = ()
+    ran, reason = [], ""
     try:
         config = small_config(name)
-        model = random_model(config)
-        t = Trial(model)
+        kinds = ModelCard.of_config(config).layer_kinds
+        made = Trial(random_model(config))
     except Exception as error:
-        return name, "TRANSFORMERS", type(error).__name__, first_line(error)[:300]
-    n = sum(p.numel() for p in model.parameters())
+        return Row(name, kinds, (), f"no small model of it: {_words(error)}")
     try:
-        make = lambda **k: KVCache(model, "full", None, dense_layers=(), **k)
-        cache = make()
-        stages["prompt"] = t.off(t.prompt, t.first_logits, cache)
-        try:
-            twin = cache.copy()
-            stages["turn"] = t.off(t.asked, t.second_logits, cache)
-            stages["copy"] = t.off(t.asked, t.second_logits, twin)
-        except (ConfigError, ValueError) as error:
-            stages["turn"] = first_line(error)
-        try:
-            stages["chunk"] = t.off(t.prompt, t.first_logits, make(prompt_length=PROMPT), prefill_chunk_size=CHUNK)
-        except (ConfigError, ValueError) as error:
-            stages["chunk"] = first_line(error)
+        stages = made.stages()
     except ConfigError as error:
-        return name, "REFUSED", first_line(error)[:300]
-    except Exception as error:
-        import traceback
-        traceback.print_exc(file=sys.stdout)
-        return name, "ERROR", stages, type(error).__name__, first_line(error)[:300]
-    bad = {k: v for k, v in stages.items() if not isinstance(v, float) or not v < CLOSE}
-    return name, "RUNS" if not bad else "OFF", n, bad
+        return Row(name, kinds, (), first_line(error).partition(": ")[2])
+    for stage in STAGES:
+        try:
+            stages[stage]()
+            ran.append(stage)
+        except (ConfigError, AssertionError) as error:
+            reason = reason or first_line(error)
+    return Row(name, kinds, tuple(ran), reason)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:120]}"
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    some = [row for row in rows if row.ran]
+    head = HEAD.format(
+        version=transformers.__version__,
+        all=len(rows),
+        runs=sum(not row.reason for row in rows),
+        parts=sum(bool(row.reason) for row in some),
+    )
+    return head + "\n".join(row.line() for row in rows) + "\n"
+
+
+def main(names: Sequence[str]) -> None:
+    """Print the rows of some architectures, or write the page of all."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for name in names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        rows.append(trial(name))
+        print(rows[-1].line(), flush=True)
+    if not names:
+        PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
     main(sys.argv[1:])

@@ -74,6 +74,13 @@ class LayerMemory(Protocol):
         """Bytes that they take there."""
 
 
+class KeptMemory(LayerMemory, Protocol):
+    """A layer, or a part of it, that the model keeps itself: a window, or a state."""
+
+    def state_bytes(self) -> int:
+        """Bytes of what it holds beside keys and values."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How an engine runs its method.
@@ -143,8 +150,7 @@ class Engine:
         see `kvbench.method`.
     offsets
         column of each row's first token in the prefill's forward passes (left padding); None: all
-        0, and where layers have a window, which counts columns, so that all rows end in the last
-        one.
+        0.
     columns
         width of the whole prompt there, padding included; None: the longest row.
     settings
@@ -153,7 +159,7 @@ class Engine:
     Attributes
     ----------
     windowed
-        the layers with a window, by index; the model's cache puts them here.
+        the layers of which the model keeps all or a part itself, by index.
     waiting
         layers that wait for a replay, each with what the method will be shown; None: a dense one.
     replay_tokens
@@ -182,7 +188,7 @@ class Engine:
         self.stores: dict[int, LayerStore] = {}
         self.waiting: dict[int, Prompt | None] = {}
         self.replay_tokens = 0
-        self.windowed: Mapping[int, LayerMemory] = {}
+        self.windowed: Mapping[int, KeptMemory] = {}
         self.probe = Probe(shape, how.probe_every) if how.probe_every else None
         self.prefilled = False
         self._turn: Tensor | None = None  # tokens [B, q] that are read at once
@@ -695,10 +701,11 @@ class Engine:
         if self.executor.note:
             remarks["executor_note"] = self.executor.note
         if self.windowed:
-            remarks["windowed_share"] = len(self.windowed) / self.shape.layers
-            remarks["windowed_kv_bytes"] = sum(
-                layer.resident_bytes() for layer in self.windowed.values()
-            )
+            kept = self.windowed.values()
+            remarks["windowed_share"] = len(self.shape.windows) / self.shape.layers
+            remarks["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in kept)
+            if states := sum(layer.state_bytes() for layer in kept):
+                remarks["state_bytes"] = states
         if any(store.host is not None for store in self.stores.values()):
             copied = "measured" if self.shape.device.type == "cuda" else "simulated"
             remarks["transfer"] = "in place" if self.executor.in_place else copied

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.captured import Forward
-from kvbench.engine.engine import Engine, LayerMemory, surely_finite
+from kvbench.engine.engine import Engine, KeptMemory, surely_finite
 from kvbench.engine.request import chosen_tokens
 from kvbench.memory.transfer import uploaded
 from kvbench.method import Method
@@ -51,7 +51,7 @@ class EngineGroup:
     prefilled = True
 
     def __init__(
-        self, engines: Sequence[Engine], windowed: Mapping[int, LayerMemory], errors: Errors
+        self, engines: Sequence[Engine], windowed: Mapping[int, KeptMemory], errors: Errors
     ) -> None:
         self._engines, self.windowed, self._errors = engines, windowed, errors
         self._rows = [engine.shape.batch for engine in engines]
@@ -156,7 +156,7 @@ class Runner(Protocol):
     def passes(self, rows: Engine | EngineGroup) -> DecodePasses:
         """Further passes over what has read its prompts."""
 
-    def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
+    def joined(self, engines: Sequence[Engine]) -> Mapping[int, KeptMemory]:
         """The layers with a window of several engines as those of one batch, by their index."""
 
     def alone(self) -> str | None:

@@ -37,7 +37,9 @@ def try_states(model: PreTrainedModel) -> None:
     name = f"{type(model).__name__}: transformers does not go on from its states"
     if not off[0] <= near:
         raise ConfigError(f"{name}: a token read after others is {off[0]:.2g} off")
-    _reasons[model] = "" if off[1] <= near else f"{name} with several tokens at once, {off[1]:.2g} off"
+    _reasons[model] = (
+        "" if off[1] <= near else f"{name} with several tokens at once, {off[1]:.2g} off"
+    )
 
 
 def refuse_pieces(model: PreTrainedModel, before: int, tokens: int) -> None:

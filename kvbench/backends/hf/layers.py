@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -48,6 +48,19 @@ class _Reading(CountingCache):
         self.calls: dict[int, Call] = {}
         self.queries: dict[int, torch.Tensor] = {}
 
+    def refuse_strange_model(self) -> NoReturn:
+        """The model does not use transformers' interfaces as others do.
+
+        Raises
+        ------
+        ConfigError
+            always.
+        """
+        raise ConfigError(
+            "it makes its masks, or biases of its attention, by functions of its own; kvbench runs"
+            " models that use transformers' attention and mask interfaces"
+        )
+
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """What one token attends: itself."""
         self.calls[call.layer], self.queries[call.layer] = call, query
@@ -85,7 +98,9 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
         model.base_model.forward(
             input_ids=ids, past_key_values=reading, use_cache=True, **arguments
         )
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}" if name not in str(error) else str(error)) from None
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ConfigError(

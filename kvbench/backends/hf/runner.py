@@ -23,7 +23,7 @@ from kvbench.backends.hf.hooks import Call, CountingCache, CountingLayer
 from kvbench.backends.hf.kept import joined
 from kvbench.backends.hf.residuals import inputs_noted, residuals_watched
 from kvbench.config import ConfigError
-from kvbench.engine.engine import Engine, LayerMemory, check_finite
+from kvbench.engine.engine import Engine, KeptMemory, check_finite
 from kvbench.engine.passes import DecodePasses, EngineGroup, TokenRows
 from kvbench.engine.replay import Pass
 from kvbench.memory.device import Resident
@@ -104,7 +104,7 @@ class ModelRunner:
 
         return DecodePasses(rows, forward)
 
-    def joined(self, engines: Sequence[Engine]) -> Mapping[int, LayerMemory]:
+    def joined(self, engines: Sequence[Engine]) -> Mapping[int, KeptMemory]:
         """What transformers keeps of several engines in one, of which each has its share from now
         on: of unequal rows the shorter ones have padding before them.
         """

@@ -511,6 +511,14 @@ class Run:
     # -- its bytes, by its audit and that of full attention
 
     @property
+    def acted_share(self) -> float:
+        """The share of the model's layers that can have a method, as have those of full attention.
+
+        1 where the audit says nothing of other layers: with a window, or a state.
+        """
+        others = self.arm["windowed_share"]
+        return 1.0 if missing(others) else 1.0 - float(others)
+
     def bytes_read(self) -> float:
         """Bytes of KV that a decode step reads on average; NaN where its audit does not say.
 

@@ -312,7 +312,18 @@ class ReportTable:
         """
         cells, machines = _mark_machines(self.cells, times)
         notes = [*self.notes, *notes_of(cells.values(), self.lines), *machines, *more]
+        notes += _acted_notes(cell.arm for cell in cells.values() if cell.arm is not None)
         return replace(self, cells=cells, notes=[*notes, *captions(cells.values(), labelled)])
+
+
+def _acted_notes(runs: Iterable[Run]) -> list[str]:
+    """What is said of models in which methods act on some of the layers alone."""
+    shares = {run.settings["model"]: run.acted_share() for run in runs}
+    return [
+        f"In {model} {share:.0%} of the layers have full attention, and with it a budget."
+        for model, share in shares.items()
+        if share < 1
+    ]
 
 
 def captions(cells: Iterable[Cell], labelled: Collection[str]) -> list[str]:
