@@ -169,6 +169,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
         "linear_num_heads": 4,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
