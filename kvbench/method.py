@@ -221,8 +221,8 @@ class Shape:
         true indices of the layers a method is asked about; the others stay dense and are never
         shown.
     windows
-        true indices of layers that attend the most recent tokens alone, and how many; the model
-        computes and keeps them itself.
+        true indices of layers without full attention, which the model computes and keeps itself,
+        and how many of the most recent tokens each attends; 0: none, as where it holds a state.
     elsewhere
         true indices of layers that lie on another device, and which.
     """

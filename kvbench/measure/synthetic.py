@@ -246,9 +246,10 @@ class SyntheticEngine(Engine):
                 self._rows(make, layer, 0, length)
                 for make in (self._synthetic.keys, self._synthetic.values)
             )
-            if layer in self.windowed:
-                windowed: Any = self.windowed[layer]
-                windowed.layer.update(keys, values)
+            if layer in self.shape.windows:
+                if self.shape.windows[layer]:  # else a state, which begins with the first step
+                    windowed: Any = self.windowed[layer]
+                    windowed.fill(keys, values)
             else:
                 self.fill(
                     layer,

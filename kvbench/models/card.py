@@ -1,7 +1,8 @@
 """The card of a model: what its config says of it, read once, and whether kvbench runs it.
 
 `kvbench.models.hub` makes it before anything is loaded, `kvbench.backends.hf.layers` of a loaded
-model; nobody else reads a transformers config. Imports no torch.
+model; nobody else reads a transformers config. What each layer is, a config object is asked, with
+transformers imported; of a `config.json` by itself no torch is.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class ModelCard:
 
     def entries(self, tokens: int) -> int:
         """Keys of a KV head that all layers hold of a text."""
-        in_windows = [min(tokens, size - 1) for size in self.windows.values()]
+        in_windows = [min(tokens, max(size - 1, 0)) for size in self.windows.values()]
         return sum(in_windows) + (self.layers - len(in_windows)) * tokens
 
     def refuse_unsupported(self, name: str) -> None:

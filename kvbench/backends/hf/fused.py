@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.attention import flashinfer
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.hooks import mailbox
-from kvbench.backends.hf.layers import card_of, read_token
+from kvbench.backends.hf.layers import card_of, kept_layers, read_token
 from kvbench.backends.hf.spread import devices_under
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
@@ -264,6 +264,8 @@ def _unfit(model: PreTrainedModel) -> str | None:
         return f"{model.device.type} is not a CUDA device"
     if devices_under(model) > 1:
         return "its layers lie on several devices"
+    if kept_layers(model):
+        return "some of its layers have a window, or a state"
     layers = _decoder_layers(model)
     if len(layers) != card_of(model).layers or not all(map(fits, layers)):
         return (

@@ -136,6 +136,19 @@ class CountingStateLayer(CountingLayer, LinearAttentionAndFullAttentionLayer):
         CountingLayer.reset(self)
 
 
+def updated(
+    layer: Any, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer attends once new keys and values [B, Hkv, q, D] are in it."""
+    states: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
+    for name in ("keys", "values"):
+        part = getattr(layer, name)
+        spare = 0 if part is None else part.untyped_storage().nbytes() - part.nbytes
+        if spare and keys.shape[-2] > 1:  # a part of a prompt would stay in memory whole
+            setattr(layer, name, part.clone())
+    return states
+
+
 class CountingCache(Cache):
     """A cache of counting layers, and of transformers' own for what has no full attention.
 
@@ -180,12 +193,7 @@ class CountingCache(Cache):
             if layer_idx == self.first:
                 self.begin_pass()
             mailbox.call = Call(self, layer_idx, key_states, value_states)
-        states: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
-        for name in ("keys", "values"):
-            part = getattr(layer, name)
-            if part is not None and part.untyped_storage().nbytes() > 2 * part.nbytes:
-                setattr(layer, name, part.clone())  # a part of a prompt would stay in memory whole
-        return states
+        return updated(layer, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns of a layer's mask, and the first of them."""

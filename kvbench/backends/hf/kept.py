@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvbench.backends.hf.hooks import CountingStateLayer
+from kvbench.backends.hf.hooks import CountingStateLayer, updated
 from kvbench.models.rope import FULL
 
 KEYS = ("keys", "values")  # [B, Hkv, n, D]; a layer's other tensors are states [B, ...]
@@ -85,6 +85,10 @@ class KeptLayer:
                 tensors[path] = tensors[path][:, :, -count:]
         return tensors
 
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        """Hold the window of a prompt whose keys and values are [B, Hkv, N, D]."""
+        updated(self.layer, keys, values)
+
     def copy(self, rows: slice = slice(None)) -> KeptLayer:
         """A layer that goes on by itself from what these rows, or some of them, hold."""
         tensors = {path: part[rows].clone() for path, part in self.tensors().items()}
@@ -109,11 +113,13 @@ class KeptLayer:
         return sum(part.nbytes for path, part in tensors if path.attribute not in KEYS)
 
 
-def joined(parts: Sequence[KeptLayer], rows: Sequence[slice], length: int) -> list[KeptLayer]:
+def joined(parts: Sequence[Any], rows: Sequence[slice], length: int) -> list[KeptLayer]:
     """What several generations hold in a layer as that of one batch, and then the share of each.
 
     Parameters
     ----------
+    parts
+        the `KeptLayer` of each.
     rows
         of the batch, each generation's.
     length
