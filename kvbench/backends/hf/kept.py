@@ -78,12 +78,18 @@ class KeptLayer:
 
     def tensors(self) -> dict[_Path, Tensor]:
         """Keys, values [B, Hkv, n, D] and states [B, ...] of the rows, in place."""
-        tensors = {path: part[self._rows] for path, part in _tensors(self.layer)}
-        if self._columns is not None:
-            count = self._columns + self.layer.cumulative_length - self._before
-            for path in [path for path in tensors if path.attribute in KEYS]:
-                tensors[path] = tensors[path][:, :, -count:]
-        return tensors
+        states = {path: part[self._rows] for path, part in _tensors(self.layer)}
+        return states | {_Path(name): part for name, part in self._window().items()}
+
+    def _window(self) -> dict[str, Tensor]:
+        """Keys and values of the rows; {}: the layer holds none."""
+        parts = {
+            name: part for name in KEYS if (part := getattr(self.layer, name, None)) is not None
+        }
+        if self._columns is None:
+            return parts
+        count = self._columns + self.layer.cumulative_length - self._before
+        return {name: part[self._rows, :, -count:] for name, part in parts.items()}
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Hold the window of a prompt whose keys and values are [B, Hkv, N, D]."""
@@ -96,16 +102,13 @@ class KeptLayer:
 
     def resident_bytes(self) -> int:
         """Bytes of the keys and values that the next token may attend."""
-        tensors = self.tensors().items()
-        return sum(part.nbytes for path, part in tensors if path.attribute in KEYS)
+        return sum(part.nbytes for part in self._window().values())
 
     def allocated_bytes(self) -> int:
         """Bytes that they take on the device: a step's one token more, of which they are a part."""
         if self._columns is not None:
             return self.resident_bytes()
-        tensors = self.tensors().items()
-        parts = (part for path, part in tensors if path.attribute in KEYS)
-        return sum(part.untyped_storage().nbytes() for part in parts)
+        return sum(part.untyped_storage().nbytes() for part in self._window().values())
 
     def state_bytes(self) -> int:
         """Bytes of the states, which have one size however long the text is."""
