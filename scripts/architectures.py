@@ -12,6 +12,7 @@ the prompt in chunks. What does not run is refused, and the page has the message
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -199,6 +200,7 @@ EVEN_IF_UNSAID = {
 }  # None: as many as follow from other sizes
 
 
+WIDTH = 110  # of a cell of the table
 STAGES = ("prompt", "copy", "turn", "chunks")
 
 
@@ -223,10 +225,12 @@ class Row(NamedTuple):
     reason: str
 
     def line(self) -> str:
-        """Its row of the page."""
+        """Its row of the page, with the message as far as it says why."""
         kinds = ", ".join(kind.removesuffix("_attention") for kind in dict.fromkeys(self.kinds))
         ran = "all" if self.ran == STAGES else ", ".join(self.ran) or "-"
-        return f"| `{self.name}` | {kinds or '-'} | {ran} | {self.reason.replace('|', '/')} |"
+        why = self.reason.partition(";")[0].translate({ord("|"): "/", ord("`"): None})
+        why = textwrap.shorten(why, WIDTH, placeholder=" ...")
+        return f"| `{self.name}` | {kinds or '-'} | {ran} | {why} |"
 
 
 def small_config(name: str) -> PreTrainedConfig:
