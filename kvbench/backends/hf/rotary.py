@@ -23,7 +23,7 @@ from kvbench.backends.hf.hooks import CountingCache, module_function
 from kvbench.backends.hf.layers import attention_modules, card_of, read_token
 from kvbench.config import ConfigError
 from kvbench.engine.positions import Angles
-from kvbench.models.card import ModelCard
+from kvbench.models.card import WITH_ALL_KEYS, ModelCard
 from kvbench.models.rope import FULL
 
 PLACE = 3  # where a key is turned to, to see whether that is right
@@ -58,7 +58,9 @@ class RotaryOf:
         else:
             self._rotary = rotary[0]
             # of layer, where layers with a window have other angles
-            self._kind = (FULL,) if isinstance(_rope_type(self._rotary), dict) else ()
+            kinds = _rope_type(self._rotary)
+            with_all = [kind for kind in WITH_ALL_KEYS if kind in kinds]
+            self._kind = tuple(with_all) if isinstance(kinds, dict) else ()
             self._scaling = getattr(self._rotary, "_".join([*self._kind, "attention_scaling"]), 1.0)
             attention = next(iter(attention_modules(model).values()))
             self._apply = module_function(attention, "apply_rotary_pos_emb")
