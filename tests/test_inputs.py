@@ -36,7 +36,7 @@ def read_by_attention(loaded: Loaded, row: list[int]) -> dict[int, torch.Tensor]
             lambda _, args, given, at=layer: noted.update({at: (args or [given["hidden_states"]])[0][0]}),
             with_kwargs=True,
         )
-        for layer, module in enumerate(attention_modules(loaded.model))
+        for layer, module in attention_modules(loaded.model).items()
     ]
     with torch.inference_mode():
         loaded.model(torch.tensor([row]))

@@ -57,7 +57,7 @@ def inputs_noted(model: PreTrainedModel) -> Iterator[None]:
     """Meanwhile a call of a layer's attention has what its module reads, see `hooks.Call`."""
     handles = [
         module.register_forward_pre_hook(_note_inputs, with_kwargs=True)
-        for module in attention_modules(model)
+        for module in attention_modules(model).values()
     ]
     try:
         yield

@@ -519,6 +519,7 @@ class Run:
         others = self.arm["windowed_share"]
         return 1.0 if missing(others) else 1.0 - float(others)
 
+    @property
     def bytes_read(self) -> float:
         """Bytes of KV that a decode step reads on average; NaN where its audit does not say.
 

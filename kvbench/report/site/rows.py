@@ -185,7 +185,7 @@ class Row(NamedTuple):
         ):
             return None
         windowed = _number(run.arm, "windowed_kv_bytes")
-        unwindowed = run.acted_share()
+        unwindowed = run.acted_share
         # of the layers without a window
         dense = dense / unwindowed if unwindowed > 0 else 1.0
         whole = (full["device_kv_bytes"] - windowed) * (1 - dense)
@@ -454,7 +454,7 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
     dense = {row.run.settings["dense_layers"] for row in rows} - {"[]"}
     if len(dense) == 1:
         yield f"layers {words_of(min(dense))} dense"
-    if (share := rows[0].run.acted_share()) < 1:
+    if (share := rows[0].run.acted_share) < 1:
         yield f"{share:.0%} of the layers have full attention, and with it a budget"
     if settings["batch"] > 1:
         yield f"up to {settings['batch']} together, whose bytes and times these are"

@@ -318,7 +318,7 @@ class ReportTable:
 
 def _acted_notes(runs: Iterable[Run]) -> list[str]:
     """What is said of models in which methods act on some of the layers alone."""
-    shares = {run.settings["model"]: run.acted_share() for run in runs}
+    shares = {run.settings["model"]: run.acted_share for run in runs}
     return [
         f"In {model} {share:.0%} of the layers have full attention, and with it a budget."
         for model, share in shares.items()
