@@ -224,7 +224,7 @@ def test_a_page_names_no_file_that_is_not_there(page: str) -> None:
 
 def test_the_patterns_for_files_and_links_find_some() -> None:
     assert re.findall(r"\]\(([^)]+)\)", prose("README.md"))
-    assert "`kvbench/method.py`" in prose("docs/guide/write_a_method.md")
+    assert "`kvbench/method`" in prose("docs/guide/write_a_method.md")
 
 
 @each_page
