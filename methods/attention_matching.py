@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
-from kvbench.method import Context, Needs, Prompt, Replay, Selection, Shape, View
+from kvbench.method import Context, Needs, Prompt, Replay, Selection, Shape, View, capped
 from methods.blocks.one_ranking import check_context
 from methods.blocks.ragged import stacked
 from methods.blocks.scorer import ROLLING_WINDOW, Scorer, scored_weights
@@ -115,7 +115,7 @@ class AttentionMatching(Scorer):
         count = capacity - int(stays.sum())
         keys, values = prompt.keys[row, :, choice], prompt.values[row, :, choice]
         heads = [
-            matched(*parts, count, self.shape.scaling)
+            matched(*parts, count, self.shape.scaling, self.shape.softcap)
             for parts in zip(queries, keys, values, strict=True)
         ]
         best = Matched(*(torch.stack(parts) for parts in zip(*heads, strict=True)))
@@ -173,7 +173,12 @@ class Matched(NamedTuple):
 
 
 def matched(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int, scaling: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+    scaling: float,
+    softcap: float | None = None,
 ) -> Matched:
     """Few keys, with whose weights and values the attention of the queries is near what it was.
 
@@ -195,7 +200,7 @@ def matched(
     outputs = squares.new_empty(len(asking), values.shape[1])
     for first in range(0, len(asking), BLOCK):
         block = slice(first, first + BLOCK)
-        attention = asking[block] @ keys.T  # in place, as it is large
+        attention = capped(asking[block] @ keys.T, softcap)  # in place, as it is large
         peak = attention.amax(dim=-1, keepdim=True)
         total = attention.sub_(peak).exp_().sum(dim=-1, keepdim=True)
         largest[block], mass[block] = peak, total
@@ -204,7 +209,7 @@ def matched(
     ids = squares.argsort(descending=True, stable=True)[:count]
     # a row's largest logit over all keys is 0, so that a query whose attention is spread over many
     # counts most
-    logits = (asking @ keys[ids].T).double() - largest
+    logits = capped(asking @ keys[ids].T, softcap).double() - largest
     sums = logits.exp()
     weights = projected(sums, mass, solved(sums, mass))[:, 0].log()
     attention = (logits + weights).softmax(dim=-1)

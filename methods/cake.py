@@ -113,7 +113,7 @@ class CAKE(KeepsEnds):
         importance = []
         dispersion, shift = lengths.new_zeros(2, len(lengths), dtype=torch.float64)
         # [B, G, W, N]
-        for attention in window_probabilities(prompt, self.window, self.shape.scaling):
+        for attention in window_probabilities(prompt, self.window, self.shape):
             older = attention.masked_fill(stays[:, None], 0)
             mean = older.sum(dim=2) / number
             deviation = (older - mean[:, :, None]).square().masked_fill(~valid, 0)

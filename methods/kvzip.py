@@ -78,7 +78,8 @@ class KVzip(OneRanking):
             weight = self.added_lengths(layer, prompt, replay, head) if self.plus else None
             best = keys.new_zeros(replay.stop - replay.start)
             for block in position.split(BLOCK):
-                logits = queries[:, block].float() @ keys.T * self.shape.scaling  # [G, block, keys]
+                # [G, block, keys]
+                logits = self.shape.logits(queries[:, block].float() @ keys.T)
                 logits[..., chunk.stop :].masked_fill_(position > block[:, None], -torch.inf)
                 attention = logits.softmax(dim=-1)[..., chunk]
                 if weight is not None:

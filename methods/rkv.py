@@ -149,7 +149,7 @@ class RKV(KeepsEnds):
         Those that `stays` [Hkv, n] names come before all others.
         """
         window, older = queries.shape[2], keys.shape[1] - queries.shape[2]
-        scores = importance(queries, keys, self.shape.scaling, self.kernel) * self.mix_lambda
+        scores = importance(queries, keys, self.shape, self.kernel) * self.mix_lambda
         scores = scores - redundancy(keys)[:, :older] * (1 - self.mix_lambda)
         scores = scores.masked_fill(stays[:, :older], torch.inf)
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : count - window]
@@ -164,7 +164,7 @@ class RKV(KeepsEnds):
 
 
 def importance(
-    queries: torch.Tensor, keys: torch.Tensor, scaling: float, kernel: int
+    queries: torch.Tensor, keys: torch.Tensor, shape: Shape, kernel: int
 ) -> torch.Tensor:
     """What the keys before the window receive from its queries, in the mean, the largest of
     `kernel` neighbours.
@@ -185,7 +185,7 @@ def importance(
         [Hkv, n - W].
     """
     before = keys[:, None, : keys.shape[1] - queries.shape[2]]
-    logits = (queries @ before.transpose(2, 3)).amax(dim=1) * scaling
+    logits = shape.logits((queries @ before.transpose(2, 3)).amax(dim=1))
     received = logits.softmax(dim=-1).mean(dim=1)
     pooled: torch.Tensor = max_pool1d(received, kernel, stride=1, padding=kernel // 2)
     return pooled

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.kernels.operators import operator
-from kvbench.method import Context, Method, Prompt, Selection, Shape, View
+from kvbench.method import Context, Method, Prompt, Selection, Shape, View, capped
 from methods.blocks.pages import (
     bounds,
     compile_kernels,
@@ -176,6 +176,7 @@ class RocketKV(Method):
         bounds = self.low[layer], self.high[layer]
         scaling, channels = self.shape.scaling, self.channels_of[layer]
         logits = page_logits(query, *bounds, tokens, sizes, channels, scaling)
+        logits = capped(logits, self.shape.softcap)
         pages = -(-most // min(self.page)) + 1
         limits = self.limits[layer]
         ids: torch.Tensor = best_entries(
@@ -193,7 +194,7 @@ class RocketKV(Method):
         low, high = (part[:, : len(sizes)] for part in (low, high))
         grouped = query[row, :, 0].float().unflatten(0, (self.shape.kv_heads, -1))
         logits = estimates(grouped, low, high, self.channels[row], self.shape.scaling)
-        scores = received(logits, sizes)
+        scores = received(capped(logits, self.shape.softcap), sizes)
         # one page more than they take: the last one may be short
         best = top_earliest(scores[None], -(-most // page) + 1)[0]
         here = best.clamp(min=0)

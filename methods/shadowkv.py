@@ -215,7 +215,7 @@ class ShadowKV(Method):
         """[B, Hkv, P], the log of the largest softmax that a query head of the group gives each
         chunk.
         """
-        logits = products(query, self.means[layer]) * self.shape.scaling
+        logits = self.shape.logits(products(query, self.means[layer]))
         logits = logits.masked_fill(self.closed[layer][:, :, None], -torch.inf)
         return logits.log_softmax(dim=3).amax(dim=2)
 

@@ -51,7 +51,7 @@ class SnapKV(Scorer):
         neighbours.
         """
         in_window = last_tokens(prompt, self.windows)
-        votes = window_votes(prompt, self.window, self.shape.scaling).masked_fill(in_window, 0)
+        votes = window_votes(prompt, self.window, self.shape).masked_fill(in_window, 0)
         heads = self.shape.kv_heads if self.granularity == "kv_head" else self.shape.query_heads
         return pooled_votes(votes, heads, self.kernel, self.pooling, self.join)
 

@@ -55,7 +55,7 @@ class TopK(Method):
                 logits = logits.masked_fill(~past[:, None, None], -torch.inf)
         most = max(map(min, zip(self.capacities, lengths, strict=True)))
         if self.granularity == "kv_head":
-            shared = (logits * self.shape.scaling).softmax(dim=-1).sum(dim=2)
+            shared = self.shape.logits(logits).softmax(dim=-1).sum(dim=2)
             shared = shared.masked_fill(logits[:, :, 0].isneginf(), -torch.inf)
             return Selection(top_earliest(shared, most, self.counts[layer]))
         index = top_earliest(logits.flatten(1, 2), most, self.counts[layer])

@@ -26,7 +26,7 @@ class LastQuery(Scorer):
 
     def score(self, layer: int, prompt: Prompt) -> torch.Tensor:
         """The attention of the last query, the mean over all query heads."""
-        return window_votes(prompt, 1, self.shape.scaling).mean(dim=1, keepdim=True)
+        return window_votes(prompt, 1, self.shape).mean(dim=1, keepdim=True)
 
 
 class TOVA(Evictor):

@@ -43,7 +43,8 @@ class Kernel:
         head_dim, value_dim, position, windowed, capped, half_reduction = rest
         assert backend == "fa2" and query == key == out and query in DTYPES, f"no kernel for {query}"
         assert head_dim == value_dim and head_dim in HEAD_DIMS, f"no kernel for head dim {head_dim}"
-        assert indices == torch.int32 and not (position or windowed or capped or half_reduction), "not in this twin"
+        assert indices == torch.int32 and not (position or windowed or half_reduction), "not in this twin"
+        self._capped = capped
 
     def plan(
         self,
@@ -107,7 +108,8 @@ class Kernel:
         *rest: Any,
     ) -> None:
         """prefill.cuh, BatchPrefillWithPagedKVCacheDevice, for every chunk, and cascade.cuh's merge of them."""
-        scale = rest[7]
+        cap, scale = rest[6:8]
+        assert self._capped == bool(cap), "the kernel was made with a cap, or without"
         assert enable_pdl is False, "with it last_page_len is read while the kernel that writes it may still run"
         assert (mask_mode, layout, window_left) == (0, 1, -1), "not in this twin"
         requests, heads = plan["requests"], plan["group"] * plan["kv_heads"]
@@ -128,7 +130,7 @@ class Kernel:
                     if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(key):
                         raise IndexError(f"list {request} has a page that is not one of {len(key)}")
                     part = (pool[pages, :, places % plan["page"]].float().transpose(0, 1) for pool in (key, value))
-                    state = _merged(*state, *_attend(query[request].float(), *part, scale))
+                    state = _merged(*state, *_attend(query[request].float(), *part, cap, scale))
                 out[request] = state[0]
                 if lse is not None:
                     lse[request] = state[1]
@@ -232,6 +234,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         types = (q_data_type, kv_data_type, o_data_type or q_data_type, indptr.dtype)
         self._kernel = Kernel("fa2", *types, head_dim, head_dim, 0, window_left != -1, bool(logits_soft_cap), False)
         self._dtype, self._scale = q_data_type, head_dim**-0.5 if sm_scale is None else sm_scale
+        self._cap = logits_soft_cap or 0.0
         sizes = (requests, requests, num_qo_heads, num_kv_heads, page_size, True, head_dim, head_dim)
         queries, lengths = torch.arange(requests + 1), (on_host[1:] - on_host[:-1]) * page_size
         more = (False, window_left, fixed_split_size or -1, disable_split_kv, 0, 0)
@@ -262,7 +265,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         buffers = (self._indptr, self._indices, self._last_page_len)
-        rest = (0, 1, -1, enable_pdl, None, None, None, None, None, None, 0.0, self._scale)
+        rest = (0, 1, -1, enable_pdl, None, None, None, None, None, None, self._cap, self._scale)
         self._kernel.paged_run(self._workspace, None, self._plan, q, key, value, None, *buffers, out, lse, *rest)
         return (out, lse) if return_lse else out
 
@@ -307,7 +310,7 @@ def single_prefill_with_kv_cache(
         for place in range(width):
             seen = length - width + place + 1
             key, value = (part[:seen].transpose(0, 1).float() for part in (k, v))
-            out[place], lse[place] = _attend(q[place].float(), key, value, scale)
+            out[place], lse[place] = _attend(q[place].float(), key, value, logits_soft_cap or 0.0, scale)
     return (out, lse) if return_lse else out
 
 
@@ -432,13 +435,15 @@ def _readable(*tensors: torch.Tensor) -> None:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [H, D], key and value [Hkv, n, D]: output [H, D], and the log2 of the sum of 2^logits [H]."""
     if not key.shape[1]:
         return torch.zeros_like(query), torch.full(query.shape[:1], -INF)
     group = query.shape[0] // key.shape[0]
     logits = torch.einsum("hd,hnd->hn", query, key.repeat_interleave(group, 0)) * scale
+    if cap:  # variants.cuh, LogitsTransform
+        logits = cap * torch.tanh(logits / cap)
     out = torch.einsum("hn,hnd->hd", logits.softmax(1), value.repeat_interleave(group, 0))
     return out, logits.logsumexp(1) * math.log2(math.e)
 

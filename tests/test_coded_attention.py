@@ -28,12 +28,15 @@ def random(*size: int, seed: int = 0, dtype: Any = torch.float32) -> torch.Tenso
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def attended(query: torch.Tensor, rows: Any, weight: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(
+    query: torch.Tensor, rows: Any, weight: torch.Tensor | None = None, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [Hq, D] and probabilities [Hq, n] of queries [Hq, D] over keys and values [n, D] for each KV head."""
     found = []
     for head, (key, value) in enumerate(rows):
         for q in range(head * GROUP, (head + 1) * GROUP):
             logits = key.double() @ query[q].double()
+            logits = logits if softcap is None else softcap * (logits / softcap).tanh()
             logits = logits if weight is None else logits + weight[q]
             found.append((logits.softmax(0) @ value.double(), logits.softmax(0)))
     longest = max(len(one) for _, one in found)
@@ -143,8 +146,9 @@ def check_lists(store: LayerStore, dtype: torch.dtype, own_keys: bool = False) -
         rows.append([torch.cat([key, extra.key[0, head]]), torch.cat([value, extra.value[0, head]])])
     absent = (index < 0).repeat_interleave(GROUP, 0)
     both = torch.cat([weight.masked_fill(absent, -torch.inf), extra.log_weight[0]], 1)
-    found = cpu.attend(query.view(1, -1, 1, head_dim), store, selection, 0.25, probabilities=True)
-    agrees(found, attended(0.25 * query, rows, both), dtype)
+    for cap in (None, 0.8):
+        found = cpu.attend(query.view(1, -1, 1, head_dim), store, selection, 0.25, probabilities=True, softcap=cap)
+        agrees(found, attended(0.25 * query, rows, both, cap), dtype)
 
 
 @pytest.mark.parametrize("kind", ["int8", *slow("fp8")])

@@ -21,7 +21,6 @@ from kvbench.models.card import ModelCard
         ({"layer_types": ["linear_attention"] * 32}, "layer_types: linear_attention"),
         ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
         ({"text_config": {"layer_types": ["conv"]}}, "layer_types: conv"),
-        ({"attn_logit_softcapping": 50.0}, "soft-capped attention"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"num_kv_shared_layers": 10}, "layers without keys and values of their own"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
@@ -46,7 +45,7 @@ def test_attention_that_kvbench_would_compute_wrong_is_refused(keys, reason):
             "sliding_window": 262144,
             "max_position_embeddings": 131072,
         },
-        {"attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ],
 )
 def test_full_attention_in_a_layer_passes(keys):

@@ -43,10 +43,11 @@ def query_of(store: LayerStore, group: int = 3) -> torch.Tensor:
 def agrees(store: LayerStore, selection: Selection | None, group: int = 3, **near: float) -> None:
     """Output and probabilities are the oracle's."""
     query = query_of(store, group)
-    found = cpu.attend(query, store, selection, 0.3, probabilities=True)
-    expected = reference.attend(query, store, selection, 0.3, probabilities=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, **(near or {"rtol": 0, "atol": CLOSE}))
+    for softcap in (None, 0.8):
+        found = cpu.attend(query, store, selection, 0.3, probabilities=True, softcap=softcap)
+        expected = reference.attend(query, store, selection, 0.3, probabilities=True, softcap=softcap)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **(near or {"rtol": 0, "atol": CLOSE}))
 
 
 # -- which executor ----------------------------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ def test_importance_and_redundancy_are_the_public_code_s() -> None:
     keys, queries = fixed.keys[0, 0, :, :40], fixed.queries[0, 0, :, 36:40].unflatten(0, (2, 2))
     expected = torch.tensor([0.0255528, 0.0255070, 0.0254539])
     torch.testing.assert_close(redundancy(keys)[0, :3], expected, rtol=0, atol=1e-7)
-    assert float(importance(queries, keys, fixed.scaling, 3)[0, 0]) == pytest.approx(0.1343, abs=5e-5)
+    assert float(importance(queries, keys, fixed.shape(), 3)[0, 0]) == pytest.approx(0.1343, abs=5e-5)
 
 
 # -- memory, and bad input ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,9 @@ def full_selection(heads: int, query_heads: int, kv_heads: int, parts: Sequence[
     )
 
 
-def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection, row: int, head: int) -> torch.Tensor:
+def by_the_formula(
+    query: torch.Tensor, store: LayerStore, selection: Selection, row: int, head: int, softcap: float = math.inf
+) -> torch.Tensor:
     """One query head's output [D], written down from the interface's words."""
     group = query.shape[1] // store.kv_heads
     kv_head = head // group
@@ -77,16 +80,20 @@ def by_the_formula(query: torch.Tensor, store: LayerStore, selection: Selection,
             continue
         slot = ids.tolist().index(token)
         key = stored_keys[slot] if selection.keys is None else selection.keys[row, kv_head, rank]
-        logits.append(0.3 * torch.dot(query[row, head, 0].float(), key.float()))
+        logits.append(capped(0.3 * torch.dot(query[row, head, 0].float(), key.float()), softcap))
         if selection.log_weight is not None:
             logits[-1] = logits[-1] + selection.log_weight[row, head, rank]
         values.append(stored_values[slot])
     if selection.extra is not None:
         for entry in range(selection.extra.key.shape[2]):
             logit = 0.3 * torch.dot(query[row, head, 0].float(), selection.extra.key[row, kv_head, entry].float())
-            logits.append(logit + selection.extra.log_weight[row, head, entry])
+            logits.append(capped(logit, softcap) + selection.extra.log_weight[row, head, entry])
             values.append(selection.extra.value[row, kv_head, entry])
     return torch.stack(logits).softmax(0) @ torch.stack(values).float()
+
+
+def capped(logit: torch.Tensor, softcap: float) -> torch.Tensor:
+    return logit if softcap == math.inf else softcap * torch.tanh(logit / softcap)
 
 
 PARTS = [(), ("log_weight",), ("extra",), ("log_weight", "extra")]
@@ -104,23 +111,25 @@ PER_AND_PARTS = [
 @pytest.mark.parametrize(
     ("per", "parts"), PER_AND_PARTS, ids=lambda value: value if isinstance(value, str) else "+".join(value) or "plain"
 )
+@pytest.mark.parametrize("softcap", [math.inf, 0.8])
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_executors_follow_every_field_of_a_selection(
-    query_heads: int, kv_heads: int, per: str, parts: Sequence[str]
+    query_heads: int, kv_heads: int, softcap: float, per: str, parts: Sequence[str]
 ) -> None:
     heads = {"all": 1, "kv_head": kv_heads, "query_head": query_heads}[per]
     store, selection = filled_store(kv_heads), full_selection(heads, query_heads, kv_heads, parts)
     (query,) = tensors((2, query_heads, 1, 8), seed=5)
     results = {}
     for name, attend in ATTEND.items():
-        out, weights = attend(query, store, selection, 0.3, probabilities=True)
+        cap = None if softcap == math.inf else softcap
+        out, weights = attend(query, store, selection, 0.3, probabilities=True, softcap=cap)
         assert weights is not None
         assert weights.shape == (2, query_heads, 5 + 2 * ("extra" in parts))
         torch.testing.assert_close(weights.sum(dim=2), torch.ones(2, query_heads))
         assert weights[1, :, 3:5].eq(0).all(), "an absent entry has no weight"
         for row in range(2):
             for head in range(query_heads):
-                expected = by_the_formula(query, store, selection, row, head)
+                expected = by_the_formula(query, store, selection, row, head, softcap)
                 torch.testing.assert_close(out[row, head, 0], expected, rtol=0, atol=CLOSE)
         results[name] = weights
     for name in FAST:

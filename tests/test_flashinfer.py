@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flashinfer_twin
@@ -111,9 +113,17 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     count=st.integers(1, 90),
     home=st.sampled_from(["device", "host"]),
     seed=st.integers(0, 99),
+    softcap=st.sampled_from([None, 0.8]),
 )
 def test_selections_agree_with_the_reference(
-    lengths: list[int], kv_heads: int, group: int, lists: str, count: int, home: Any, seed: int
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    lists: str,
+    count: int,
+    home: Any,
+    seed: int,
+    softcap: float | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_twin, "DTYPES", {torch.float32})
@@ -122,9 +132,12 @@ def test_selections_agree_with_the_reference(
         query = queries(store, kv_heads * group, seed)
         heads = {"one": 1, "kv_head": kv_heads, "query_head": kv_heads * group}[lists]
         selection = Selection(some(store, heads, count, seed))
-        out, weights = FlashInfer(shape_of(store, kv_heads * group))(query, store, selection, SCALE)
+        run = FlashInfer(replace(shape_of(store, kv_heads * group), softcap=softcap))
+        out, weights = run(query, store, selection, SCALE)
         assert weights is None
-        same(out, reference.attend(query, store, selection, SCALE)[0])
+        same(out, reference.attend(query, store, selection, SCALE, softcap=softcap)[0])
+        if home == "device":
+            same(run(query, store, None, SCALE)[0], reference.attend(query, store, None, SCALE, softcap=softcap)[0])
 
 
 @pytest.mark.usefixtures("exact")
@@ -294,21 +307,26 @@ def test_no_call_waits_for_the_device(home: Any, lengths: tuple[int, ...]) -> No
 
 
 @pytest.mark.usefixtures("exact")
-def test_torch_takes_what_a_list_cannot_say() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_torch_takes_what_a_list_cannot_say(softcap: float | None) -> None:
     store = filled(30, 20)
     query, index = queries(store), some(store, HEADS[1], 12)
     weight, keys = torch.randn(2, HEADS[0], 12), torch.randn(2, HEADS[1], 12, 8)
     entries = [torch.randn(2, HEADS[1], 3, 8), torch.randn(2, HEADS[1], 3, 8), torch.randn(2, HEADS[0], 3)]
     entries[2][0, :, 1:] = -torch.inf
-    extra, run = Selection(index, extra=Extra(*entries)), FlashInfer(shape_of(store, HEADS[0]))
+    extra, run = (
+        Selection(index, extra=Extra(*entries)),
+        FlashInfer(replace(shape_of(store, HEADS[0]), softcap=softcap)),
+    )
+    oracle = partial(reference.attend, softcap=softcap)
     assert run.used() == "flashinfer"
     for selection in (Selection(index, log_weight=weight), Selection(index, keys=keys)):
-        same(run(query, store, selection, SCALE)[0], reference.attend(query, store, selection, SCALE)[0])
+        same(run(query, store, selection, SCALE)[0], oracle(query, store, selection, SCALE)[0])
         assert run.used() == "torch"
-    same(run(query, store, extra, SCALE)[0], reference.attend(query, store, extra, SCALE)[0])
+    same(run(query, store, extra, SCALE)[0], oracle(query, store, extra, SCALE)[0])
     _, weights = run(query, store, Selection(index), SCALE, probabilities=True)
     assert weights is not None
-    same(weights, attend(query, store, Selection(index), SCALE, probabilities=True)[1])
+    same(weights, attend(query, store, Selection(index), SCALE, probabilities=True, softcap=softcap)[1])
     run(query, store, Selection(index), SCALE)
     assert run.used() == "flashinfer, torch"
 
@@ -391,12 +409,12 @@ def test_prefill_agrees_with_masked_attention(left: bool, chunk: int) -> None:
     query = torch.randn(3, HEADS[0], longest, 8, generator=rng)
     key, value = (torch.randn(3, kv_heads, longest, 8, generator=rng) for _ in range(2))
     store = LayerStore(3, kv_heads, 8, longest, torch.float32, torch.device("cpu"))
-    run = FlashInfer(shape_of(store, HEADS[0]), dense="flashinfer")
+    run = FlashInfer(replace(shape_of(store, HEADS[0]), softcap=0.8), dense="flashinfer")
     for column in range(0, longest, chunk):
         part = slice(column, column + chunk)
         store.write_prompt(key[:, :, part], value[:, :, part], column, offsets)
         ours = run.prefill(query[:, :, part], store, column, offsets, SCALE)
-        theirs = prefill(query[:, :, part], store, column, offsets, SCALE)
+        theirs = prefill(query[:, :, part], store, column, offsets, SCALE, softcap=0.8)
         assert bool(ours.isfinite().all())
         for row, offset in enumerate(offsets):
             real = slice(max(0, offset - column), None)

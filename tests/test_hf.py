@@ -187,7 +187,6 @@ def test_beam_search_is_refused(pairs: Any) -> None:
     ("family", "changes", "reason"),
     [
         ("mistral", {"sliding_window": 64}, r"no layer with full attention"),
-        ("gemma2", {"attn_logit_softcapping": 50.0}, "soft-capped"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("bloom", {}, "attention in a way of its own"),
     ],

@@ -308,7 +308,7 @@ def test_attention_is_scaled_as_the_models_own_call_asks(family: str) -> None:
     received = told.attentions[last].sum(dim=2)
     torch.testing.assert_close(watching.prompt.attention_sums, received, rtol=0, atol=CLOSE)
     torch.testing.assert_close(watching.weights[..., :41], after.attentions[last][:, :, -1], rtol=0, atol=CLOSE)
-    votes = torch.cat(list(window_probabilities(watching.prompt, 4, watching.shape.scaling)), dim=1)
+    votes = torch.cat(list(window_probabilities(watching.prompt, 4, watching.shape)), dim=1)
     torch.testing.assert_close(votes, told.attentions[last][:, :, -4:], rtol=0, atol=CLOSE)
 
 

@@ -9,8 +9,8 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,15 +75,15 @@ def attend(
     selection: Selection | None,
     scaling: float,
     probabilities: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
-        return _attend_lists(query, scaling, store, selection, probabilities)
+        return _attend_lists(query, scaling, softcap, store, selection, probabilities)
     if store.home == "host":
         store.resident()  # refuses: nothing is resident to attend
-    return _attend_resident(
-        query, scaling, store.worked_out(_stretches), store.device.longest if probabilities else 0
-    )
+    longest = store.device.longest if probabilities else 0
+    return _attend_resident(query, scaling, softcap, store.worked_out(_stretches), longest)
 
 
 # -- how rows are held -----------------------------------------------------------------------------
@@ -154,7 +154,11 @@ def resident_part(
 
 
 def _attend_resident(
-    query: torch.Tensor, scaling: float, parts: Sequence[Part], columns: int
+    query: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    parts: Sequence[Part],
+    columns: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output as the query and probabilities [B, Hq, columns], of the most used slots or 0, for all
     that are used.
@@ -164,7 +168,7 @@ def _attend_resident(
         most = (int(part.alive[0].max()) for part in parts)
         pieces = (kernels.pieces_of(count, kernels.DENSE_PIECE) for count in most)
         parts = [part._replace(pieces=count) for part, count in zip(parts, pieces, strict=True)]
-    result = run(query, scaling, lists, parts, columns)
+    result = run(query, scaling, lists, parts, columns, softcap)
     return result.out, result.probabilities
 
 
@@ -198,6 +202,7 @@ class Held(NamedTuple):
 def _attend_lists(
     query: torch.Tensor,
     scaling: float,
+    softcap: float | None,
     store: LayerStore,
     selection: Selection,
     probabilities: bool,
@@ -212,7 +217,8 @@ def _attend_lists(
     tiers, heads = store.worked_out(_tiers), store.kv_heads
     replaces_all = not (store.rebuilds_keys and len(tiers) == 1 and tiers[0].is_native)
     selection = store.with_stored_keys(selection) if replaces_all else selection
-    attended = _attend_parts(query, scaling, tiers, selection, heads, replaces_all, probabilities)
+    parts = tiers, selection, heads, replaces_all, probabilities
+    attended = _attend_parts(query, scaling, softcap, *parts)
     if attended.lost:
         store.locate(of_kv_heads(selection.index, heads))  # raises, and names the token
         raise AssertionError("a token that the store locates was not found")
@@ -223,6 +229,7 @@ def _attend_lists(
 def _attend_parts(
     query: torch.Tensor,
     scaling: float,
+    softcap: float | None,
     tiers: Sequence[Held],
     selection: Selection,
     heads: int,
@@ -249,7 +256,7 @@ def _attend_parts(
         else:
             parts.append(beside.alone(index, bias, heads))
     columns = index.shape[2] + extras if probabilities else 0
-    return run(query, scaling, batch * lists, parts, columns)
+    return run(query, scaling, batch * lists, parts, columns, softcap)
 
 
 def rebuilt_keys(selection: Selection, dtype: torch.dtype) -> torch.Tensor | None:
@@ -408,7 +415,12 @@ class Result(NamedTuple):
 
 
 def run(
-    query: torch.Tensor, scaling: float, lists: int, parts: Sequence[Part], columns: int
+    query: torch.Tensor,
+    scaling: float,
+    lists: int,
+    parts: Sequence[Part],
+    columns: int,
+    softcap: float | None = None,
 ) -> Result:
     """A layer's attention, one part after the other, each in pieces spread over threads.
 
@@ -420,26 +432,30 @@ def run(
         L, of which each has as many rows of the query.
     columns
         of the logits to keep; 0: none.
+    softcap
+        see `kvbench.method.capped`.
     """
     query = query.contiguous()
     batch, heads = query.shape[:2]
     logits = None
     if columns:
         logits = torch.full((lists, batch * heads // lists, columns), -torch.inf)
+    request_of = partial(_request, scaling, softcap or 0, lists, logits)
     if len(parts) == 1:
-        out, lost = _run_alone(query, scaling, lists, parts[0], logits)
+        out, lost = _run_alone(query, request_of, parts[0])
     else:
-        out, lost = _run_joined(query, scaling, lists, parts, logits)
+        out, lost = _run_joined(query, request_of, lists, parts)
     probabilities = None if logits is None else logits.view(batch, heads, -1)
     return Result(out, probabilities, lost)
 
 
-def _run_alone(
-    query: torch.Tensor, scaling: float, lists: int, part: Part, logits: torch.Tensor | None
-) -> tuple[torch.Tensor, int]:
+RequestOf = Callable[[torch.Tensor], kernels.Request]
+
+
+def _run_alone(query: torch.Tensor, request_of: RequestOf, part: Part) -> tuple[torch.Tensor, int]:
     """The output and what was lost, of a part that is all."""
     part_query = _met(query, part.rotations)
-    request, out = _request(part_query, scaling, lists, logits), torch.empty_like(part_query)
+    request, out = request_of(part_query), torch.empty_like(part_query)
     request.out = out.data_ptr()
     lost = part.rows.attend(request)
     if part.rotations[1] is not None:
@@ -448,11 +464,7 @@ def _run_alone(
 
 
 def _run_joined(
-    query: torch.Tensor,
-    scaling: float,
-    lists: int,
-    parts: Sequence[Part],
-    logits: torch.Tensor | None,
+    query: torch.Tensor, request_of: RequestOf, lists: int, parts: Sequence[Part]
 ) -> tuple[torch.Tensor, int]:
     """The same of several parts."""
     before = lost = 0
@@ -460,7 +472,7 @@ def _run_joined(
     results = torch.empty(lists, sum(part.pieces for part in parts), rows, head_dim + 2)
     for part in parts:
         part_query = _met(query, part.rotations)
-        request = _request(part_query, scaling, lists, logits)
+        request = request_of(part_query)
         request.results, request.pieces = results.data_ptr(), results.shape[1]
         request.before = before
         lost += part.rows.attend(request)
@@ -468,7 +480,7 @@ def _run_joined(
             sums = results[:, before : before + part.pieces, :, :head_dim]
             sums.copy_(turned(sums, part.rotations[1].T))
         before += part.pieces
-    request, out = _request(query, scaling, lists, logits), torch.empty_like(query)
+    request, out = request_of(query), torch.empty_like(query)
     request.results, request.pieces = results.data_ptr(), results.shape[1]
     request.out = out.data_ptr()
     request.join()
@@ -476,7 +488,7 @@ def _run_joined(
 
 
 def _request(
-    query: torch.Tensor, scaling: float, lists: int, logits: torch.Tensor | None
+    scaling: float, softcap: float, lists: int, logits: torch.Tensor | None, query: torch.Tensor
 ) -> kernels.Request:
     """What parts have in common, of contiguous queries [B, Hq, 1, D]."""
     request = kernels.Request(
@@ -488,6 +500,7 @@ def _request(
         query.shape[3],
         query.dtype == torch.bfloat16,
         scaling,
+        softcap,
     )
     if logits is not None:
         request.logits, request.columns = logits.data_ptr(), logits.shape[2]

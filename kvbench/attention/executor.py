@@ -23,7 +23,7 @@ EXECUTORS = ("reference", "torch", "cpu")  # that run without a GPU; "flashinfer
 
 
 class Executor(Protocol):
-    """Attention of one generation.
+    """Attention of one generation, with the soft cap of its shape.
 
     Attributes
     ----------
@@ -90,20 +90,21 @@ class Plain:
         self,
         name: str,
         attend: Callable[..., tuple[Tensor, Tensor | None]],
+        shape: Shape,
         note: str | None = None,
         in_place: bool = False,
     ) -> None:
         self.name, self.note = name, note
         self.in_place = in_place
-        self._attend = attend
+        self._attend, self._softcap = attend, shape.softcap
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """One decode step's attention in one layer; see `Executor`."""
-        return self._attend(*arguments, **options)
+        return self._attend(*arguments, **options, softcap=self._softcap)
 
     def prefill(self, *arguments: Any) -> Tensor:
         """See `kvbench.attention.torch.prefill`."""
-        return torch_executor.prefill(*arguments)
+        return torch_executor.prefill(*arguments, softcap=self._softcap)
 
     def used(self) -> str:
         """Its name."""
@@ -125,16 +126,16 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
         there is no such executor, or the one asked for cannot run here.
     """
     if name == "reference":
-        return Plain(name, reference.attend)
+        return Plain(name, reference.attend, shape)
     if name == "torch":
-        return Plain(name, torch_executor.attend)
+        return Plain(name, torch_executor.attend, shape)
     if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
         reason = cpu.unfit(shape, kv)
         if reason is None:
-            return Plain("cpu", cpu.attend, in_place=True)
+            return Plain("cpu", cpu.attend, shape, in_place=True)
         if name == "cpu":
             raise ConfigError(f"attention=cpu: {reason}; attention=auto takes what runs")
-        return Plain("torch", torch_executor.attend, note=f"cpu: {reason}")
+        return Plain("torch", torch_executor.attend, shape, note=f"cpu: {reason}")
     if name not in ("auto", "flashinfer"):
         raise ConfigError(
             f"attention={name}: no such executor; one of auto, {', '.join(EXECUTORS)}, flashinfer"
@@ -144,4 +145,4 @@ def executor(name: str, shape: Shape, kv: KV = NATIVE) -> Executor:
         return flashinfer.FlashInfer(shape)
     if name == "flashinfer":
         raise ConfigError(f"attention=flashinfer: {reason}; attention=auto takes what runs")
-    return Plain("torch", torch_executor.attend, note=f"flashinfer: {reason}")
+    return Plain("torch", torch_executor.attend, shape, note=f"flashinfer: {reason}")

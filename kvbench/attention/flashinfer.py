@@ -25,7 +25,7 @@ from kvbench.config import first_line
 from kvbench.kernels.operators import operator
 from kvbench.memory.device import PAGE, DeviceTier, Pool, list_tokens
 from kvbench.memory.store import LayerStore
-from kvbench.method import Selection, Shape
+from kvbench.method import Selection, Shape, capped
 
 WORKSPACE = 128 << 20  # bytes for the partial results of one call, FlashInfer's own advice
 PLANS = 8  # plans kept of a device; each holds 8 MiB on the device and as much pinned host memory
@@ -68,14 +68,15 @@ class FlashInfer:
         extra = None if selection is None else selection.extra
         if probabilities or (selection is not None and not is_list(replace(selection, extra=None))):
             self._used.add("torch")
-            return attend(query, store, selection, scaling, probabilities)
+            softcap = self._shape.softcap
+            return attend(query, store, selection, scaling, probabilities, softcap)
         self._used.add(self.name)
         if selection is None:
             return self._resident(query, store, scaling)[0], None
         out, sums = self._selected(query, store, selection.index, scaling)
         if extra is not None:
             entries = extra.key, extra.value, extra.log_weight
-            out = with_extra(out, sums, query, *entries, scaling)
+            out = with_extra(out, sums, query, *entries, scaling, self._shape.softcap)
         return out, None
 
     def used(self) -> str:
@@ -150,7 +151,7 @@ class FlashInfer:
     ) -> torch.Tensor:
         """See `kvbench.attention.torch.prefill`."""
         if self._dense == "sdpa" or sinks is not None:
-            return prefill(query, store, column, offsets, scaling, sinks)
+            return prefill(query, store, column, offsets, scaling, sinks, self._shape.softcap)
         import flashinfer
 
         out = torch.zeros_like(query)
@@ -172,6 +173,7 @@ class FlashInfer:
                 causal=True,
                 kv_layout="NHD",
                 sm_scale=scaling,
+                logits_soft_cap=self._shape.softcap,
             )
             out[row, :, skip:] = attended.transpose(0, 1)
         return out
@@ -206,7 +208,7 @@ class AttentionPlan:
     Parameters
     ----------
     shape
-        of the generation, for device, dtype and head dim.
+        of the generation, for device, dtype, head dim and soft cap.
     requests, group
         requests, and query heads of each.
     pages, page
@@ -249,6 +251,7 @@ class AttentionPlan:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             sm_scale=scaling,
+            logits_soft_cap=shape.softcap,
         )
 
     def list_slots(self, slots: torch.Tensor, present: torch.Tensor | None) -> None:
@@ -324,6 +327,7 @@ def with_extra(
     values: torch.Tensor,
     log_weights: torch.Tensor,
     scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Attention `out` of query [B, Hq, 1, D], its `sums` as of `ListAttention`, with more entries.
 
@@ -335,7 +339,7 @@ def with_extra(
         [B, Hq, E]; -inf where there is none.
     """
     grouped = query.float().view(*keys.shape[:2], -1, keys.shape[3])
-    logits = (grouped @ keys.float().transpose(2, 3)) * scaling
+    logits = capped((grouped @ keys.float().transpose(2, 3)) * scaling, softcap)
     logits = logits + log_weights.float().view_as(logits)
     before = sums.view(*logits.shape[:3], 1) * math.log(2)
     weights = torch.cat([before, logits], dim=3).softmax(dim=3)

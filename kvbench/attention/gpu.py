@@ -12,6 +12,16 @@ PAGES = 1024  # pages that a program lists
 
 
 @triton.jit
+def _capped(logit, softcap):  # type: ignore[no-untyped-def]
+    """See `kvbench.method.capped`: tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|)."""
+    if softcap is not None:
+        part = tl.exp(-2.0 * tl.abs(logit) / softcap)
+        size = softcap * (1.0 - part) / (1.0 + part)
+        logit = tl.where(logit < 0, -size, size)
+    return logit
+
+
+@triton.jit
 def _attend_seen(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -22,6 +32,7 @@ def _attend_seen(  # type: ignore[no-untyped-def]
     out,
     weights,
     scaling,
+    softcap,
     group,
     count,
     size,
@@ -43,7 +54,7 @@ def _attend_seen(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + entry, mask=here, other=0)
         mask = here[:, None] & inside[None, :]
         key = tl.load(keys + slot[:, None] * size + lane[None, :], mask=mask, other=0.0)
-        logit = tl.sum(key.to(tl.float32) * asks[None, :], axis=1) * scaling
+        logit = _capped(tl.sum(key.to(tl.float32) * asks[None, :], axis=1) * scaling, softcap)
         if log_weights is not None:
             place = log_weights + at * count + entry
             logit += tl.load(place, mask=here, other=0.0).to(tl.float32)
@@ -77,6 +88,7 @@ def attend_seen(
     present: Tensor,
     log_weights: Tensor | None,
     scaling: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """See `kvbench.attention.torch.attend_seen`."""
     batch, query_heads = query.shape[:2]
@@ -94,6 +106,7 @@ def attend_seen(
         out,
         weights,
         scaling,
+        softcap,
         query_heads // lists,
         count,
         size,
@@ -158,6 +171,7 @@ def _with_extra(  # type: ignore[no-untyped-def]
     log_weights,
     out,
     scaling,
+    softcap,
     group,
     count,
     size,
@@ -177,7 +191,8 @@ def _with_extra(  # type: ignore[no-untyped-def]
         place = (at // group * count + entry)[:, None] * size + lane[None, :]
         mask = (entry < count)[:, None] & inside[None, :]
         key = tl.load(keys + place, mask=mask, other=0.0).to(tl.float32)
-        logit = tl.sum(key * asks[None, :], axis=1) * scaling + weight.to(tl.float32)
+        logit = _capped(tl.sum(key * asks[None, :], axis=1) * scaling, softcap)
+        logit += weight.to(tl.float32)
         further = tl.maximum(largest, tl.max(logit))
         part, before = tl.exp(logit - further), tl.exp(largest - further)
         value = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
@@ -195,6 +210,7 @@ def with_extra(
     values: Tensor,
     log_weights: Tensor,
     scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """See `kvbench.attention.flashinfer.with_extra`."""
     batch, query_heads, size = query.shape[0], query.shape[1], query.shape[3]
@@ -208,6 +224,7 @@ def with_extra(
         log_weights.contiguous(),
         both,
         scaling,
+        softcap,
         query_heads // keys.shape[1],
         count,
         size,

@@ -8,6 +8,8 @@ counts no moved bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ def attend(
     selection: Selection | None,
     scaling: float,
     probabilities: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
     if selection is None:
@@ -33,12 +36,13 @@ def attend(
         selection = store.with_stored_keys(selection)
         tokens = StoredTokens.of(store.remaining_ids(), store.remaining())
     batch, query_heads = query.shape[:2]
+    logits = partial(_logits, scaling=scaling, softcap=softcap)
     out = torch.empty_like(query)
     weights: list[torch.Tensor] = []
     for row in range(batch):
         for head in range(query_heads):
             vector, group = query[row, head, 0].float().cpu(), query_heads // store.kv_heads
-            attended, weight = _head(vector, tokens, selection, row, head, group, scaling)
+            attended, weight = _head(vector, tokens, selection, row, head, group, logits)
             out[row, head, 0] = attended.to(query.dtype)
             weights.append(weight)
     if not probabilities:
@@ -68,6 +72,14 @@ class StoredTokens(NamedTuple):
         return StoredTokens(ids, self.key[row, head, order], self.value[row, head, order])
 
 
+def _logits(
+    key: torch.Tensor, query: torch.Tensor, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Logits [...] of keys [..., D] for a query [D]."""
+    logits = key @ query * scaling
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
 def _head(
     query: torch.Tensor,
     tokens: StoredTokens,
@@ -75,7 +87,7 @@ def _head(
     row: int,
     head: int,
     group: int,
-    scaling: float,
+    logits_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [D] of one query head, and the weight of each entry in the order of its selection."""
     kv_head = head // group
@@ -83,7 +95,7 @@ def _head(
     ids, key = stored.ids, stored.key
     value = stored.value
     if selection is None:
-        weight = (key @ query * scaling).softmax(dim=0)
+        weight = logits_of(key, query).softmax(dim=0)
         return weight @ value, weight
     heads = selection.index.shape[1]
     by_query = heads == tokens.ids.shape[1] * group
@@ -100,14 +112,13 @@ def _head(
         entry_key = (
             key[at] if selection.keys is None else selection.keys[row, kv_head, rank].float().cpu()
         )
-        logits[at] = (entry_key @ query) * scaling
+        logits[at] = logits_of(entry_key, query)
         if selection.log_weight is not None:
             logits[at] += float(selection.log_weight[row, head, rank])
     if selection.extra is not None:
         extra = selection.extra
-        more = (extra.key[row, kv_head].float().cpu() @ query) * scaling + extra.log_weight[
-            row, head
-        ].float().cpu()
+        more = logits_of(extra.key[row, kv_head].float().cpu(), query)
+        more = more + extra.log_weight[row, head].float().cpu()
         order += range(len(logits), len(logits) + len(more))
         logits, value = (
             torch.cat([logits, more]),

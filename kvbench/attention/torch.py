@@ -18,7 +18,7 @@ from kvbench.attention.sinks import softmax
 from kvbench.kernels.operators import operator
 from kvbench.memory.device import Located, Resident
 from kvbench.memory.store import LayerStore
-from kvbench.method import Selection
+from kvbench.method import Selection, capped
 
 # queries of a prompt, of all in a batch, whose weights are computed together: a CPU's cache holds
 # them
@@ -32,12 +32,13 @@ def attend(
     selection: Selection | None,
     scaling: float,
     probabilities: bool = False,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
     if (
         query.is_cuda
         and selection is not None
-        and (probabilities or selection.log_weight is not None)
+        and (probabilities or softcap is not None or selection.log_weight is not None)
     ):
         in_place = store.stage is None and store.device.pool.key.dtype == query.dtype
         plain = selection.keys is None and selection.extra is None
@@ -45,7 +46,8 @@ def attend(
             located, size = _located(store, selection.index, query.shape[1])
             assert located.present is not None
             lists = located.slots.view(size), located.present.view(size)
-            out, weights = attend_seen(query, *located.pool, *lists, selection.log_weight, scaling)
+            weight = selection.log_weight
+            out, weights = attend_seen(query, *located.pool, *lists, weight, scaling, softcap)
             return out, weights if probabilities else None
     if selection is None:
         resident = store.resident()
@@ -57,8 +59,11 @@ def attend(
     bias = attended.bias
     rows = query.reshape(len(query), attended.key.shape[1], -1, query.shape[3])
     weights = None
-    if probabilities:
-        weights = _probabilities(rows, attended.key, bias, scaling).view(*query.shape[:2], -1)
+    if probabilities or softcap is not None:
+        shared = _probabilities(rows, attended.key, bias, scaling, softcap)
+        weights = shared.view(*query.shape[:2], -1) if probabilities else None
+    if softcap is not None:  # torch's own attention knows none
+        return (shared @ attended.value.float()).to(query.dtype).view(query.shape), weights
     # a CPU's kernels take it in float32
     if query.is_cuda and bias is not None and bias.dtype != torch.bool:
         bias = bias.to(query.dtype)
@@ -133,6 +138,7 @@ def attend_seen(
     present: torch.Tensor,
     log_weights: torch.Tensor | None,
     scaling: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [B, Hq, 1, D] to lists of slots, and the probabilities [B, Hq, M] float32.
 
@@ -153,16 +159,23 @@ def attend_seen(
     if log_weights is not None:
         log_weights = log_weights.float().view(*slots.shape[:2], -1, slots.shape[2])
         bias = log_weights.masked_fill(~bias, -torch.inf)
-    weights = _probabilities(rows, key, bias, scaling).view(*query.shape[:2], -1)
-    bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
-    out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
-    return out.reshape(query.shape), weights
+    weights = _probabilities(rows, key, bias, scaling, softcap)
+    if softcap is not None:
+        out = (weights @ value.float()).to(query.dtype)
+    else:
+        bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling)
+    return out.reshape(query.shape), weights.view(*query.shape[:2], -1)
 
 
 def _probabilities(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
-    logits = (query.float() @ key.float().transpose(2, 3)) * scaling
+    logits = capped((query.float() @ key.float().transpose(2, 3)) * scaling, softcap)
     if bias is not None:
         logits = (
             logits.masked_fill(~bias, -torch.inf)
@@ -179,6 +192,7 @@ def prefill(
     offsets: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Dense causal attention of a prefill chunk over everything stored before and in it.
 
@@ -191,14 +205,16 @@ def prefill(
         holds the chunk's keys and values already.
     sinks
         [Hq], see `kvbench.attention.sinks`; None: the model has none.
+    softcap
+        see `kvbench.method.capped`.
 
     Returns
     -------
     torch.Tensor
         [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
     """
-    if sinks is not None:
-        return _prefill_with_sinks(sinks, query, store, column, offsets, scaling)
+    if sinks is not None or softcap is not None:
+        return _prefill_by_blocks(query, store, column, offsets, scaling, sinks, softcap)
     end = column + query.shape[2]
     key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
     gqa = query.shape[1] != key.shape[1]
@@ -224,17 +240,18 @@ def _causal(column: int, end: int, offsets: Sequence[int], device: torch.device)
     return (torch.arange(end, device=device) <= position[..., None])[:, None]
 
 
-def _prefill_with_sinks(
-    sinks: torch.Tensor,
+def _prefill_by_blocks(
     query: torch.Tensor,
     store: LayerStore,
     column: int,
     offsets: Sequence[int],
     scaling: float,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """`prefill` with sinks: torch's own attention knows none."""
+    """`prefill` with sinks or a soft cap: torch's own attention knows neither."""
     value = store.device.value[:, :, None, : column + query.shape[2]].float()
-    blocks = _causal_weights(query, store, column, offsets, scaling, sinks)
+    blocks = _causal_weights(query, store, column, offsets, scaling, sinks, softcap)
     out = torch.cat([weights @ value[..., : weights.shape[4], :] for _, weights in blocks], dim=3)
     return out.view(query.shape).to(query.dtype)
 
@@ -247,6 +264,7 @@ def turn(
     scaling: float,
     sinks: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Dense causal attention of new tokens over themselves and what is stored, which need not be
     all that was.
@@ -263,19 +281,22 @@ def turn(
         [Hq], see `kvbench.attention.sinks`; None: the model has none.
     weights
         [B, Hkv, n], added to the logits of what is stored; None: nothing.
+    softcap
+        see `kvbench.method.capped`.
 
     Returns
     -------
     torch.Tensor
         [B, Hq, q, D].
     """
-    gqa, plain = query.shape[1] != key.shape[1], sinks is None and weights is None
+    gqa = query.shape[1] != key.shape[1]
+    plain = sinks is None and weights is None and softcap is None
     key, value = torch.cat([past.key, key], dim=2), torch.cat([past.value, value], dim=2)
     if plain and past.mask is None and query.is_cuda:
         mask: torch.Tensor = causal_lower_right(query.shape[2], key.shape[2])
     else:
         mask = _turn_mask(query, past, weights)
-    if sinks is None:
+    if sinks is None and softcap is None:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
         )
@@ -283,7 +304,7 @@ def turn(
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
     causal = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
-    logits = grouped @ key[:, :, None].float().transpose(3, 4) * scaling + causal
+    logits = capped(grouped @ key[:, :, None].float().transpose(3, 4) * scaling, softcap) + causal
     return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
 
 
@@ -310,6 +331,7 @@ def attention_received(
     lengths: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention probability each key receives from the chunk's real queries, summed; arguments as
     for `prefill`.
@@ -328,7 +350,8 @@ def attention_received(
     last = first + torch.tensor(lengths, device=query.device)[:, None]
     columns_read = column + query.shape[2]
     received = query.new_zeros(*query.shape[:2], columns_read, dtype=torch.float32)
-    for columns, weights in _causal_weights(query, store, column, offsets, scaling, sinks):
+    blocks = _causal_weights(query, store, column, offsets, scaling, sinks, softcap)
+    for columns, weights in blocks:
         real = ((columns >= first) & (columns < last)).float()
         received[..., : weights.shape[4]] += (real[:, None, None, None] @ weights).flatten(1, 3)
     return received
@@ -341,6 +364,7 @@ def _causal_weights(
     offsets: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Columns [n] of a block of a chunk's queries, and their attention weights [B, Hkv, G, n,
     visible] in fp32, for the keys up to the last that one of them sees.
@@ -359,6 +383,7 @@ def _causal_weights(
         later = torch.arange(by_all, visible, device=query.device)
         hidden = later > (columns - first).clamp(min=0)[..., None]  # padding looks at token 0
         # query heads of a KV head are rows of one product: torch would copy the keys for each
-        logits = (part.flatten(2, 3) @ key[..., :visible]).unflatten(2, part.shape[2:4])
+        logits = capped(part.flatten(2, 3) @ key[..., :visible], softcap)
+        logits = logits.unflatten(2, part.shape[2:4])
         logits[..., by_all:].masked_fill_(hidden[:, None, None], -torch.inf)
         yield columns, softmax(logits, sinks)

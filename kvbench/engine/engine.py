@@ -198,7 +198,8 @@ class Engine:
         self._turn_tokens: dict[int, TurnTokens] = {}  # of each layer so far
         self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
-        self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, shape.scaling)
+        logits = shape.scaling, shape.softcap
+        self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, *logits)
         self.offsets = self._reader.offsets
         self._active: list[bool] = [True] * shape.batch
         self.view = StoreView(self.stores, self.audit.read)
@@ -587,7 +588,8 @@ class Engine:
             weights = self.method.turn_weights(layer)
             if self._positions is not None:
                 past = past._replace(key=self._positions.of_turn(past.key, store))
-        return dense.turn(query, key, value, past, self.shape.scaling, sinks, weights)
+        scaling, softcap = self.shape.scaling, self.shape.softcap
+        return dense.turn(query, key, value, past, scaling, sinks, weights, softcap)
 
     def take_in(self, token_ids: Tensor, shown: Callable[[int, int], TurnTokens]) -> None:
         """Store tokens [B, q] that were read at once, and have the method learn of them: a decode

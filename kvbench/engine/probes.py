@@ -159,7 +159,7 @@ class Probe:
         stored = self.stores[layer].device.resident()
         count = stored.key.shape[2]
         rows = query.view(*stored.key.shape[:2], -1, query.shape[3]).float()
-        logits = rows @ stored.key.float().transpose(2, 3) * self.shape.scaling
+        logits = self.shape.logits(rows @ stored.key.float().transpose(2, 3))
         if stored.mask is not None:
             logits = logits.masked_fill(~stored.mask[:, :, None], -torch.inf)
         weights = softmax(logits, sinks)

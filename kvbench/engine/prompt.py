@@ -27,8 +27,8 @@ class PromptReader:
         width of the whole prompt there, padding included; None: the longest row.
     needs
         what to collect besides keys and values.
-    scaling
-        factor on the logits.
+    scaling, softcap
+        of the logits, see `kvbench.method.Shape`.
 
     Attributes
     ----------
@@ -43,12 +43,13 @@ class PromptReader:
         columns: int | None,
         needs: Needs,
         scaling: float,
+        softcap: float | None,
     ) -> None:
         self.lengths = tuple(lengths)
         self.offsets = tuple(offsets or [0] * len(lengths))
         self.columns = columns or max(lengths)
         self.column = self.width = 0
-        self._needs, self._scaling = needs, scaling
+        self._needs, self._scaling, self._softcap = needs, scaling, softcap
         self._token_ids: list[torch.Tensor] = []
         self._queries: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
@@ -173,7 +174,14 @@ class PromptReader:
         if layer not in self._sums:
             self._sums[layer] = query.new_zeros(*query.shape[:2], self.columns, dtype=torch.float32)
         received = attention_received(
-            query, store, self.column, self.offsets, self.lengths, self._scaling, sinks
+            query,
+            store,
+            self.column,
+            self.offsets,
+            self.lengths,
+            self._scaling,
+            sinks,
+            self._softcap,
         )
         self._sums[layer][..., : received.shape[2]] += received
 

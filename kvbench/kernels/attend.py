@@ -56,8 +56,8 @@ class Request(ctypes.Structure):
         L, R, D.
     is_bfloat16
         type of the queries and of the output; else float32.
-    scaling
-        of the logits.
+    scaling, softcap
+        of the logits, see `kvbench.method.capped`; 0: no cap.
     logits
         address of [L, R, columns] float32, where they are wanted, else 0; if there is `out` they
         become probabilities.
@@ -84,6 +84,7 @@ class Request(ctypes.Structure):
         ("head_dim", c_int64),
         ("is_bfloat16", c_int64),
         ("scaling", c_double),
+        ("softcap", c_double),
         ("logits", c_void_p),
         ("columns", c_int64),
         ("before", c_int64),

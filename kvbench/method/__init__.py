@@ -25,6 +25,7 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method.shape import Shape as Shape  # which is of the interface
+from kvbench.method.shape import capped as capped
 from kvbench.spans import Spans
 
 Table = tuple[tuple[float, ...], ...]  # [layers][heads]

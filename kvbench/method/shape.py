@@ -10,6 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Attention logits that come no further than a soft cap from 0, c tanh(l / c) (Gemma 2, section
+    2); None: as they are. -inf, which stands for no logit, stays.
+    """
+    if softcap is None:
+        return logits
+    return ((logits / softcap).tanh() * softcap).where(~logits.isneginf(), logits)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes of one generation.
@@ -25,7 +34,7 @@ class Shape:
     device
         where they are, and the model's first layers.
     scaling
-        attention logits are `scaling * (query . key)`.
+        attention logits are `scaling * (query . key)`, capped where there is a `softcap`.
     sparse_layers
         true indices of the layers a method is asked about; the others stay dense and are never
         shown.
@@ -34,6 +43,8 @@ class Shape:
         and how many of the most recent tokens each attends; 0: none, as where it holds a state.
     elsewhere
         true indices of layers that lie on another device, and which.
+    softcap
+        see `capped`.
     """
 
     layers: int
@@ -47,6 +58,11 @@ class Shape:
     sparse_layers: tuple[int, ...]
     windows: Mapping[int, int] = field(default_factory=dict)
     elsewhere: Mapping[int, torch.device] = field(default_factory=dict)
+    softcap: float | None = None
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Attention logits of products of queries and keys."""
+        return capped(products * self.scaling, self.softcap)
 
     def device_of(self, layer: int) -> torch.device:
         """Where keys, values and queries of `layer` are."""

@@ -301,8 +301,6 @@ def _refusal(
 def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[str]:
     if kinds and not WITH_ALL_KEYS & set(kinds):
         yield f"no layer with full attention (layer_types: {', '.join(sorted({*kinds}))})"
-    if config.get("attn_logit_softcapping") is not None:
-        yield f"soft-capped attention (attn_logit_softcapping={config['attn_logit_softcapping']})"
     if config.get("kv_lora_rank") is not None:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
     if config.get("num_kv_shared_layers"):

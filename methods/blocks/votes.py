@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvbench.method import Prompt
+from kvbench.method import Prompt, Shape
 
 Pooling = Literal["max", "mean"]
 Join = Literal["before", "after"]
 
 
-def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterator[torch.Tensor]:
+def window_probabilities(prompt: Prompt, window: int, shape: Shape) -> Iterator[torch.Tensor]:
     """Attention probabilities of the last `window` queries over the prompt, causal inside the
     window.
 
@@ -36,12 +36,12 @@ def window_probabilities(prompt: Prompt, window: int, scaling: float) -> Iterato
     valid = (position >= 0)[:, None, :, None]
     for head in range(kv_heads):
         head_queries = queries[:, head * group : (head + 1) * group].float()
-        logits = head_queries @ prompt.keys[:, head, None].float().transpose(2, 3) * scaling
+        logits = shape.logits(head_queries @ prompt.keys[:, head, None].float().transpose(2, 3))
         probabilities = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
         yield torch.where(valid, probabilities, 0)
 
 
-def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
+def window_votes(prompt: Prompt, window: int, shape: Shape) -> torch.Tensor:
     """Attention probability each prompt key gets from the last `window` queries, summed.
 
     Returns
@@ -50,7 +50,7 @@ def window_votes(prompt: Prompt, window: int, scaling: float) -> torch.Tensor:
         [B, Hq, N] fp32, 0 at and beyond a row's length.
     """
     return torch.cat(
-        [attention.sum(dim=2) for attention in window_probabilities(prompt, window, scaling)], dim=1
+        [attention.sum(dim=2) for attention in window_probabilities(prompt, window, shape)], dim=1
     )
 
 

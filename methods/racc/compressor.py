@@ -46,7 +46,7 @@ class Compressor:
         keys = self.view.keys(layer)
         grouped = query.unflatten(1, (self.shape.kv_heads, -1))[:, :, :, 0].float()
         first = 0 if way == "softmax_all" else voting.first
-        logits = grouped @ keys[:, :, first:].float().transpose(2, 3) * self.shape.scaling
+        logits = self.shape.logits(grouped @ keys[:, :, first:].float().transpose(2, 3))
         if way == "softmax_all":
             present = self._by_group(self._present(residents, lengths))[..., : logits.shape[3]]
             logits = logits.masked_fill(~present, -torch.inf).softmax(dim=-1)

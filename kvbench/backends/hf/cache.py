@@ -117,7 +117,8 @@ class KVCache(WatchedCache):
             str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed
         )
         self._question, self.prompt_length = question, prompt_length
-        self._stretched, self.scaling = bool(rotary.stretches(model)), shape.scaling
+        self._stretched = bool(rotary.stretches(model))
+        self.logits = shape.scaling, shape.softcap
         self._offsets: list[int] = []
         self._tokens = torch.empty(0, dtype=torch.int64)  # that a step reads, on the CPU
         self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())

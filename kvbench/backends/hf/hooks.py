@@ -50,8 +50,8 @@ class Call(NamedTuple):
         [B, Hkv, q, D], of the new tokens.
     module
         the attention module.
-    scaling
-        factor on the logits.
+    scaling, softcap
+        of the logits, see `kvbench.method.Shape`.
     sinks
         [Hq], see `kvbench.attention.sinks`; None: the model has none.
     inputs
@@ -66,6 +66,7 @@ class Call(NamedTuple):
     scaling: float = 1.0
     sinks: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 class _Mailbox(threading.local):
@@ -163,11 +164,11 @@ class CountingCache(Cache):
 
     Attributes
     ----------
-    scaling
-        factor on the logits that every attention call must ask for; None: not known yet.
+    logits
+        scaling and soft cap that every attention call must ask for; None: not known yet.
     """
 
-    scaling: float | None = None
+    logits: tuple[float, float | None] | None = None
     engine: Any = None
 
     def __init__(self, layers: int, kept: Mapping[int, Any]) -> None:
@@ -367,7 +368,8 @@ def _model_attention(module: Any, arguments: Mapping[str, Any]) -> Callable[...,
         return ALL_ATTENTION_FUNCTIONS.get_interface(
             name, module_function(module, "eager_attention_forward")
         )
-    return sdpa_attention_forward if arguments.get("s_aux") is None else _eager_attention
+    plain = arguments.get("s_aux") is None and arguments.get("softcap") is None
+    return sdpa_attention_forward if plain else _eager_attention
 
 
 # -- a layer's attention and its mask --------------------------------------------------------------
@@ -390,10 +392,13 @@ def _attention(
         cache.refuse_strange_model()
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)  # None: as in sdpa
-    reason = next(_unfit(module, query, key, value, attention_mask, note, scaling, kwargs), None)
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    call = note._replace(
+        module=module, scaling=scaling, sinks=sinks, softcap=softcap, inputs=inputs
+    )
+    reason = next(_unfit(module, query, key, value, attention_mask, call, kwargs), None)
     if reason is not None:
         raise ConfigError(f"{type(module).__name__}: {reason}")
-    call = note._replace(module=module, scaling=scaling, sinks=kwargs.get("s_aux"), inputs=inputs)
     return cache.attend(call, query, attention_mask).transpose(1, 2).contiguous(), None
 
 
@@ -404,7 +409,6 @@ def _unfit(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     note: Call,
-    scaling: float,
     arguments: Mapping[str, Any],
 ) -> Iterator[str]:
     """Why kvbench would compute a call of a layer's attention wrong."""
@@ -416,9 +420,8 @@ def _unfit(
             f"its attention leaves weights out at random (dropout={arguments['dropout']}); expected"
             " model.eval()"
         )
-    for name in ("softcap", "position_bias"):
-        if arguments.get(name) is not None:
-            yield f"its attention has a {name}, which kvbench does not compute"
+    if arguments.get("position_bias") is not None:
+        yield "its attention has a position_bias, which kvbench does not compute"
     if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding, or `_HIDES`
         yield (
             "it gives its attention a mask of its own, or of a window that its config does not tell"
@@ -439,11 +442,14 @@ def _unfit(
             f"its queries, keys and values have [heads, head_dim] {sizes}; expected one head_dim,"
             " heads shared out"
         )
-    if note.cache.scaling not in (None, scaling):
+    scaling, softcap = note.cache.logits or (note.scaling, note.softcap)
+    if note.scaling != scaling:
         yield (
-            f"its attention is scaled by {scaling:.6g} in layer {note.layer}, by"
-            f" {note.cache.scaling:.6g} elsewhere"
+            f"its attention is scaled by {note.scaling:.6g} in layer {note.layer}, by"
+            f" {scaling:.6g} elsewhere"
         )
+    if note.softcap != softcap:
+        yield f"its soft cap is {note.softcap} in layer {note.layer}, {softcap} elsewhere"
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -461,8 +467,8 @@ def _eager_attention(
     mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The model's own attention, which knows its sinks, under sdpa's mask: True where a query sees
-    a key.
+    """The model's own attention, which knows its sinks and its cap, under sdpa's mask: True where a
+    query sees a key.
     """
     if mask is None and query.shape[2] > 1:  # sdpa's way to say causal
         mask = torch.ones(

@@ -166,14 +166,14 @@ def shape_of(
         its layers differ in something that a method knows once for all.
     """
     reading, card = reading_of(model), card_of(model)
-    sizes = {(*call.key.shape[1::2], call.scaling) for call in reading.calls.values()}
+    sizes = {(*call.key.shape[1::2], call.scaling, call.softcap) for call in reading.calls.values()}
     query_heads = {query.shape[1] for query in reading.queries.values()}
     if len(sizes) > 1 or len(query_heads) > 1:
         raise ConfigError(
-            f"model={type(model).__name__}: its layers differ in heads, head_dim or scaling;"
-            " expected one of each"
+            f"model={type(model).__name__}: its layers differ in heads, head_dim, scaling or"
+            " softcap; expected one of each"
         )
-    [(kv_heads, head_dim, scaling)] = sizes
+    [(kv_heads, head_dim, scaling, softcap)] = sizes
     modules = attention_modules(model)
     places = {layer: _device_of(module, device) for layer, module in modules.items()}
     return Shape(
@@ -188,4 +188,5 @@ def shape_of(
         sparse_layers=tuple(layer for layer in sorted(modules) if layer not in dense_layers),
         windows=card.windows,
         elsewhere={layer: place for layer, place in places.items() if place != device},
+        softcap=softcap,
     )

@@ -35,7 +35,8 @@ class EngineCache(CountingCache):
 
     def __init__(self, engine: Engine | EngineGroup) -> None:
         super().__init__(engine.shape.layers, engine.windowed)
-        self.engine, self.scaling = engine, engine.shape.scaling
+        self.engine = engine
+        self.logits = engine.shape.scaling, engine.shape.softcap
 
     def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
         """Attention of one layer by the engine, in the phase that the loop is in; see
@@ -231,7 +232,8 @@ class ReplayCache(CountingCache):
         super().__init__(
             engine.shape.layers, {layer: part.copy(rows) for layer, part in kept.items()}
         )
-        self.scaling, self._stores = engine.shape.scaling, engine.stores
+        self.logits = engine.shape.scaling, engine.shape.softcap
+        self._stores = engine.stores
         self._row, self._length = row, engine.shape.lengths[row]
         self.count(engine.offsets[row] + self._length)
         self.captured: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -248,4 +250,5 @@ class ReplayCache(CountingCache):
         device = self._stores[call.layer].device
         rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
         past = Resident(device.key[rows], device.value[rows], None)
-        return dense.turn(query, call.key, call.value, past, call.scaling, call.sinks)
+        logits = call.scaling, call.sinks, None, call.softcap
+        return dense.turn(query, call.key, call.value, past, *logits)

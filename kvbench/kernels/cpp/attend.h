@@ -76,7 +76,7 @@ struct Request {
     int64_t threads, worth;
     const char* query;
     int64_t lists, rows, head_dim, is_bfloat16;
-    double scaling;
+    double scaling, softcap;  // 0: no cap
     float* logits;
     int64_t columns, before, pieces;
     float* results;
@@ -154,15 +154,18 @@ struct Scratch {
     }
 
     // Logits of `count` rows of the piece, from `start` on, scaled.
-    void score(const Kinds& kinds, int start, int count, float scaling, const Ahead& ahead) {
+    void score(const Request& request, const Kinds& kinds, int start, int count, const Ahead& ahead) {
         Block block{&keys[start], &groups[start], count, kinds.key.offset, kinds.key.table};
         kinds.key.of().score(query.data(), rows, head_dim, block, ahead, logits.data());
-        scale(count, scaling);
+        scale(request, count);
     }
-    void scale(int count, float scaling) {
+    void scale(const Request& request, int count) {
+        Vector scaling = splat(request.scaling);
         for (int r = 0; r < rows; r++)
-            for (float* here = &logits[r * BLOCK]; here < &logits[r * BLOCK] + count; here += LANES)
-                store(here, load(here) * splat(scaling));
+            for (float* here = &logits[r * BLOCK]; here < &logits[r * BLOCK] + count; here += LANES) {
+                Vector scaled = load(here) * scaling;
+                store(here, request.softcap ? capped(scaled, request.softcap) : scaled);
+            }
     }
 
     // Weights of these, and their values.
@@ -268,7 +271,7 @@ inline void attend_resident(const Request& request, const ResidentRows& slots) {
                     scratch.values[i] = value + i * kinds.value.size;
                     scratch.groups[i] = slots.parameters + (slot + i) / GROUP * kinds.group_size;
                 }
-                scratch.score(kinds, 0, count, request.scaling, {nullptr, 0, value, kinds.value.size});
+                scratch.score(request, kinds, 0, count, {nullptr, 0, value, kinds.value.size});
                 if (request.logits)
                     for (int r = 0; r < request.rows; r++)
                         std::copy_n(&scratch.logits[r * BLOCK], count,
@@ -361,7 +364,7 @@ inline int64_t attend_lists(const Request& request, const Lists& lists) {
             }
             for (int start = 0; start < entries; start += BLOCK) {
                 int count = std::min(BLOCK, entries - start), next = start + count;
-                scratch.score(kinds, start, count, request.scaling,
+                scratch.score(request, kinds, start, count,
                               {&scratch.values[start], count, nullptr, kinds.value.size});
                 scratch.add_bias(request, lists.bias, lists.bias_columns, list, start, count);
                 scratch.add(kinds, start, count, {scratch.keys.data() + next, entries - next, nullptr, kinds.key.size});

@@ -130,7 +130,7 @@ inline void attend_blocks(const Request& request, const BlockLists& lists) {
                     for (int i = 0; i < count; i++)
                         scratch.values[i] = blocks.half(row, head, ids[i], 1) + ids[i] % blocks.size() * size;
                     score_columns(blocks, row, head, ids, count, scratch);
-                    scratch.scale(count, request.scaling);
+                    scratch.scale(request, count);
                 } else {
                     copy_rows(blocks, row, head, ids, count, keys.data(), values.data());
                     for (int i = 0; i < count; i++) {
@@ -138,7 +138,7 @@ inline void attend_blocks(const Request& request, const BlockLists& lists) {
                         scratch.keys[i] = lists.rebuilt ? lists.rebuilt + at * size : keys.data() + i * size;
                         scratch.values[i] = values.data() + i * size;
                     }
-                    scratch.score(kinds, 0, count, request.scaling, {});
+                    scratch.score(request, kinds, 0, count, {});
                 }
                 scratch.add_bias(request, lists.bias, lists.bias_columns, list, 0, count);
                 scratch.add(kinds, 0, count, {});

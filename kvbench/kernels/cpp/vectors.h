@@ -231,6 +231,18 @@ INLINE Vector exponential(Vector x) {
 }
 INLINE float exponential(float x) { return exponential(x - Floats{})[0]; }
 
+// c tanh(x / c), in float32's precision: Lambert's continued fraction below c, else by exp(-2 |x| / c). -inf, which
+// stands for no number, stays.
+INLINE Vector capped(Vector numbers, float c) {
+    return lanewise([c](Floats x) INLINED {
+        Floats t = (x < 0.0f ? -x : x) / c, s = t * t, e = exponential(-2.0f * t);
+        Floats over = t < 1.0f ? t * (10395.0f + s * (1260.0f + s * 21.0f)) : 1.0f - e;
+        Floats under = t < 1.0f ? 10395.0f + s * (4725.0f + s * (210.0f + s)) : 1.0f + e;
+        Floats size = c * over / under;
+        return x < -__FLT_MAX__ ? x : x < 0.0f ? -size : size;
+    }, numbers);
+}
+
 INLINE void fetch(const char* address) { __builtin_prefetch(address, 0, 3); }
 
 // -- numbers in other types ------------------------------------------------------------------------------------------
