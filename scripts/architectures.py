@@ -128,7 +128,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots1": EXPERTS,
     "dots3_note_text": {"per_layer_config": None},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma2": {"query_pre_attn_scalar": 100},
+    "gemma2": {"query_pre_attn_scalar": 100, "attn_logit_softcapping": 1.5},
     "gemma3_text": {**WINDOWED, "query_pre_attn_scalar": 100},
     "gemma3n_text": {
         **WINDOWED,
@@ -140,7 +140,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {
         **WINDOWED,
-        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": VOCABULARY,
     },
     "gpt_neo": {"attention_types": [[["global"], 4]]},
@@ -188,6 +189,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "roc_bert": {"pronunciation_embed_dim": 64, "shape_embed_dim": 64, "shape_vocab_size": 300},
     **dict.fromkeys(("plbart", "whisper"), {"decoder_attention_heads": 4}),
+    "vaultgemma": {"attn_logit_softcapping": 1.5},
     "xlm": {"emb_dim": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},

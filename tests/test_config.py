@@ -22,7 +22,6 @@ from kvbench.models.card import ModelCard
         ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
         ({"text_config": {"layer_types": ["conv"]}}, "layer_types: conv"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"num_kv_shared_layers": 10}, "layers without keys and values of their own"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
     ],
 )

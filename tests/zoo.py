@@ -56,6 +56,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": None},
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
 }
+# Layers 1 and 2 store for the last three, of which the first has a window.
+SHARING: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "full", "full")],
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 260,
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {**SHARING, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5] * 6},
+    "gemma4_text": {**SHARING, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2},
+}
 FAMILIES = {
     **PLAIN,
     **OTHERS,
@@ -68,7 +80,8 @@ OFFSET = 37  # of the shorter of two prompts
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    return AutoConfig.for_model(family.split("-")[0], **{**SIZES, **FAMILIES.get(family, {}), **changes})
+    shared = {"sliding_window": WINDOW, **SHARED[family]} if family in SHARED else {}
+    return AutoConfig.for_model(family.split("-")[0], **{**SIZES, **FAMILIES.get(family, shared), **changes})
 
 
 def random_model(family: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:

@@ -250,11 +250,14 @@ class Audit:
             return
         counts = np.array([*layers.values()])  # [layers, B, Hkv]
         most = counts.max(axis=2).T.tolist()
-        means = (counts.sum(axis=(0, 2)) / (len(counts) * counts.shape[2])).tolist()
+        # a rule for the mean is one of what is kept, and a layer that reuses keeps nothing
+        kept = counts[[layer not in self.shape.reuses for layer in layers]]
+        means = (kept.sum(axis=(0, 2)) / max(len(kept) * kept.shape[2], 1)).tolist()
         for row in step.rows:
             arguments = step.lengths[row], step.generated
             for layer, attended in zip(layers, most[row], strict=True):
-                self._hold_to(row, step, step.method.rule(layer, *arguments), layer, attended)
+                rule = step.method.rule(self.shape.source(layer), *arguments)
+                self._hold_to(row, step, rule, layer, attended)
             self._rows[row].add(counts[:, row])
             if len(layers) == len(step.counts):
                 self._hold_mean_to(row, step, step.method.mean_rule(*arguments), means[row])
@@ -327,9 +330,7 @@ class Audit:
             "device_kv_allocated_bytes": self.device_kv_allocated_bytes,
             "index_bytes": method_bytes(method, stored),
             "host_bytes": self.host_bytes,
-            "dense_share": (
-                1 - (len(self.shape.sparse_layers) + len(self.shape.windows)) / self.shape.layers
-            ),
+            "dense_share": self._dense_share(),
             "over_rule": self.broken(row) is not None,
         }
         if self.steps:
@@ -342,6 +343,12 @@ class Audit:
         if self.turn_tokens:
             report |= {"turn_tokens": self.turn_tokens, "turn_moved_bytes": self.turn_moved_bytes}
         return report
+
+    def _dense_share(self) -> float:
+        """Layers with full attention that no method is asked about, over all."""
+        full, sparse = self.shape.full_layers, self.shape.sparse_layers
+        dense = sum(len(self.shape.readers(layer)) for layer in full if layer not in sparse)
+        return 1 - (self.shape.layers - dense) / self.shape.layers
 
 
 def _entries(rows: Sequence[Tally]) -> dict[str, float]:
@@ -384,7 +391,9 @@ def attended_bytes(
     entry_sizes = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
     length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
     full = sum(
-        entry_sizes[layer] * (attended_mean if layer in shape.sparse_layers else length)
+        entry_sizes[layer]
+        * (attended_mean if layer in shape.sparse_layers else length)
+        * len(shape.readers(layer))
         for layer in shape.full_layers
     )
     windowed = plain * sum(min(window, length) for window in shape.windows.values())

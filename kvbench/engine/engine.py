@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.attention import torch as dense
 from kvbench.attention.cpu import READABLE
@@ -198,6 +199,9 @@ class Engine:
         self._turn_tokens: dict[int, TurnTokens] = {}  # of each layer so far
         self._positions = how.positions(shape, method)
         self._sparse, self._last = frozenset(shape.sparse_layers), shape.full_layers[-1]
+        self._last_reader = shape.readers(self._last)[-1]
+        # of the step, for layers that reuse what a method learns of by its layer's queries alone
+        self._selected: dict[int, Selection | None] = {}
         logits = shape.scaling, shape.softcap
         self._reader = PromptReader(shape.lengths, offsets, columns, method.needs, *logits)
         self.offsets = self._reader.offsets
@@ -312,7 +316,7 @@ class Engine:
             if query.shape[2] == 1:
                 query, key = query.contiguous(), key.contiguous()
                 value = value.contiguous()
-            if layer in self._sparse and not valid:
+            if self.shape.source(layer) in self._sparse and not valid:
                 check_finite(layer, query, key, self.prefilled)
             attend = (
                 self._prefill
@@ -375,17 +379,21 @@ class Engine:
     def _prefill(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        reader, store = self._reader, self._store(layer)
+        reader, source = self._reader, self.shape.source(layer)
+        store = self._store(source)
         with self.spans("attention"):
-            store.write_prompt(key, value, reader.column, reader.offsets)
+            if source == layer:
+                store.write_prompt(key, value, reader.column, reader.offsets)
+            # a layer that reuses may be asked about the last columns alone
+            column = reader.column + reader.width - query.shape[2]
             out = self.executor.prefill(
-                query, store, reader.column, reader.offsets, self.shape.scaling, sinks
+                query, store, column, reader.offsets, self.shape.scaling, sinks
             )
         if layer in self._sparse:
             with self.spans("index_build"):
                 reader.observe(layer, query, store, sinks)
-        if reader.last_chunk:
-            self._end_prompt(layer, store)
+        if reader.last_chunk and layer == self.shape.readers(source)[-1]:
+            self._end_prompt(source, store)
         return out
 
     def fill(self, layer: int, key: Tensor, value: Tensor, query: Tensor) -> None:
@@ -513,19 +521,21 @@ class Engine:
     def _decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        store, spans = self.stores[layer], self.spans
+        source, spans = self.shape.source(layer), self.spans
+        store, stores, sparse = self.stores[source], source == layer, source in self._sparse
         selection: Selection | None = None
-        sparse = layer in self._sparse
         self._has_sinks = sinks is not None
         with spans("attention"):
-            store.append(key, value)
-            if self._repeats is not None:
-                self._repeats.append(store.advance)
+            if stores:
+                store.append(key, value)
+                if self._repeats is not None:
+                    self._repeats.append(store.advance)
             if sparse:
-                spans.then("index_update")
-                self.method.append(layer, key, value)
+                if stores:
+                    spans.then("index_update")
+                    self.method.append(layer, key, value)
                 spans.then("select")
-                selection = self.method.select(layer, query)
+                selection = self._select(layer, query)
                 spans.then("attention")
             attended = selection
             if sparse and self._positions is not None:
@@ -533,14 +543,14 @@ class Engine:
                     selection or Selection(store.resident_ids()), store, query.device
                 )
             attended = with_sinks(attended, store, sinks, key)
-            probabilities = sparse and self.method.needs.probabilities
-            out, weights = self.executor(query, store, attended, self.shape.scaling, probabilities)
+            observes = sparse and stores and self.method.needs.probabilities
+            out, weights = self.executor(query, store, attended, self.shape.scaling, observes)
         if sparse:
             note = partial(self.audit.attended, layer, selection, store.device.numbers)
             note()
             if self._repeats is not None:
                 self._repeats.append(note)
-            if self.probe is not None:
+            if self.probe is not None and stores:
                 resident = store.resident_ids()
                 self.probe.step(
                     layer, query, key, value, selection, resident, out, self._active, sinks
@@ -553,9 +563,22 @@ class Engine:
                     selection,
                     self._positions.in_order(weights) if self._positions else weights,
                 )
-        if layer == self._last and not self._whole:
+        if layer == self._last_reader and not self._whole:
             self._end_step()
         return out
+
+    def _select(self, layer: int, query: Tensor) -> Selection | None:
+        """What a layer attends; one that reuses another is asked about as that one, by queries of
+        its own unless the method learns from queries: it learns from those of the layer that
+        stores.
+        """
+        source, needs = self.shape.source(layer), self.method.needs
+        if source != layer and (needs.queries or needs.probabilities):
+            return self._selected[source]
+        selection = self.method.select(source, query)
+        if self.shape.reuses:
+            self._selected[source] = selection
+        return selection
 
     def _end_step(self) -> None:
         with self.spans("index_update"):
@@ -568,11 +591,16 @@ class Engine:
     ) -> Tensor:
         asks = self.method.needs.queries or self.method.needs.probabilities
         shown = query if asks and layer in self._sparse else query[:, :, :0]
-        self._turn_tokens[layer] = TurnTokens(shown, key, value, sinks)
+        source = self.shape.source(layer)
+        if source == layer:
+            self._turn_tokens[layer] = TurnTokens(shown, key, value, sinks)
         with self.spans("attention"):
-            self.audit.moved(self.stores[layer].remote_bytes())
-            out = self.over_remaining(layer, query, key, value, sinks)
-        if layer == self._last and self._turn is not None:
+            self.audit.moved(self.stores[source].remote_bytes())
+            last = query.shape[2]
+            if source != layer:  # it may be asked about the last tokens alone
+                query = pad(query, (0, 0, key.shape[2] - last, 0))
+            out = self.over_remaining(source, query, key, value, sinks)[:, :, -last:]
+        if layer == self._last_reader and self._turn is not None:
             with self.spans("index_update"):
                 self.take_in(self._turn, lambda layer, at: self._turn_tokens[layer].column(at))
             self._turn_tokens.clear()
@@ -707,7 +735,8 @@ class Engine:
             remarks["executor_note"] = self.executor.note
         if self.windowed:
             kept = self.windowed.values()
-            remarks["windowed_share"] = len(self.shape.windows) / self.shape.layers
+            others = len(self.shape.windows) - len(self.shape.reuses)
+            remarks["windowed_share"] = others / self.shape.layers
             remarks["windowed_kv_bytes"] = sum(layer.resident_bytes() for layer in kept)
             if states := sum(layer.state_bytes() for layer in kept):
                 remarks["state_bytes"] = states

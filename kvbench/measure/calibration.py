@@ -21,7 +21,7 @@ from kvbench.backends.hf.runner import ModelRunner
 from kvbench.budget import Budget
 from kvbench.config import ASSETS, ConfigError
 from kvbench.engine.replay import Template
-from kvbench.method import Method, Needs, Prompt, Table
+from kvbench.method import Method, Needs, Prompt, Shape, Table
 from kvbench.models.types import Tokenizer
 
 TOKENS, COPIES = 2500, 4
@@ -178,9 +178,7 @@ class CopyScorer(Method):
     def prefill(self, layer: int, prompt: Prompt) -> None:
         """Layers come in order."""
         first = prompt.lengths[0] % self.tokens
-        scores = copy_scores(
-            prompt.queries[0], prompt.keys[0], self.shape.scaling, self.tokens, first
-        )
+        scores = copy_scores(prompt.queries[0], prompt.keys[0], self.shape, self.tokens, first)
         for layers, head_scores in zip((self.echo, self.induction), scores, strict=True):
             best = head_scores.unflatten(0, (self.shape.kv_heads, -1)).amax(dim=1)
             layers.append(tuple(round(score, 6) for score in best.tolist()))
@@ -227,7 +225,7 @@ class QueryScorer(Method):
 
 
 def copy_scores(
-    queries: torch.Tensor, keys: torch.Tensor, scaling: float, tokens: int, first: int
+    queries: torch.Tensor, keys: torch.Tensor, shape: Shape, tokens: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Echo and induction score of each query head, [Hq] each, between 0 and 1.
 
@@ -240,8 +238,8 @@ def copy_scores(
         [Hq, N, D].
     keys
         [Hkv, N, D].
-    scaling
-        factor on the logits.
+    shape
+        which says how logits are made.
     tokens
         of a copy.
     first
@@ -256,7 +254,7 @@ def copy_scores(
             position = torch.arange(start, min(start + BLOCK, length), device=keys.device)
             end = int(position[-1]) + 1
             # [G, BLOCK, end] is the largest tensor alive
-            logits = query[:, start:end].float() @ key[:end].T * scaling
+            logits = shape.logits(query[:, start:end].float() @ key[:end].T)
             future = torch.arange(end, device=keys.device) > position[:, None]
             probabilities = logits.masked_fill(future, -torch.inf).softmax(dim=-1)
             copies = position[:, None] - tokens * torch.arange(

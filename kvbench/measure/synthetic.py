@@ -203,7 +203,7 @@ class SyntheticEngine(Engine):
                 self._steps(self._synthetic.queries, layer, new_tokens),
                 self._steps(self._synthetic.keys, layer, new_tokens),
             )
-            for layer in self.shape.full_layers
+            for layer in (*self.shape.full_layers, *self.shape.reuses)
         }
 
     def attend(
@@ -217,11 +217,12 @@ class SyntheticEngine(Engine):
         valid: bool = False,
     ) -> torch.Tensor:
         """As `Engine.attend`; only the value is the model's."""
-        start, columns = self._columns_read[layer], max(self.shape.lengths)
-        self._columns_read[layer] = stop = start + query.shape[2]
         if self.prefilled:
-            ahead, step = self._ahead[layer], start - columns
+            ahead, step = self._ahead[layer], self._columns_read[layer] - max(self.shape.lengths)
+            self._columns_read[layer] += query.shape[2]
             return super().attend(layer, ahead[0][step], ahead[1][step], value, sinks)
+        self._columns_read[layer] = stop = self._reader.column + self._reader.width
+        start = stop - query.shape[2]
         self._wait()
         with self.spans(SYNTHETIC_SPAN):
             queries = self._rows(self._synthetic.queries, layer, start, stop)
@@ -242,6 +243,9 @@ class SyntheticEngine(Engine):
         window = min(self.method.needs.query_window, length)
         self.start_chunk(torch.tensor(rows, device=self.shape.device))
         for layer in range(self.shape.layers):
+            self._columns_read[layer] = length
+            if self.shape.windows.get(layer) == 0:  # it stores no keys
+                continue
             keys, values = (
                 self._rows(make, layer, 0, length)
                 for make in (self._synthetic.keys, self._synthetic.values)
@@ -257,7 +261,6 @@ class SyntheticEngine(Engine):
                     values,
                     self._rows(self._synthetic.queries, layer, length - window, length),
                 )
-            self._columns_read[layer] = length
 
     def _rows(self, make: Any, layer: int, start: int, stop: int) -> torch.Tensor:
         """[B, H, n, D] of what `make` makes of each row."""

@@ -136,7 +136,8 @@ class Needs:
         call `observe` with the attention probabilities of every decode step.
     queries
         `select` learns from what it is asked, so it is asked for the tokens of a later turn, too,
-        which attend everything (`kvbench.engine.engine.Engine.start_turn`).
+        which attend everything (`kvbench.engine.engine.Engine.start_turn`). Of layers that share
+        keys the queries of the one that stores them count: what it selects the others attend, too.
     crops
         the last tokens may be taken back, which `crop` announces; then nothing may have been
         dropped.

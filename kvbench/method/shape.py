@@ -45,6 +45,9 @@ class Shape:
         true indices of layers that lie on another device, and which.
     softcap
         see `capped`.
+    reuses
+        true indices of layers that attend with queries of their own what another layer has stored,
+        and which that is. A method is asked about them as about that one, see `Needs.queries`.
     """
 
     layers: int
@@ -59,6 +62,15 @@ class Shape:
     windows: Mapping[int, int] = field(default_factory=dict)
     elsewhere: Mapping[int, torch.device] = field(default_factory=dict)
     softcap: float | None = None
+    reuses: Mapping[int, int] = field(default_factory=dict)
+
+    def source(self, layer: int) -> int:
+        """The layer that stores what `layer` attends: itself, or the one that it reuses."""
+        return self.reuses.get(layer, layer)
+
+    def readers(self, layer: int) -> tuple[int, ...]:
+        """The layers that attend what `layer` stores, in their order."""
+        return (layer, *(reader for reader, source in self.reuses.items() if source == layer))
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
         """Attention logits of products of queries and keys."""

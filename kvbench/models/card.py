@@ -303,11 +303,6 @@ def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[
         yield f"no layer with full attention (layer_types: {', '.join(sorted({*kinds}))})"
     if config.get("kv_lora_rank") is not None:
         yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
-    if config.get("num_kv_shared_layers"):
-        yield (
-            "layers without keys and values of their own"
-            f" (num_kv_shared_layers={config['num_kv_shared_layers']})"
-        )
     for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
         if config.get(key) in value:
             yield f"bidirectional attention ({key}={show(config[key])})"

@@ -111,7 +111,8 @@ class KVCache(WatchedCache):
         self._plan = EnginePlan.of(model, chosen, sizes, dense_layers, tokenizer, settings)
         self.model, self._method = model, chosen
         shape = self._plan.shape
-        self._kept, self._full_layers = kept_layers(model), shape.full_layers
+        self._kept, self._first_layer = kept_layers(model), shape.full_layers[0]
+        self._last_layer = shape.readers(shape.full_layers[-1])[-1]
         super().__init__(shape.layers, self._kept)
         compile_silently(
             str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed
@@ -121,7 +122,7 @@ class KVCache(WatchedCache):
         self.logits = shape.scaling, shape.softcap
         self._offsets: list[int] = []
         self._tokens = torch.empty(0, dtype=torch.int64)  # that a step reads, on the CPU
-        self._modules = frozenset(id(call.module) for call in reading_of(model).calls.values())
+        self._modules = frozenset(map(id, reading_of(model).modules))
         watch(model)
         self._watched = ExitStack()
         self.reset()
@@ -314,12 +315,12 @@ class KVCache(WatchedCache):
         """Attention of one layer, see `Engine.attend`; the first layer with full attention opens
         the forward pass.
         """
-        if call.layer == self._full_layers[0]:
+        if call.layer == self._first_layer:
             self._start_forward(query, padding)
         assert self.engine is not None
         self.show_inputs(call)
         out = self.engine.attend(call.layer, query, call.key, call.value, call.sinks)
-        if call.layer == self._full_layers[-1]:
+        if call.layer == self._last_layer:
             self._passing = False
         return out
 

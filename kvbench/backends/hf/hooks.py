@@ -48,6 +48,8 @@ class Call(NamedTuple):
         of which cache, and of its layers which.
     key, value
         [B, Hkv, q, D], of the new tokens.
+    source
+        the layer that has stored them, which this one reuses; None: itself.
     module
         the attention module.
     scaling, softcap
@@ -62,6 +64,7 @@ class Call(NamedTuple):
     layer: int
     key: torch.Tensor
     value: torch.Tensor
+    source: int | None = None
     module: Any = None
     scaling: float = 1.0
     sinks: torch.Tensor | None = None
@@ -69,10 +72,26 @@ class Call(NamedTuple):
     softcap: float | None = None
 
 
+class _Stored(NamedTuple):
+    """A layer whose keys later ones reuse, as long as the pass holds them."""
+
+    cache: weakref.ref[CountingCache]
+    layer: int
+    key: weakref.ref[torch.Tensor]
+
+    def of_reader(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Call | None:
+        """The call of a layer that attends these keys; None: they are others."""
+        cache = self.cache()
+        if cache is None or self.key() is not key:
+            return None
+        return Call(cache, layer, key, value, source=self.layer)
+
+
 class _Mailbox(threading.local):
     """Hand-over between the hooks of one forward pass; every note is taken once."""
 
     call: Call | None = None
+    stored: _Stored | None = None
     residual: tuple[CountingCache, torch.Tensor] | None = None
     inputs: torch.Tensor | None = None
     masking = False
@@ -385,6 +404,10 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     note, mailbox.call = mailbox.call, None
     inputs, mailbox.inputs = mailbox.inputs, None
+    if note is not None and _is_stored(module, note.layer):
+        mailbox.stored = _Stored(weakref.ref(note.cache), note.layer, weakref.ref(note.key))
+    elif note is None and mailbox.stored is not None:
+        note = mailbox.stored.of_reader(module.layer_idx, key, value)
     if note is None:
         return _model_attention(module, kwargs)(module, query, key, value, attention_mask, **kwargs)
     cache = note.cache
@@ -399,7 +422,19 @@ def _attention(
     reason = next(_unfit(module, query, key, value, attention_mask, call, kwargs), None)
     if reason is not None:
         raise ConfigError(f"{type(module).__name__}: {reason}")
+    if attention_mask is not None:
+        attention_mask = attention_mask.as_subclass(torch.Tensor)[:, 0, 0]
     return cache.attend(call, query, attention_mask).transpose(1, 2).contiguous(), None
+
+
+class _Padding(torch.Tensor):
+    """The padding mask of a pass, as [B, 1, 1, n], of which models may leave out queries."""
+
+
+def _is_stored(module: Any, layer: int) -> bool:
+    """Whether a later layer may attend what this one stores."""
+    modes = getattr(getattr(module, "config", None), "kv_sharing_modes", None)
+    return modes is not None and modes[layer] == "store"
 
 
 def _unfit(
@@ -422,7 +457,8 @@ def _unfit(
         )
     if arguments.get("position_bias") is not None:
         yield "its attention has a position_bias, which kvbench does not compute"
-    if mask is not None and mask.ndim != 2:  # `_mask` gives none, or the padding, or `_HIDES`
+    # `_mask` gives none, or the padding, or `_HIDES`
+    if mask is not None and not isinstance(mask, _Padding):
         yield (
             "it gives its attention a mask of its own, or of a window that its config does not tell"
         )
@@ -516,7 +552,9 @@ def _mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch
             " before; expected an input, such as text alone, of which each token sees itself and"
             " all before it"
         )
-    return attention_mask
+    if attention_mask is None:
+        return None
+    return attention_mask[:, None, None].as_subclass(_Padding)
 
 
 # a mask that hides what came before, which no layer with full attention may be given

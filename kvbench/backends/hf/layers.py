@@ -14,6 +14,7 @@ from kvbench.backends.hf.kept import KeptLayer, new_layers
 from kvbench.config import ConfigError, first_line
 from kvbench.method import Shape
 from kvbench.models.card import ModelCard
+from kvbench.models.rope import FULL
 
 _cards: weakref.WeakKeyDictionary[PreTrainedModel, ModelCard] = weakref.WeakKeyDictionary()
 
@@ -46,6 +47,8 @@ class _Reading(CountingCache):
     def __init__(self, layers: int, kept: Mapping[int, KeptLayer]) -> None:
         super().__init__(layers, kept)
         self.calls: dict[int, Call] = {}
+        self.reuses: dict[int, int] = {}  # layers that attend what another one stores, and which
+        self.modules: list[Any] = []  # of attention
         self.queries: dict[int, torch.Tensor] = {}
 
     def refuse_strange_model(self) -> NoReturn:
@@ -63,7 +66,12 @@ class _Reading(CountingCache):
 
     def attend(self, call: Call, query: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """What one token attends: itself."""
-        self.calls[call.layer], self.queries[call.layer] = call, query
+        self.queries[call.layer] = query
+        self.modules.append(call.module)
+        if call.source is None:
+            self.calls[call.layer] = call
+        else:
+            self.reuses[call.layer] = call.source
         return call.value.repeat_interleave(query.shape[1] // call.value.shape[1], dim=1)
 
     def states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,7 +125,22 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
             f"{name}: of its {full} layers with full attention {len(reading.calls)} store and"
             " attend keys through transformers' attention interface; expected all of them"
         )
+    if reading.reuses.keys() != (expected := _readers(model)):
+        raise ConfigError(
+            f"{name}: of its {len(expected)} layers that reuse the keys of others with full"
+            f" attention {len(reading.reuses)} attend these as they were stored; expected all, on"
+            " one device"
+        )
     return reading
+
+
+def _readers(model: PreTrainedModel) -> set[int]:
+    """The layers that attend what other ones with full attention have stored, by the config."""
+    config = model.config.get_text_config(decoder=True)
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    kinds = getattr(config, "layer_types", None) or ()
+    shared = enumerate(zip(modes, kinds, strict=False))
+    return {layer for layer, pair in shared if pair == ("reuse", FULL)}
 
 
 _read: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[int], _Reading]] = (
@@ -189,4 +212,5 @@ def shape_of(
         windows=card.windows,
         elsewhere={layer: place for layer, place in places.items() if place != device},
         softcap=softcap,
+        reuses=reading.reuses,
     )

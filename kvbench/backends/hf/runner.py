@@ -245,9 +245,10 @@ class ReplayCache(CountingCache):
     def attend(self, call: Call, query: Tensor, padding: Tensor | None) -> Tensor:
         """Attention over the whole row, and over what comes in this pass."""
         check_finite(call.layer, query, call.key, False)
-        assert call.inputs is not None, "a replay notes what attention reads"
-        self.captured[call.layer] = query[0], call.key[0], call.inputs[0].float().norm(dim=-1)
-        device = self._stores[call.layer].device
+        if call.source is None:
+            assert call.inputs is not None, "a replay notes what attention reads"
+            self.captured[call.layer] = query[0], call.key[0], call.inputs[0].float().norm(dim=-1)
+        device = self._stores[call.layer if call.source is None else call.source].device
         rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
         past = Resident(device.key[rows], device.value[rows], None)
         logits = call.scaling, call.sinks, None, call.softcap
