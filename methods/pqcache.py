@@ -15,7 +15,17 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.kernels.operators import operator
-from kvbench.method import Context, DeviceCache, Method, Needs, Prompt, Selection, Shape, View
+from kvbench.method import (
+    Context,
+    DeviceCache,
+    Method,
+    Needs,
+    Prompt,
+    Selection,
+    Shape,
+    View,
+    capped,
+)
 from methods.blocks import code_kernels
 from methods.blocks.kmeans import kmeans, nearest_point
 from methods.blocks.ragged import stacked
@@ -63,6 +73,7 @@ def coded_tokens(
     recent: int,
     retrieved: int,
     scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """The tokens of a row with the largest estimated attention, summed over the query group, [Hkv,
     retrieved] ids, best first, trailing -1; of equal ones the earlier.
@@ -84,7 +95,7 @@ def coded_tokens(
     outside = (token < sinks) | (token >= lengths[row] - 1 - recent)
     products = query.float().transpose(1, 2) @ table.transpose(2, 3)  # [Hkv, m, G, K]
     centroids = codes[row].long()[:, :, None].expand(-1, -1, query.shape[1], -1)
-    logits = products.gather(3, centroids).sum(dim=1) * scaling
+    logits = capped(products.gather(3, centroids).sum(dim=1) * scaling, softcap)
     attention = logits.masked_fill(outside, -torch.inf).softmax(dim=2).sum(dim=1)
     return top_earliest(attention.masked_fill(outside, -torch.inf)[None], retrieved)[0]
 
@@ -221,11 +232,12 @@ class PQCache(Method):
         grouped = query.view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
         if query.is_cuda:
             where = table, codes, self.view.seen(layer), row
-            best = coded_tokens(grouped, *where, *zones, self.shape.scaling)
+            best = coded_tokens(grouped, *where, *zones, self.shape.scaling, self.shape.softcap)
             return torch.cat([always, best], dim=1)
         attention = torch.empty(self.shape.kv_heads, start - sinks)
         arrays = grouped.float().numpy(), table.numpy(), codes.numpy()
-        code_kernels.attention(*arrays, row, sinks, self.shape.scaling, attention.numpy())
+        logits = self.shape.scaling, float(self.shape.softcap or 0)
+        code_kernels.attention(*arrays, row, sinks, *logits, attention.numpy())
         best = top_earliest(attention[None], zones.retrieved)[0]
         return torch.cat([always, best + sinks], dim=1)
 

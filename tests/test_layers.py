@@ -13,7 +13,20 @@ import pytest
 import torch
 from driver import CLOSE, SMALL, numbers, slow
 from transformers import PreTrainedModel
-from zoo import FAMILIES, LENGTH, NEW, OFFSET, SIZES, WINDOW, WINDOWED, config_of, generated, inputs, random_model
+from zoo import (
+    FAMILIES,
+    LENGTH,
+    MIXED,
+    NEW,
+    OFFSET,
+    SIZES,
+    WINDOW,
+    WINDOWED,
+    config_of,
+    generated,
+    inputs,
+    random_model,
+)
 
 from kvbench import KVCache
 from kvbench.backends.hf.layers import shape_of
@@ -270,6 +283,7 @@ SCALED: dict[str, tuple[float, dict[str, Any]]] = {
     "opt": (1.0, {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}),  # scales its queries itself
     "granite": (0.1, {"attention_multiplier": 0.1}),
     "gemma3_text": (0.1, {"query_pre_attn_scalar": 100}),
+    "gemma2": (0.1, {"query_pre_attn_scalar": 100, "layer_types": MIXED, "attn_logit_softcapping": 1.5}),
 }
 
 

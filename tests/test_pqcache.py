@@ -16,6 +16,7 @@ from kvbench.config import ConfigError, bind_methods
 
 bind_methods()
 
+from methods.blocks import code_kernels  # noqa: E402
 from methods.blocks.kmeans import kmeans, nearest_point  # noqa: E402
 
 
@@ -73,6 +74,19 @@ def test_attended_are_sinks_recent_tokens_and_the_best_codes(
                 assert ids == set(range(sinks)) | set(range(start, length)) | best
     assert driven.audit["attended_max"] == (25 if accounting == "paper" else 20)
     assert not driven.audit["over_rule"]
+
+
+def test_what_codes_promise_is_capped_where_the_models_logits_are() -> None:
+    """Summed over the query heads of a group, whose shares differ; on a GPU it is `coded_tokens`."""
+    rng = torch.Generator().manual_seed(0)
+    query, tables = torch.randn(2, 3, 2, 4, generator=rng), torch.randn(2, 2, 16, 4, generator=rng)
+    codes = torch.randint(0, 16, (1, 2, 2, 30), generator=rng)
+    received, products = torch.empty(2, 30), torch.einsum("hgmw,hmkw->hgmk", query, tables)
+    arrays = query.numpy(), tables.numpy(), codes.to(torch.uint8).numpy()
+    code_kernels.attention(*arrays, 0, 0, 0.9, 0.7, received.numpy())
+    logits = products.gather(3, codes[0, :, None].expand(-1, 3, -1, -1)).sum(dim=2) * 0.9
+    expected = (0.7 * torch.tanh(logits / 0.7)).softmax(dim=2).sum(dim=1)
+    torch.testing.assert_close(received, expected, rtol=0, atol=1e-5)
 
 
 def test_codes_are_those_of_the_nearest_centroids_as_tokens_come() -> None:

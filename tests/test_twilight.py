@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench.backends.hf.model import method_named
 from kvbench.config import bind_methods
+from kvbench.method import Shape
 
 bind_methods()
 
@@ -26,6 +27,10 @@ def wave(heads: int, phase: float) -> torch.Tensor:
     return (2 * torch.sin(phase + 1.7 * h + 0.9 * t + 2.3 * d + 0.37 * t * d + 0.11 * h * t))[None].float()
 
 
+def shape_of(scaling: float, softcap: float | None = None) -> Shape:
+    return Shape(1, 1, 1, 8, (1,), torch.float32, torch.device("cpu"), scaling, (0,), softcap=softcap)
+
+
 def test_four_bits_are_those_of_the_published_code() -> None:
     """Numbers that its quantiser gave for the same keys."""
     keys = restored(*quantised(wave(2, 1.0)))
@@ -36,7 +41,7 @@ def test_four_bits_are_those_of_the_published_code() -> None:
 def test_what_is_kept_of_everything_is_what_an_exact_sort_keeps() -> None:
     query = wave(4, 0.5)[:, :, 39:] * (torch.arange(4)[:, None, None] + 1) / 2
     everything = torch.arange(40).expand(1, 1, 40)
-    kept = FourBitKeys(wave(2, 1.0), 0).top_p(query, everything, 8**-0.5, [0.85])[0].tolist()
+    kept = FourBitKeys(wave(2, 1.0), 0).top_p(query, everything, shape_of(8**-0.5), [0.85])[0].tolist()
     sets = [{token for token in head if token >= 0} for head in kept]
     assert len(sets[0]) == 20
     assert sets[1:] == [{4, 17, 23, 33, 39}, {16, 21, 34, 39}, {16, 34}]
@@ -49,11 +54,19 @@ def coded_as(key: list[float]) -> list[float]:
     return [low + step * min(max(round((number - low) / step), 0), 15) for number in key]
 
 
-def reference(query: list[float], keys: list[list[float]], tokens: list[int], scaling: float, p: float) -> list[int]:
+def reference(
+    query: list[float],
+    keys: list[list[float]],
+    tokens: list[int],
+    scaling: float,
+    p: float,
+    softcap: float | None = None,
+) -> list[int]:
     """One query head's tokens, from the paper: estimated weights from the largest on, until they hold p of all."""
     weights = {}
     for token in tokens:
-        weights[token] = math.exp(scaling * sum(q * k for q, k in zip(query, coded_as(keys[token]), strict=True)))
+        logit = scaling * sum(q * k for q, k in zip(query, coded_as(keys[token]), strict=True))
+        weights[token] = math.exp(logit if softcap is None else softcap * math.tanh(logit / softcap))
     total, held, kept = sum(weights.values()), 0.0, []
     for token in sorted(tokens, key=lambda token: -weights[token]):
         if held >= p * total:
@@ -71,9 +84,10 @@ def reference(query: list[float], keys: list[list[float]], tokens: list[int], sc
     lists=st.sampled_from(["one", "kv_head", "query_head"]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=2),
     p=st.sampled_from([0.1, 0.5, 0.85, 0.999, 1.0]),
+    softcap=st.sampled_from([None, 1.2]),
 )
 def test_both_ways_keep_what_the_paper_keeps(
-    seed: int, kv_heads: int, group: int, lists: str, lengths: list[int], p: float
+    seed: int, kv_heads: int, group: int, lists: str, lengths: list[int], p: float, softcap: float | None
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     batch, head_dim, longest = len(lengths), 8, max(lengths)
@@ -88,12 +102,13 @@ def test_both_ways_keep_what_the_paper_keeps(
     coded = FourBitKeys(keys[:, :, :longest], None)
     for token in range(longest, longest + 3):
         coded.write([token] * batch, keys[:, :, token : token + 1])
-    found = [way(query, index, 0.7, [p] * batch) for way in (coded.top_p_compiled, coded.top_p_in_torch)]
+    shape = shape_of(0.7, softcap)
+    found = [way(query, index, shape, [p] * batch) for way in (coded.top_p_compiled, coded.top_p_in_torch)]
     for row in range(batch):
         for head in range(kv_heads * group):
             own = index[row, head * heads // (kv_heads * group)]
             expected = reference(
-                query[row, head, 0].tolist(), keys[row, head // group].tolist(), own[own >= 0].tolist(), 0.7, p
+                query[row, head, 0].tolist(), keys[row, head // group].tolist(), own[own >= 0].tolist(), 0.7, p, softcap
             )
             for kept in found:
                 ids = kept[row, head].tolist()

@@ -7,18 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.gpu import capped
+
 AT_ONCE = 32  # entries that a program reads
 PAGES = 1024  # pages that a program lists
-
-
-@triton.jit
-def _capped(logit, softcap):  # type: ignore[no-untyped-def]
-    """See `kvbench.method.capped`: tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|)."""
-    if softcap is not None:
-        part = tl.exp(-2.0 * tl.abs(logit) / softcap)
-        size = softcap * (1.0 - part) / (1.0 + part)
-        logit = tl.where(logit < 0, -size, size)
-    return logit
 
 
 @triton.jit
@@ -54,7 +46,7 @@ def _attend_seen(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + entry, mask=here, other=0)
         mask = here[:, None] & inside[None, :]
         key = tl.load(keys + slot[:, None] * size + lane[None, :], mask=mask, other=0.0)
-        logit = _capped(tl.sum(key.to(tl.float32) * asks[None, :], axis=1) * scaling, softcap)
+        logit = capped(tl.sum(key.to(tl.float32) * asks[None, :], axis=1) * scaling, softcap)
         if log_weights is not None:
             place = log_weights + at * count + entry
             logit += tl.load(place, mask=here, other=0.0).to(tl.float32)
@@ -191,7 +183,7 @@ def _with_extra(  # type: ignore[no-untyped-def]
         place = (at // group * count + entry)[:, None] * size + lane[None, :]
         mask = (entry < count)[:, None] & inside[None, :]
         key = tl.load(keys + place, mask=mask, other=0.0).to(tl.float32)
-        logit = _capped(tl.sum(key * asks[None, :], axis=1) * scaling, softcap)
+        logit = capped(tl.sum(key * asks[None, :], axis=1) * scaling, softcap)
         logit += weight.to(tl.float32)
         further = tl.maximum(largest, tl.max(logit))
         part, before = tl.exp(logit - further), tl.exp(largest - further)

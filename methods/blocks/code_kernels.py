@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from methods.blocks.kernels import jit, kernel
+from methods.blocks.softcap import capped
 
 LOWEST = np.float32(-87)  # exp of what is less is about 1e-38
 LOG2E = np.float32(1.44269504088896341)
@@ -48,7 +49,7 @@ def code(keys, tables, codes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attention(query, tables, codes, row, first, scaling, received):  # type: ignore[no-untyped-def]
+def attention(query, tables, codes, row, first, scaling, softcap, received):  # type: ignore[no-untyped-def]
     """The attention that tokens get by their codes, summed over the query heads of a group.
 
     Parameters
@@ -59,8 +60,8 @@ def attention(query, tables, codes, row, first, scaling, received):  # type: ign
         as of `code`.
     codes
         [B, Hkv, m, S] uint8, of each token, of which `row` and those from `first` on are meant.
-    scaling
-        of the logits.
+    scaling, softcap
+        of the logits; 0: no cap.
     received
         [Hkv, n] float32; written.
     """
@@ -80,6 +81,8 @@ def attention(query, tables, codes, row, first, scaling, received):  # type: ign
                 token_codes = codes[row, head, part, first : first + count]
                 for i in range(count):
                     weights[i] += products[token_codes[i]]
+            for i in range(count if softcap > 0 else 0):
+                weights[i] = capped(weights[i], np.float32(softcap))
             share = 1 / _exponentials(weights, count)
             for i in range(count):
                 received[head, i] += share * weights[i]

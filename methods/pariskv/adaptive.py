@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from methods.blocks.kernels import kernel, write_best
+from methods.blocks.softcap import capped
 from methods.blocks.topk import top_earliest
 
 
@@ -54,7 +55,9 @@ def enough(
 
 
 @kernel
-def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta, least, ids):  # type: ignore[no-untyped-def]
+def write_enough(  # type: ignore[no-untyped-def]
+    keys, queries, norms, always, tokens, estimates, scaling, softcap, theta, least, ids
+):
     """The best candidates by benefit, as many as are enough, of all KV heads of a row on a CPU.
 
     Parameters
@@ -71,6 +74,8 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
         [H, C] int64, candidates, trailing -1.
     estimates
         [H, C] float32, of their products with the mean query.
+    scaling, softcap
+        of the logits; 0: no cap.
     least
         how many are attended whatever they hold.
     ids
@@ -98,16 +103,17 @@ def write_enough(keys, queries, norms, always, tokens, estimates, scaling, theta
             logits[at] = 0
             for d in range(len(mean)):
                 logits[at] += keys[head, at, d] * mean[d]
-            logits[at] *= scaling
+            logits[at] = capped(logits[at] * scaling, softcap)
             peak = max(peak, logits[at])
         for at in range(count):
-            peak = max(peak, scaling * estimates[head, at])
+            benefit[at] = capped(scaling * estimates[head, at], softcap)
+            peak = max(peak, benefit[at])
         certain, whole = 0.0, 0.0
         for at in range(len(always)):
             certain += np.exp(logits[at] - peak) * norms[head, always[at]]
         for at in range(count):
             norm = norms[head, max(tokens[head, at], 0)]
-            benefit[at] = np.exp(scaling * estimates[head, at] - peak) * norm
+            benefit[at] = np.exp(benefit[at] - peak) * norm
             whole += benefit[at]
         write_best(benefit, count, order, scores, picked)
         used, sum = 0, certain

@@ -246,7 +246,7 @@ class ParisKV(Method):
         estimates
             [Hkv, C], of the products of the group's mean query.
         """
-        theta, scaling = self.options.theta, self.shape.scaling
+        theta, shape = self.options.theta, self.shape
         assert theta is not None
         most = min(self.zones[row].k, tokens.shape[1])
         least = min(self.options.k_min, most)
@@ -257,14 +257,15 @@ class ParisKV(Method):
             best = torch.empty(len(tokens), most, dtype=torch.int64)
             parts = (keys, queries.float().cpu(), norms, always, tokens, estimates)
             arrays = [part.contiguous().numpy() for part in parts]
-            count = write_enough(*arrays, np.float32(scaling), theta, least, best.numpy())
+            factors = np.float32(shape.scaling), np.float32(shape.softcap or 0)
+            count = write_enough(*arrays, *factors, theta, least, best.numpy())
             self.retrieved += count / len(tokens)
             return best
         mean = queries.float().mean(dim=1).to(keys.device)
-        logits = (keys @ mean[..., None]).squeeze(2).to(tokens.device) * scaling
+        logits = shape.logits((keys @ mean[..., None]).squeeze(2).to(tokens.device))
         candidate_norms = norms.gather(1, tokens.clamp(min=0))
         order, counts = enough(
-            logits, norms[:, always], scaling * estimates, candidate_norms, theta, most
+            logits, norms[:, always], shape.logits(estimates), candidate_norms, theta, most
         )
         counts = counts.clamp(min=least, max=most)
         self.retrieved += float(counts.sum()) / len(tokens)

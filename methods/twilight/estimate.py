@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvbench.kernels.operators import operator
+from kvbench.method import Shape, capped
 from methods.blocks.pages import Ranges, page_tokens, take_in_page
 from methods.twilight import kernels
 
@@ -75,7 +76,7 @@ class FourBitKeys:
         take_in_coded(key, seen, self.codes, self.steps, *bounds)
 
     def top_p(
-        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
+        self, query: torch.Tensor, index: torch.Tensor, shape: Shape, p: Sequence[float]
     ) -> torch.Tensor:
         """Of the tokens index [B, Hs, M] the fewest whose estimated weights sum to p or more, of
         each query head.
@@ -93,23 +94,24 @@ class FourBitKeys:
             [B, Hq, n] int64, the largest weight first, trailing -1. With p = 1 all tokens.
         """
         if query.device.type == "cpu":
-            return self.top_p_compiled(query, index, scaling, p)
-        return self.top_p_in_torch(query, index, scaling, p)
+            return self.top_p_compiled(query, index, shape, p)
+        return self.top_p_in_torch(query, index, shape, p)
 
     def top_p_in_torch(
-        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
+        self, query: torch.Tensor, index: torch.Tensor, shape: Shape, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on any device."""
         shares = self._shares(p, query.device)
-        coded = query, self.codes, self.steps
-        return largest_shares(*coded, index, scaling, shares, self.counted)
+        coded, logits = (query, self.codes, self.steps), (shape.scaling, shape.softcap)
+        return largest_shares(*coded, index, *logits, shares, self.counted)
 
     def top_p_of_pages(
-        self, query: torch.Tensor, ranges: Ranges, scaling: float, p: Sequence[float]
+        self, query: torch.Tensor, ranges: Ranges, shape: Shape, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, of the tokens that `page_tokens` chooses, on a device in one launch."""
-        coded, shares = (query, self.codes, self.steps), self._shares(p, query.device)
-        ids: torch.Tensor = pruned_pages(*ranges, *coded, scaling, shares, self.counted)
+        coded, logits = (query, self.codes, self.steps), (shape.scaling, shape.softcap)
+        shares = self._shares(p, query.device)
+        ids: torch.Tensor = pruned_pages(*ranges, *coded, *logits, shares, self.counted)
         return ids
 
     def _shares(self, p: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -120,16 +122,17 @@ class FourBitKeys:
         return self._enough[1]
 
     def top_p_compiled(
-        self, query: torch.Tensor, index: torch.Tensor, scaling: float, p: Sequence[float]
+        self, query: torch.Tensor, index: torch.Tensor, shape: Shape, p: Sequence[float]
     ) -> torch.Tensor:
         """As `top_p`, on a CPU."""
-        scaled = (query[:, :, 0].float() * scaling).contiguous()
+        scaled = (query[:, :, 0].float() * shape.scaling).contiguous()
         ids = torch.empty(*scaled.shape[:2], index.shape[2], dtype=torch.int64)
         coded = self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy()
         written = ids.numpy(), self.counted.numpy()
         threads = max(1, ids.numel() * scaled.shape[2] // WORTH_A_THREAD)
         threads = min(torch.get_num_threads(), threads)
-        most = kernels.top_p(threads, scaled.numpy(), *coded, np.array(p, float), *written)
+        wanted = float(shape.softcap or 0), np.array(p, float)
+        most = kernels.top_p(threads, scaled.numpy(), *coded, *wanted, *written)
         return ids[..., :most]
 
     def counts(
@@ -138,7 +141,7 @@ class FourBitKeys:
         queries: torch.Tensor,
         length: int,
         most: int,
-        scaling: float,
+        shape: Shape,
         p: torch.Tensor,
     ) -> torch.Tensor:
         """How many of the `most` best tokens hold each share p [S] of their estimated weights: [S],
@@ -152,7 +155,7 @@ class FourBitKeys:
         """
         codes, steps = self.codes[row, :, :length], self.steps[row, :, :length]
         grouped = queries.float().unflatten(0, (codes.shape[0], -1))
-        logits = grouped @ restored(codes, steps)[:, None].transpose(2, 3) * scaling
+        logits = shape.logits(grouped @ restored(codes, steps)[:, None].transpose(2, 3))
         position = torch.arange(length, device=logits.device)
         logits = logits.masked_fill(position > position[-queries.shape[1] :, None], -torch.inf)
         weights = logits.topk(min(most, length), dim=3).values.double().softmax(dim=3)
@@ -168,6 +171,7 @@ def largest_shares(
     steps: torch.Tensor,
     index: torch.Tensor,
     scaling: float,
+    softcap: float | None,
     shares: torch.Tensor,
     counted: torch.Tensor,
 ) -> torch.Tensor:
@@ -176,7 +180,7 @@ def largest_shares(
     at = lists.clamp(min=0).unflatten(1, (codes.shape[1], -1)).flatten(2)[..., None]
     coded = (part.gather(2, at.expand(-1, -1, -1, part.shape[3])) for part in (codes, steps))
     keys = restored(*coded).view(*lists.shape, -1)
-    logits = (keys @ query.float().transpose(2, 3)).squeeze(3) * scaling
+    logits = capped((keys @ query.float().transpose(2, 3)).squeeze(3) * scaling, softcap)
     weights = logits.masked_fill(lists < 0, -torch.inf).double().softmax(dim=2)
     ranked, order = weights.sort(dim=2, descending=True, stable=True)
     ranked_ids = lists.gather(2, order)
@@ -199,6 +203,7 @@ def pruned_pages(
     codes: torch.Tensor,
     steps: torch.Tensor,
     scaling: float,
+    softcap: float | None,
     shares: torch.Tensor,
     counted: torch.Tensor,
 ) -> torch.Tensor:
@@ -207,7 +212,7 @@ def pruned_pages(
     """
     ranges = Ranges(scores, tokens, capacities, rooms, starts, page_size, most)
     ids = page_tokens.reference(*ranges)
-    return largest_shares(query, codes, steps, ids, scaling, shares, counted)
+    return largest_shares(query, codes, steps, ids, scaling, softcap, shares, counted)
 
 
 @operator("methods.twilight.gpu", writes=("codes", "steps", "low", "high"))
@@ -261,7 +266,8 @@ def _with_room(block: torch.Tensor, slots: int) -> torch.Tensor:
 @cache
 def compile_kernels() -> None:
     """Compile, or read from disk, before anything is timed."""
-    key = torch.ones(1, 1, 1, 2)
+    key, cpu = torch.ones(1, 1, 1, 2), torch.device("cpu")
     coded = FourBitKeys(key, 1)
     coded.write([1], key)
-    coded.top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), 1.0, [0.5])
+    shape = Shape(1, 1, 1, 2, (1,), torch.float32, cpu, 1.0, (0,))
+    coded.top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), shape, [0.5])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.gpu import capped
 from methods.blocks.gpu.pages import write_pages
 from methods.blocks.gpu.ranks import LONGEST, NOTHING, rank
 from methods.blocks.pages import SHORTER
@@ -97,6 +98,7 @@ def _estimate(  # type: ignore[no-untyped-def]
     most,
     half,
     scaling,
+    softcap,
     HALF: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
@@ -115,7 +117,8 @@ def _estimate(  # type: ignore[no-untyped-def]
         low = tl.load(steps + 2 * token + 1, mask=there, other=0.0)[:, None]
         first = (code & 15).to(tl.float32) * step + low
         second = (code >> 4).to(tl.float32) * step + low
-        logit = tl.sum(first * even[None, :] + second * odd[None, :], axis=1) * scaling
+        logit = tl.sum(first * even[None, :] + second * odd[None, :], axis=1)
+        logit = capped(logit * scaling, softcap)
         tl.store(logits + entry, tl.where(there, logit, float("-inf")), mask=entry < most)
 
 
@@ -166,6 +169,7 @@ def _pruned_pages(  # type: ignore[no-untyped-def]
     most,
     half,
     scaling,
+    softcap,
     MORE: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -198,7 +202,7 @@ def _pruned_pages(  # type: ignore[no-untyped-def]
     asks = query + at * 2 * half
     codes += first * half
     steps += first * 2
-    _estimate(asks, codes, steps, out, own, most, half, scaling, HALF, AT_ONCE)
+    _estimate(asks, codes, steps, out, own, most, half, scaling, softcap, HALF, AT_ONCE)
     tl.debug_barrier()  # and their logits
     _prune(out, own, most, tl.load(shares + row), counted, SORTED)
 
@@ -215,6 +219,7 @@ def pruned_pages(
     codes: Tensor,
     steps: Tensor,
     scaling: float,
+    softcap: float | None,
     shares: Tensor,
     counted: Tensor,
 ) -> Tensor:
@@ -226,7 +231,7 @@ def pruned_pages(
     width = min(count, triton.cdiv(most, page_size) + more)
     if width > min(LONGEST, most) or most > MOST:
         ranges = scores, tokens, capacities, rooms, starts, page_size, most
-        pruning = query, codes, steps, scaling, shares, counted
+        pruning = query, codes, steps, scaling, softcap, shares, counted
         return estimate.pruned_pages.reference(*ranges, *pruning)
     ids = torch.empty(len(scores), lists, most, dtype=torch.int64, device=scores.device)
     logits = torch.empty(ids.shape, dtype=torch.float32, device=scores.device)
@@ -251,6 +256,7 @@ def pruned_pages(
         most,
         half,
         float(scaling),
+        softcap,
         MORE=more,
         STEP=min(16, triton.next_power_of_2(page_size)),
         WIDTH=triton.next_power_of_2(width),

@@ -7,6 +7,7 @@ import numpy as np
 from kvbench.kernels import vectors
 from kvbench.kernels.threads import claim, in_threads
 from methods.blocks.kernels import jit, kernel, sort
+from methods.blocks.softcap import capped
 
 LEVELS = np.float32(15)
 LEAST = np.float32(1e-9)
@@ -39,7 +40,7 @@ def write(keys, tokens, codes, steps):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def top_p(threads, query, codes, steps, index, p, ids, counted):  # type: ignore[no-untyped-def]
+def top_p(threads, query, codes, steps, index, softcap, p, ids, counted):  # type: ignore[no-untyped-def]
     """Write the fewest tokens whose estimated weights sum to p or more, for all query heads, in so
     many threads.
 
@@ -53,6 +54,8 @@ def top_p(threads, query, codes, steps, index, p, ids, counted):  # type: ignore
         [B, Hkv, S, 2] float32, the step and the smallest number of each key.
     index
         [B, Hs, M] int64 token ids, trailing -1.
+    softcap
+        of the logits; 0: none.
     p
         [B] float64, of each row.
     ids
@@ -66,14 +69,15 @@ def top_p(threads, query, codes, steps, index, p, ids, counted):  # type: ignore
         tokens of the longest list.
     """
     counts = np.zeros((2, ids.shape[0] * ids.shape[1]), np.int64)
-    in_threads(threads, _top_p, (np.zeros(1, np.int64), query, codes, steps, index, p, ids, counts))
+    lists = query, codes, steps, index, np.float32(softcap), p, ids, counts
+    in_threads(threads, _top_p, (np.zeros(1, np.int64), *lists))
     counted[0] += counts[0].sum()
     counted[1] += counts[1].sum()
     return counts[1].max()
 
 
 @jit
-def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: ignore[no-untyped-def]
+def _top_p(_, claims, query, codes, steps, index, softcap, p, ids, counts):  # type: ignore[no-untyped-def]
     query_heads, count = query.shape[1], index.shape[2]
     weights, order = np.empty(count, np.float32), np.empty(count, np.int32)
     low, high = np.empty(codes.shape[3], np.float32), np.empty(codes.shape[3], np.float32)
@@ -93,7 +97,8 @@ def _top_p(_, claims, query, codes, steps, index, p, ids, counts):  # type: igno
             coded, total = head_codes[token], np.float32(0)
             for k in range(len(low)):
                 total += np.float32(coded[k] & 15) * low[k] + np.float32(coded[k] >> 4) * high[k]
-            weights[valid] = head_steps[token, 0] * total + head_steps[token, 1] * whole
+            logit = head_steps[token, 0] * total + head_steps[token, 1] * whole
+            weights[valid] = capped(logit, softcap)
             most, order[valid] = max(most, weights[valid]), valid
             valid += 1
         mass = 0.0

@@ -108,8 +108,8 @@ class Twilight(Method):
         thousandths = torch.arange(1, SHARES + 1, dtype=torch.float64, device=prompt.keys.device)
         for row, (length, capacity) in enumerate(zip(prompt.lengths, self.capacities, strict=True)):
             queries, most = prompt.queries[row, :, -length:], PROPOSED * capacity
-            scaling, shares = self.shape.scaling, thousandths / SHARES
-            self.sums[row] += coded.counts(row, queries, length, most, scaling, shares).cpu()
+            shares = thousandths / SHARES
+            self.sums[row] += coded.counts(row, queries, length, most, self.shape, shares).cpu()
 
     def end_prefill(self) -> None:
         """Where p follows from the budget, find it."""
@@ -143,7 +143,7 @@ class Twilight(Method):
 
     def select(self, layer: int, query: torch.Tensor) -> Selection:
         """What the selector proposes, pruned."""
-        asked = self.shape.scaling, self.shares
+        asked = self.shape, self.shares
         if query.is_cuda and not self.budget.unified:
             ranges = self.proposer.ranges(layer, query)
             return Selection(self.coded[layer].top_p_of_pages(query, ranges, *asked))

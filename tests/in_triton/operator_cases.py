@@ -136,7 +136,8 @@ def pruning() -> Iterator[Call]:
             scored = integers(2, 2 * group, count, seed=3)
             scored = scored.masked_fill(torch.arange(count) * page >= tokens[:, None, None], -torch.inf)
             ranges = scored, tokens, torch.tensor([20, 48]), torch.tensor([24, 48]), starts, page, 48
-            pruned = query, codes, steps, 0.125, torch.tensor([0.85, torch.inf]).double(), torch.zeros(2).long()
+            logits = 0.125, None if page == 8 else 30.0
+            pruned = query, codes, steps, *logits, torch.tensor([0.85, torch.inf]).double(), torch.zeros(2).long()
             name = f"{group}-{size}-{page}-{starts is None}"
             yield Call(estimate.pruned_pages, name, fresh(*ranges, *pruned))
         key, low = query[:, :2], integers(2, 2, 10, size, dtype=dtype)
@@ -146,7 +147,7 @@ def pruning() -> Iterator[Call]:
     coded = torch.zeros(1, 2, 131072, 64, dtype=torch.uint8), torch.zeros(1, 2, 131072, 2)
     limits = torch.tensor([131072]), torch.tensor([8192]), torch.tensor([8192])
     ranges = torch.zeros(1, 8, 8192), *limits, None, 16, 8192
-    pruned = torch.zeros(1, 8, 1, 128), *coded, 0.1, torch.tensor([0.85]).double(), torch.zeros(2).long()
+    pruned = torch.zeros(1, 8, 1, 128), *coded, 0.1, None, torch.tensor([0.85]).double(), torch.zeros(2).long()
     yield Call(estimate.pruned_pages, "131072-8192", fresh(*ranges, *pruned), large=True)
 
 

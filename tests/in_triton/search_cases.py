@@ -112,7 +112,7 @@ def codes() -> Iterator[Call]:
         def arguments(a: int = group, b: int = dim, c: int = parts, d: int = bits, e: int = retrieved) -> Any:
             query, table = integers(2, a, c, b // c), integers(2, c, 1 << d, b // c, seed=1)
             of = integers(2, 2, c, 150, low=0, high=1 << d, seed=2, dtype=torch.uint8)
-            return query, table, of, torch.tensor([140, 100 - a]), a % 2, 4, 20, e, 0.01
+            return query, table, of, torch.tensor([140, 100 - a]), a % 2, 4, 20, e, 0.01, (None, 0.5)[a % 2]
 
         name = f"{group}-{dim}-{parts}-{bits}"
         yield Call(pqcache.coded_tokens, name, arguments)
@@ -127,7 +127,7 @@ def codes() -> Iterator[Call]:
             torch.zeros(1, 8, 2, 131072, dtype=torch.uint8),
             torch.tensor([131000]),
             *(0, 32, 512, 512),
-            0.1,
+            *(0.1, None),
         ),
         large=True,
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels.gpu import capped
 from methods.blocks.gpu.lists import products_with
 from methods.blocks.topk import ranked_ids
 
@@ -56,6 +57,7 @@ def _logits(  # type: ignore[no-untyped-def]
     token,
     inside,
     scaling,
+    softcap,
     parts,
     centroids,
     room,
@@ -66,7 +68,7 @@ def _logits(  # type: ignore[no-untyped-def]
         code = tl.load(codes + part_codes + part * room + token, mask=inside, other=0).to(tl.int32)
         place = products + (of_query * parts + part) * centroids + code
         logits += tl.load(place, mask=inside, other=0.0)
-    return tl.where(inside, logits * scaling, float("-inf"))
+    return tl.where(inside, capped(logits * scaling, softcap), float("-inf"))
 
 
 @triton.jit
@@ -81,6 +83,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     sinks,
     recent,
     scaling,
+    softcap,
     parts,
     centroids,
     room,
@@ -95,7 +98,17 @@ def _blocks(  # type: ignore[no-untyped-def]
     for member in tl.static_range(GROUP):
         of_query = head * GROUP + member
         logits = _logits(
-            products, codes, of_query, part_codes, token, inside, scaling, parts, centroids, room
+            products,
+            codes,
+            of_query,
+            part_codes,
+            token,
+            inside,
+            scaling,
+            softcap,
+            parts,
+            centroids,
+            room,
         )
         peak = tl.max(logits)
         total = tl.sum(tl.where(inside, tl.exp(logits - peak), 0.0))
@@ -116,6 +129,7 @@ def _shares(  # type: ignore[no-untyped-def]
     sinks,
     recent,
     scaling,
+    softcap,
     parts,
     centroids,
     room,
@@ -137,7 +151,17 @@ def _shares(  # type: ignore[no-untyped-def]
         below = tl.where(highest == float("-inf"), 0.0, tl.exp(highest - peak))
         total = tl.sum(below * tl.load(sums + of_blocks, mask=there, other=0.0))
         logits = _logits(
-            products, codes, of_query, part_codes, token, inside, scaling, parts, centroids, room
+            products,
+            codes,
+            of_query,
+            part_codes,
+            token,
+            inside,
+            scaling,
+            softcap,
+            parts,
+            centroids,
+            room,
         )
         received += tl.where(inside, tl.exp(logits - peak) / total, 0.0)
     out = scores + head * room + token
@@ -203,6 +227,7 @@ def coded_tokens(
     recent: int,
     retrieved: int,
     scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """See `methods.pqcache.coded_tokens`."""
     heads, group, parts, size = query.shape
@@ -223,7 +248,7 @@ def coded_tokens(
         ROWS=triton.next_power_of_2(centroids),
         WIDE=triton.next_power_of_2(size),
     )
-    sizes = row, heads, sinks, recent, scaling, parts, centroids, room
+    sizes = row, heads, sinks, recent, scaling, softcap, parts, centroids, room
     grid = heads, blocks
     _blocks[grid](products, codes, lengths, peaks, sums, *sizes, GROUP=group, BLOCK=BLOCK)
     _shares[grid](
