@@ -125,7 +125,8 @@ class RazorAttention(TwoKinds):
                 matching = (self.retrieves[layer][row] == retrieves).to(sums.device)
                 for which, block in enumerate((prompt.keys, prompt.values)):
                     between = block[row, :, self.sinks : start].float()
-                    sums[which, row] += between.sum(dim=1) * matching[:, None]
+                    width = between.shape[2]
+                    sums[which, row, :, :width] += between.sum(dim=1) * matching[:, None]
         self.dropped[layer] = sums
         super().prefill(layer, prompt)
 
@@ -158,7 +159,7 @@ class RazorAttention(TwoKinds):
         ids = torch.where(departed, ids, -1)
         for which, read in enumerate((self.view.keys, self.view.values)):
             vectors = read(layer, ids).float() * departed[..., None]
-            self.dropped[layer][which] += vectors.sum(dim=2)
+            self.dropped[layer][which, ..., : vectors.shape[3]] += vectors.sum(dim=2)
 
     def _compensation(self, layer: int) -> Extra:
         """The mean of what each head has dropped, with its number as weight; none (log 0) where
@@ -168,6 +169,7 @@ class RazorAttention(TwoKinds):
         count = (first - self.sinks).clamp(min=0).float()
         means = (self.dropped[layer] / count.clamp(min=1)[..., None]).to(self.shape.dtype)
         key, value = means[..., None, :]
+        value = value[..., : self.shape.latent_dim or None]
         return Extra(key, value, count.log().repeat_interleave(self.shape.group, dim=1)[..., None])
 
 

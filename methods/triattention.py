@@ -183,14 +183,16 @@ def speeds(rotation: Rotation, width: int, device: torch.device) -> torch.Tensor
         the model pairs other dims, or does not turn all of them.
     """
     unit = torch.cat([torch.ones(width // 2), torch.zeros(width // 2)]).double().to(device)
-    first = torch.ones(1, 1, 1, dtype=torch.int64, device=device)
-    real, imaginary = rotation.turn(unit[None, None, None], first).chunk(2, dim=-1)
-    if not torch.allclose(torch.hypot(real, imaginary), torch.ones_like(real), rtol=0, atol=1e-5):
+    first = torch.ones(1, 1, 2, dtype=torch.int64, device=device)
+    turned, across = rotation.turn(torch.stack([unit, unit.flip(0)])[None, None], first)[0, 0]
+    real, imaginary = turned.chunk(2)
+    is_turn = torch.allclose(torch.hypot(real, imaginary), torch.ones_like(real), rtol=0, atol=1e-5)
+    if not is_turn or not torch.allclose(across, torch.cat([-imaginary, real]), rtol=0, atol=1e-5):
         raise ValueError(
             "triattention: this model's rotary positions do not turn the dims f and f + D / 2 as a"
             " pair"
         )
-    return torch.atan2(imaginary, real).flatten()
+    return torch.atan2(imaginary, real)
 
 
 def turns(speed: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:

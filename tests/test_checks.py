@@ -413,8 +413,8 @@ def test_a_hub_id_in_the_cache_is_checked_by_its_own_config(refusal, composed, m
     check(composed("model.path=org/name", "task.lengths=[2000]"))
     assert "window of name, 2048 tokens" in refusal("model.path=org/name", "task.lengths=[3000]")
     assert "window of qwen3-8b, 2048 tokens" in refusal("model=qwen3-8b", "task.lengths=[3000]")
-    (folder / "config.json").write_text(json.dumps({"model_type": "mistral", "kv_lora_rank": 512}))
-    assert refusal("model.path=org/name").startswith("model.path=org/name: mistral has latent attention")
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral", "index_topk": 512}))
+    assert refusal("model.path=org/name").startswith("model.path=org/name: mistral has layers that attend what")
 
 
 @pytest.mark.parametrize("words", [["model=qwen3-8b"], ["model.path=Qwen/Qwen3-8B"]], ids=lambda words: words[0])

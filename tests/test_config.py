@@ -21,7 +21,7 @@ from kvbench.models.card import ModelCard
         ({"layer_types": ["linear_attention"] * 32}, "layer_types: linear_attention"),
         ({"layer_types": ["mamba", "chunked_attention"]}, "layer_types: chunked_attention, mamba"),
         ({"text_config": {"layer_types": ["conv"]}}, "layer_types: conv"),
-        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"index_topk": 2048}, "a trained indexer"),
         ({"use_bidirectional_attention": True}, "bidirectional attention"),
     ],
 )

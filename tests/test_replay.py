@@ -114,7 +114,7 @@ class Of:
         use_kvbench_attention(self.model)
 
 
-@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text", "gpt_oss", "qwen3", "olmo2")])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text", "gpt_oss", "qwen3", "olmo2", "deepseek_v3")])
 def test_a_replay_shows_what_the_model_does_when_it_reads_on(family: str, tiny: Loaded) -> None:
     """Rows of unequal length, read in chunks; with windows and sinks."""
     loaded, seeing = Of(family, tiny.tokenizer), Seeing()

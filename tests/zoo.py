@@ -68,9 +68,34 @@ SHARED: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**SHARING, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5] * 6},
     "gemma4_text": {**SHARING, "head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2},
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,  # the rotary part, as these configs say it
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+MLA_MOE = {
+    **MLA,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**MLA_MOE, "n_shared_experts": 1},
+    "deepseek_v3": MLA_MOE,
+    "glm4_moe_lite": MLA_MOE,
+    "minicpm3": MLA,
+}
 FAMILIES = {
     **PLAIN,
     **OTHERS,
+    **LATENT,
     **{name: {"sliding_window": WINDOW, **changes} for name, changes in WINDOWED.items()},
 }
 NEW = 8

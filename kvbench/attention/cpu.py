@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from kvbench.kernels import attend as kernels
 from kvbench.kernels.library import why_missing
@@ -62,7 +63,7 @@ def unfit(shape: Shape, kv: KV = NATIVE) -> str | None:
     if (reason := why_missing()) is not None:
         return reason
     for tier in TIERS:
-        codecs = Codecs.of(kv, tier, shape.head_dim, shape.dtype)
+        codecs = Codecs.of(kv, tier, shape.head_dim, shape.dtype, shape.latent_dim).in_place
         numbers = (_format(codec, side) for side, codec in enumerate(codecs))
         if any(number is None for number in numbers):
             return f"no kernel reads kv={kv} in place"
@@ -79,11 +80,14 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See `kvbench.attention.executor.Executor`."""
     if selection is not None:
-        return _attend_lists(query, scaling, softcap, store, selection, probabilities)
-    if store.home == "host":
-        store.resident()  # refuses: nothing is resident to attend
-    longest = store.device.longest if probabilities else 0
-    return _attend_resident(query, scaling, softcap, store.worked_out(_stretches), longest)
+        out, weights = _attend_lists(query, scaling, softcap, store, selection, probabilities)
+    else:
+        if store.home == "host":
+            store.resident()  # refuses: nothing is resident to attend
+        columns = store.device.longest if probabilities else 0
+        stretches = store.worked_out(_stretches)
+        out, weights = _attend_resident(query, scaling, softcap, stretches, columns)
+    return (out[..., : store.latent_dim] if store.latent_dim else out), weights
 
 
 # -- how rows are held -----------------------------------------------------------------------------
@@ -97,6 +101,13 @@ def address(tensor: torch.Tensor | None) -> int:
     return tensor.data_ptr()
 
 
+def in_place(
+    key: torch.Tensor | None, value: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Rows of keys and of values as kernels read them: of values within their keys the keys."""
+    return key, (value if value is None or value.shape[-1] else key)
+
+
 def _format(codec: Codec, side: int) -> int | None:
     """The number of the format that a codec's rows of keys, or of values (side 1), have."""
     name = codec.row.name if codec.row else name_of(codec.dtype)
@@ -108,7 +119,7 @@ def _format(codec: Codec, side: int) -> int | None:
 def kinds_of(codecs: Codecs) -> kernels.Kinds:
     """How keys and values are held."""
     kinds = []
-    for side, codec in enumerate(codecs):
+    for side, codec in enumerate(codecs.in_place):
         codes = 0 if codec.row is None else codec.head_dim * codec.row.bits // 8
         table = 0 if codec.row is None else codec.row.table
         size = codec.width * codec.stored.itemsize
@@ -117,7 +128,8 @@ def kinds_of(codecs: Codecs) -> kernels.Kinds:
 
 
 def _rotations(codecs: Codecs) -> Rotations:
-    return codecs.key.rotation, codecs.value.rotation
+    key, value = codecs.in_place
+    return key.rotation, value.rotation
 
 
 # -- all slots -------------------------------------------------------------------------------------
@@ -147,7 +159,7 @@ def resident_part(
     codecs: Codecs,
 ) -> Part:
     """Slots of a pool, see `kernels.ResidentRows`."""
-    where = used, first, column, *pool
+    where = used, first, column, *in_place(*pool[:2]), *pool[2:]
     rows = kernels.ResidentRows(*map(address, where), kinds_of(codecs))
     pieces = kernels.pieces_of(int(used.max()), kernels.DENSE_PIECE)
     return Part(pieces, rows, where, _rotations(codecs))
@@ -285,7 +297,8 @@ def lists_part(
         rows.rebuilt, rows.rebuilt_count = rebuilt.data_ptr(), rebuilt.shape[2]
         rows.rebuilt_near = replaces_all
         key = Native(rebuilt.shape[3], rebuilt.dtype)
-        rows.kinds, rotations = kinds_of(Codecs(key, codecs.value)), (None, rotations[1])
+        kinds = kinds_of(Codecs(key, codecs.in_place.value))
+        rows.kinds, rotations = kinds, (None, rotations[1])
     pieces = kernels.pieces_of(index.shape[2], kernels.LIST_PIECE)
     return Part(pieces, rows, (index, bias, tier.alive, rebuilt), rotations)
 
@@ -298,8 +311,11 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, extra: Extra, dtype: torch.dtype) -> Beside:
-        """Those of a selection, as kernels read them."""
-        return cls(extra.key.to(dtype).contiguous(), extra.value.to(dtype).contiguous())
+        """Those of a selection, as kernels read them: values as wide as keys."""
+        key, value = extra.key.to(dtype), extra.value.to(dtype)
+        if value.shape[3] < key.shape[3]:
+            value = pad(value, (0, key.shape[3] - value.shape[3]))
+        return cls(key.contiguous(), value.contiguous())
 
     def with_part(self, part: Part, column: int) -> Part:
         """A part with lists of rows that are held as they are, and these, a piece more."""
@@ -359,7 +375,7 @@ def _held(
     held = held_near(codecs, pool, device.ids, span.first, device.used, span.begin, span.end)
     if host is None:
         return held
-    far = host.key, host.value, host.slot_of, host.present
+    far = *in_place(host.key, host.value), host.slot_of, host.present
     held.rows.far = kernels.FarRows(*map(address, far), host.capacity, on_host)
     return held._replace(alive=(held.alive, far))
 
@@ -382,7 +398,7 @@ def held_near(
         first, used, begin and end, [B, Hkv] each.
     """
     counts = [_numbers(part) for part in where]
-    addresses = map(address, (*pool, ids, *counts))
+    addresses = map(address, (*in_place(*pool[:2]), *pool[2:], ids, *counts))
     near = kernels.NearRows(*addresses, len(counts[0]), 0 if ids is None else ids.shape[-1])
     rows = kernels.Lists(near=near, kinds=kinds_of(codecs))
     return Held(codecs, rows, (counts, pool, ids))

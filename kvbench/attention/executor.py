@@ -65,7 +65,8 @@ class Executor(Protocol):
         Returns
         -------
         tuple[Tensor, Tensor | None]
-            Output [B, Hq, 1, D] in the query's dtype, and probabilities [B, Hq, M (+ E)] or None.
+            Output [B, Hq, 1, D of values] in the query's dtype, and probabilities [B, Hq, M (+ E)]
+            or None.
         """
 
     def prefill(

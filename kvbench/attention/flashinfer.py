@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
+from kvbench.attention.limits import (
+    FLASHINFER_DTYPES,
+    FLASHINFER_HEAD_DIMS,
+    FLASHINFER_LATENT,
+    FLASHINFER_MISSING,
+)
 from kvbench.attention.torch import attend, is_list, prefill
 from kvbench.config import first_line
 from kvbench.kernels.operators import operator
@@ -365,6 +370,8 @@ def unfit(shape: Shape) -> str | None:
     """Why FlashInfer cannot run here, in words that follow "flashinfer: "; None: it can."""
     if shape.device.type != "cuda":
         return f"{shape.device.type} is not a CUDA device"
+    if shape.latent_dim:
+        return FLASHINFER_LATENT
     if shape.head_dim not in FLASHINFER_HEAD_DIMS:
         return (
             f"head dim {shape.head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"

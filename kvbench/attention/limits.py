@@ -9,4 +9,5 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("bfloat16", "float16")
 
 
+FLASHINFER_LATENT = "its kernels for latent attention are not used yet"
 FLASHINFER_MISSING = "the package is not installed, pip install 'kvbench[flashinfer]'"

@@ -37,7 +37,7 @@ def attend(
         tokens = StoredTokens.of(store.remaining_ids(), store.remaining())
     batch, query_heads = query.shape[:2]
     logits = partial(_logits, scaling=scaling, softcap=softcap)
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:3], tokens.value.shape[3])
     weights: list[torch.Tensor] = []
     for row in range(batch):
         for head in range(query_heads):

@@ -40,7 +40,8 @@ def attend(
         and selection is not None
         and (probabilities or softcap is not None or selection.log_weight is not None)
     ):
-        in_place = store.stage is None and store.device.pool.key.dtype == query.dtype
+        here = store.stage is None and not store.latent_dim
+        in_place = here and store.device.pool.key.dtype == query.dtype
         plain = selection.keys is None and selection.extra is None
         if in_place and plain and selection.index.is_cuda:
             located, size = _located(store, selection.index, query.shape[1])
@@ -63,13 +64,14 @@ def attend(
         shared = _probabilities(rows, attended.key, bias, scaling, softcap)
         weights = shared.view(*query.shape[:2], -1) if probabilities else None
     if softcap is not None:  # torch's own attention knows none
-        return (shared @ attended.value.float()).to(query.dtype).view(query.shape), weights
+        out = (shared @ attended.value.float()).to(query.dtype)
+        return out.view(*query.shape[:3], out.shape[3]), weights
     # a CPU's kernels take it in float32
     if query.is_cuda and bias is not None and bias.dtype != torch.bool:
         bias = bias.to(query.dtype)
     blocks = attended.key, attended.value
     out = scaled_dot_product_attention(rows, *blocks, attn_mask=bias, scale=scaling)
-    return out.reshape(query.shape), weights
+    return out.reshape(*query.shape[:3], out.shape[3]), weights
 
 
 class Attended(NamedTuple):
@@ -211,24 +213,28 @@ def prefill(
     Returns
     -------
     torch.Tensor
-        [B, Hq, q, D]; what stands at padding columns is finite and without meaning.
+        [B, Hq, q, D of values]; what stands at padding columns is finite and without meaning.
     """
     if sinks is not None or softcap is not None:
         return _prefill_by_blocks(query, store, column, offsets, scaling, sinks, softcap)
     end = column + query.shape[2]
-    key, value = store.device.key[:, :, :end], store.device.value[:, :, :end]
-    gqa = query.shape[1] != key.shape[1]
-    if column == 0 and not any(offsets):
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=gqa
-        )
-    if query.is_cuda and not any(offsets):  # a kernel that knows the mask: none of [q, end] is made
-        mask: torch.Tensor = causal_lower_right(query.shape[2], end)
-    else:
+    key, value = store.device.prompt_rows(end)
+    at_once = column == 0 and not any(offsets)
+    mask: torch.Tensor | None = None
+    if query.is_cuda and not at_once and not any(offsets):
+        mask = causal_lower_right(query.shape[2], end)  # a kernel knows it: no [q, end] is made
+    elif not at_once:
         mask = _causal(column, end, offsets, query.device)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        key if store.latent_dim else value,  # torch is quick where values are as wide as keys
+        attn_mask=mask,
+        is_causal=at_once and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
+    return out[..., : value.shape[3]]
 
 
 def _causal(column: int, end: int, offsets: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -250,10 +256,10 @@ def _prefill_by_blocks(
     softcap: float | None,
 ) -> torch.Tensor:
     """`prefill` with sinks or a soft cap: torch's own attention knows neither."""
-    value = store.device.value[:, :, None, : column + query.shape[2]].float()
+    value = store.device.prompt_rows(column + query.shape[2])[1][:, :, None].float()
     blocks = _causal_weights(query, store, column, offsets, scaling, sinks, softcap)
     out = torch.cat([weights @ value[..., : weights.shape[4], :] for _, weights in blocks], dim=3)
-    return out.view(query.shape).to(query.dtype)
+    return out.flatten(1, 2).to(query.dtype)
 
 
 def turn(
@@ -305,7 +311,7 @@ def turn(
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
     causal = mask if mask.ndim == 2 else mask.float().view(*grouped.shape[:4], -1)
     logits = capped(grouped @ key[:, :, None].float().transpose(3, 4) * scaling, softcap) + causal
-    return (softmax(logits, sinks) @ value[:, :, None].float()).view(query.shape).to(query.dtype)
+    return (softmax(logits, sinks) @ value[:, :, None].float()).flatten(1, 2).to(query.dtype)
 
 
 def _turn_mask(query: torch.Tensor, past: Resident, weights: torch.Tensor | None) -> torch.Tensor:

@@ -22,7 +22,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.attention.limits import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, FLASHINFER_MISSING
+from kvbench.attention.limits import (
+    FLASHINFER_DTYPES,
+    FLASHINFER_HEAD_DIMS,
+    FLASHINFER_LATENT,
+    FLASHINFER_MISSING,
+)
 from kvbench.backends.backend import backend_of
 from kvbench.backends.run_config import RunConfig, TaskConfig
 from kvbench.config import (
@@ -218,9 +223,8 @@ def _check_method(method: MethodConfig) -> None:
 
 def _check_kv(config: RunConfig, card: ModelCard) -> None:
     kv = config.kv
-    if reason := next(
-        kv.unfit(card.head_dim or None, card.layers or None, len(card.windows)), None
-    ):
+    sizes = card.head_dim or None, card.layers or None, len(card.windows), card.latent_dim
+    if reason := next(kv.unfit(*sizes), None):
         raise ConfigError(reason)
     if kv.coded and config.attention == "flashinfer":
         raise ConfigError(
@@ -274,6 +278,8 @@ def _no_cuda() -> str | None:
 def _no_flashinfer(config: RunConfig, card: ModelCard, here: bool) -> Iterator[str]:
     """What keeps FlashInfer from this run, as far as it shows without torch."""
     head_dim = card.head_dim
+    if card.latent_dim:
+        yield FLASHINFER_LATENT
     if head_dim and head_dim not in FLASHINFER_HEAD_DIMS:
         yield f"head dim {head_dim} is not one of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}"
     if config.dtype not in ("auto", *FLASHINFER_DTYPES):

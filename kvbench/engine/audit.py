@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvbench.kernels.lists import count_lists
+from kvbench.memory.codecs import Codecs
 from kvbench.memory.device import of_kv_heads
 from kvbench.method import Extra, Method, Selection, Shape
 
@@ -387,7 +388,7 @@ def attended_bytes(
         of a key and a value in a layer, where they are not D numbers each in the dtype of the
         model.
     """
-    plain = 2.0 * shape.head_dim * shape.dtype.itemsize
+    plain = float(Codecs.native(shape.head_dim, shape.dtype, shape.latent_dim).nbytes)
     entry_sizes = dict.fromkeys(shape.full_layers, plain) | dict(entry_bytes or {})
     length = sum(shape.lengths) / shape.batch + (steps + 1) / 2
     full = sum(

@@ -506,6 +506,7 @@ class Engine:
             self.capacity,
             shape.dtype,
             shape.device_of(layer),
+            latent_dim=shape.latent_dim,
             **(_wishes(self.method, layer) if layer in shape.sparse_layers else {}),
             grows=self._how.new_tokens is None,
             in_place=self.executor.in_place,

@@ -53,7 +53,7 @@ class Probe:
         key, value = store.device.key, store.device.value
         kv_heads, capacity = key.shape[1:3]
         size = len(key), kv_heads, key.shape[3], capacity
-        shadow = LayerStore(*size, dtype=key.dtype, device=key.device, grows=True)
+        shadow = LayerStore(*size, key.dtype, key.device, grows=True, latent_dim=store.latent_dim)
         shadow.device.key.copy_(key)
         shadow.device.value.copy_(value)
         shadow.seal_prompt(store.lengths)

@@ -91,7 +91,7 @@ def put_in_place(
     if why_missing() is not None:
         at = tokens.view(-1, 1, 1).expand(-1, heads, 1)
         slot = slot_of.gather(2, at)[..., None].expand(-1, -1, -1, pool.shape[3])
-        pool.scatter_(2, slot, rows.view(-1, heads, 1, pool.shape[3]))
+        pool.scatter_(2, slot, rows.view(len(tokens), heads, 1, pool.shape[3]))
         present.scatter_(2, at, True)
         return
     where = (part.data_ptr() for part in (slot_of, present, tokens))

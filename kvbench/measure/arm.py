@@ -13,6 +13,7 @@ from kvbench.backends.protocol import Protocol
 from kvbench.backends.run_config import RunConfig
 from kvbench.budget import Budget
 from kvbench.engine.engine import Engine
+from kvbench.memory.codecs import Codecs
 from kvbench.method import Method
 from kvbench.models.footprint import free_memory
 from kvbench.models.heads import Calibration
@@ -80,8 +81,8 @@ class Setup:
         them.
         """
         card = self.loaded.card
-        entry = 2 * card.kv_heads * card.head_dim * self.loaded.dtype.itemsize
-        return entry * (card.layers - len(card.windows))
+        codecs = Codecs.native(card.head_dim, self.loaded.dtype, card.latent_dim)
+        return codecs.nbytes * card.kv_heads * (card.layers - len(card.windows))
 
     def row_bytes(
         self, lengths: Sequence[int], new_tokens: int, index_share: float = INDEX

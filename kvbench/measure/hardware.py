@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbench.backends.hf.layers import card_of
+from kvbench.memory.codecs import Codecs
 from kvbench.method import Shape
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes of a buffer, far above any cache
@@ -124,7 +125,8 @@ def whole_kv_bytes(shape: Shape, steps: int) -> int:
         for window in shape.windows.values()
         for length in shape.lengths
     )
-    return tokens * shape.kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
+    codecs = Codecs.native(shape.head_dim, shape.dtype, shape.latent_dim)
+    return tokens * shape.kv_heads * codecs.nbytes
 
 
 def floor_seconds(weights: float, attended: float, copy_bandwidth: float) -> float:

@@ -92,7 +92,11 @@ class SyntheticAttention:
         return (query / (math.sqrt(self.shape.head_dim) * self.shape.scaling)).to(self.shape.dtype)
 
     def values(self, layer: int, start: int, stop: int, row: int) -> torch.Tensor:
-        """[Hkv, n, D] of the positions start .. stop - 1 of a row, without structure."""
+        """[Hkv, n, D] of the positions start .. stop - 1 of a row, without structure; of latent
+        attention a part of the keys.
+        """
+        if self.shape.latent_dim:
+            return self.keys(layer, start, stop, row)[..., : self.shape.latent_dim]
         return self._noise(layer, row, "value", start, stop, self.shape.head_dim).to(
             self.shape.dtype
         )

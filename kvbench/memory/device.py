@@ -207,7 +207,7 @@ def rows(block: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
     Much quicker than torch.gather on a CPU.
     """
-    return rows_at(block.reshape(-1, block.shape[3]), flat(slots, block.shape[2]))
+    return rows_at(block.flatten(0, 2), flat(slots, block.shape[2]))
 
 
 def rows_at(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,8 @@ class Pool(NamedTuple):
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> Pool:
         """Blocks [B, H, n, width] as they lie, in place."""
-        return cls(key.view(-1, key.shape[3]), value.view(-1, value.shape[3]))
+        key, value = (part.view(part.shape[:3].numel(), part.shape[3]) for part in (key, value))
+        return cls(key, value)
 
     @classmethod
     def packed(
@@ -436,9 +437,14 @@ class DeviceTier(Slotted):
     unit = PAGE  # the room of a KV head is a multiple of it
 
     def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, reserved: int, grows: bool = False
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        reserved: int,
+        grows: bool = False,
+        latent_dim: int = 0,
     ) -> None:
-        self.codecs = Codecs.native(key.shape[3], key.dtype)
+        self.codecs = Codecs.native(key.shape[3], key.dtype, latent_dim)
         self._hold(Pool.of(key, value), torch.full(key.shape[:2], key.shape[2]))
         self.ids, self.used = None, torch.zeros_like(self.room)
         self.reserved = reserved
@@ -514,6 +520,7 @@ class DeviceTier(Slotted):
         self, key: torch.Tensor, value: torch.Tensor, column: int, offsets: Sequence[int]
     ) -> None:
         """Store a prefill chunk; see `LayerStore.write_prompt`."""
+        key, value = self.codecs.encode(key, value)
         end = column + key.shape[2]
         self.reserve(end)
         for row, offset in enumerate(offsets):
@@ -621,6 +628,10 @@ class DeviceTier(Slotted):
         """
         stored = self._slots(self.capacity) if whole else self.stored_rows()
         return Resident(*self.codecs.decode(stored.key, stored.value), stored.mask)
+
+    def prompt_rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `count` slots of a prompt, in place, [B, Hkv, count, D]."""
+        return self.codecs.decode(self.key[:, :, :count], self.value[:, :, :count])
 
     def stored_rows(self) -> Resident:
         """As `resident`, in the rows that they are held in."""

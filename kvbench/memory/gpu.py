@@ -319,16 +319,19 @@ def fetch(
     host: Sequence[Tensor],
 ) -> list[Tensor]:
     """See `kvbench.memory.transfer.fetch`."""
-    sizes = [block.shape[1] for block in host]
     out = [
         torch.empty(len(near), block.shape[1], dtype=block.dtype, device=near.device)
         for block in host
     ]
-    if not len(near):
+    # sides that hold nothing, as values that are parts of their keys, are there already
+    wide = [side for side, block in enumerate(host) if block.shape[1]]
+    if not len(near) or not wide:
         return out
-    sides = [[part.contiguous() for part in parts] for parts in (staged, newest)]
-    pairs = [[None] * (2 - len(parts)) + [*parts] for parts in (*sides, host, out)]
-    count = staged[-1].numel() // sizes[-1] if staged else 0
+    sides = [[parts[side].contiguous() for side in wide if parts] for parts in (staged, newest)]
+    blocks = [[parts[side] for side in wide] for parts in (host, out)]
+    pairs = [[None] * (2 - len(parts)) + [*parts] for parts in (*sides, *blocks)]
+    sizes = [host[side].shape[1] for side in wide]
+    count = sides[0][-1].numel() // sizes[-1] if staged else 0
     _fetch_both[(len(near),)](
         near,
         far,

@@ -23,6 +23,8 @@ HADAMARD = {"turboquant_4bit", "turboquant_k3v4", "turboquant_3bit"}
 ROWS = ("native", "fp8", "int8", "int4", *PUBLISHED, *PAPERS)
 GROUPED = ("kivi4", "kivi2")
 EVERY = (*ROWS, *GROUPED)
+# code keys and values in one way, each row by itself
+ALIKE = ("native", "fp8", "int8", "int4", "turboquant_mse4", "turboquant_mse3")
 ROTATIONS = ("none", "hadamard")
 # Raised where the numbers of a kind change: run ids have them.
 VERSIONS = dict.fromkeys(EVERY, 1)
@@ -116,12 +118,20 @@ class KV(NamedTuple):
         return "-".join(parts)
 
     def unfit(
-        self, head_dim: int | None, layers: int | None = None, windows: int = 0
+        self,
+        head_dim: int | None,
+        layers: int | None = None,
+        windows: int = 0,
+        latent_dim: int = 0,
     ) -> Iterator[str]:
         """Why keys and values cannot be held so, with heads of this size and so many layers, some
-        with a window (None: not known yet).
+        with a window (None: not known yet); `latent_dim` as of `kvbench.method.Shape`.
         """
         key, value = self.kinds("device")
+        pairs = {self.kinds(tier) for tier in TIERS}
+        if latent_dim and pairs - {(kind, kind) for kind in ALIKE}:
+            why = "codes values apart from keys, and in latent attention a value is part of its key"
+            yield f"kv={self}: {why}; expected {_listed(ALIKE)}"
         kinds, turned = self.named - {"native"}, self.rotate != "none"
         if value in GROUPED and key not in GROUPED:
             why = "codes values with their keys, in groups of tokens"
@@ -144,11 +154,17 @@ class KV(NamedTuple):
             why = f"packs 32 channels, and the model's heads have {head_dim}"
             yield f"kv={self}: {why}; expected native | fp8 | int8"
 
-    def unfit_for(self, method: Method, name: str, counted: bool) -> Iterator[str]:
+    def unfit_for(
+        self, method: Method, name: str, counted: bool, latent_dim: int = 0
+    ) -> Iterator[str]:
         """Why the tokens of a method cannot be held so; `counted`: generated tokens count inside
-        its budget.
+        its budget; `latent_dim` as of `kvbench.method.Shape`.
         """
         needs = method.needs
+        if latent_dim and (needs.writes or needs.rebuilds_keys):
+            what = "writes keys or values anew"
+            what = what if needs.writes else "moves values without their keys"
+            yield f"method={name}: {what}, and in latent attention a value is part of its key"
         evicts = method.evicts == "always" or (method.evicts == "counted" and counted)
         why = None
         if needs.home != "device" or needs.on_drop == "offload":

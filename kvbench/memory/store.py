@@ -49,8 +49,10 @@ class LayerStore:
     ----------
     capacity
         tokens a row to reserve memory for.
+    latent_dim
+        see `kvbench.method.Shape`.
     shared
-        keys and values [B, Hkv, capacity, D] of a prompt to begin from, which is to be sealed;
+        keys and values [B, Hkv, capacity, width] of a prompt to begin from, which is to be sealed;
         their memory, whole pages, is used in place, after the prompt too.
     settings
         see `StoreSettings`.
@@ -72,6 +74,7 @@ class LayerStore:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        latent_dim: int = 0,
         shared: tuple[torch.Tensor, torch.Tensor] | None = None,
         **settings: Any,
     ) -> None:
@@ -84,10 +87,14 @@ class LayerStore:
         self._places: tuple[Any, ...] = ()  # where tokens were when this was worked out
         self._worked_out: dict[Any, Any] = {}
         if shared is None:
-            size = batch, kv_heads, whole_pages(capacity), head_dim
             # Zeros, not empty: a masked slot still meets a weight of 0, and 0 * NaN is NaN.
-            shared = zeros(size, dtype, device), zeros(size, dtype, device)
-        self.device = DeviceTier(*shared, capacity, how.grows)
+            size = batch, kv_heads, whole_pages(capacity)
+            key, value = (
+                zeros((*size, width), dtype, device)
+                for width in (head_dim, 0 if latent_dim else head_dim)
+            )
+            shared = key, value
+        self.device = DeviceTier(*shared, capacity, how.grows, latent_dim)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what was worked out, which has addresses."""
@@ -110,6 +117,11 @@ class LayerStore:
     def kv_heads(self) -> int:
         """KV heads, Hkv."""
         return self.device.numbers.shape[1]
+
+    @property
+    def latent_dim(self) -> int:
+        """See `kvbench.method.Shape`."""
+        return self.device.codecs.latent_dim
 
     @property
     def seen(self) -> torch.Tensor:
@@ -136,8 +148,8 @@ class LayerStore:
 
     def _codecs(self, tier: Literal["device", "host"]) -> Codecs:
         """How a tier holds keys and values once the prompt is over."""
-        plain = self.device.codecs.key
-        return Codecs.of(self.how.kv, tier, plain.head_dim, plain.dtype)
+        plain, latent_dim = self.device.codecs.key, self.latent_dim
+        return Codecs.of(self.how.kv, tier, plain.head_dim, plain.dtype, latent_dim)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -260,7 +272,7 @@ class LayerStore:
         for, held as `codecs` say; None: as both tiers do, or else decoded.
         """
         theirs, ours = self._codecs("host"), self.device.codecs
-        plain = Codecs.native(ours.key.head_dim, ours.key.dtype)
+        plain = Codecs.native(ours.key.head_dim, ours.key.dtype, self.latent_dim)
         codecs = codecs or (ours if ours == theirs else plain)
         count = index.shape[2]
         ids, present = self.device.upload(pad(index, (0, whole_pages(count) - count), value=-1))
@@ -378,7 +390,7 @@ class LayerStore:
 
     def first(self, count: int) -> dict[str, Any]:
         """The first tokens of a prompt, in place, as a `kvbench.method.Prompt` names them."""
-        keys, values = self.device.key[:, :, :count], self.device.value[:, :, :count]
+        keys, values = self.device.prompt_rows(count)
         on_host = None if self.host is None else Arrival(self.host, count)
         return {"keys": keys, "values": values, "on_host": on_host}
 

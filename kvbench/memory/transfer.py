@@ -128,7 +128,7 @@ class Original:
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._kinds = [(part.shape, part.dtype) for part in parts]
         self._whole = list(parts)
-        if not shares_pages(parts[0].device) or not all(part.nbytes for part in parts):
+        if not shares_pages(parts[0].device) or not any(part.nbytes for part in parts):
             return
         self._size = sum(-(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for part in parts)
         with _allocating(self._size):
@@ -148,6 +148,9 @@ class Original:
             region = mmap.mmap(self._file, self._size, flags=flags)
         parts, begin = list[torch.Tensor](), 0
         for shape, dtype in self._kinds:
+            if not shape.numel():  # values within their keys
+                parts.append(torch.empty(shape, dtype=dtype))
+                continue
             part = torch.frombuffer(region, dtype=dtype, count=shape.numel(), offset=begin)
             parts.append(part.view(shape))
             begin += -(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -220,7 +223,7 @@ def fetch(
     """
     out = []
     for side, block in enumerate(host):
-        parts = [rows[side].reshape(-1, block.shape[1]) for rows in (staged, newest) if rows]
+        parts = [rows[side].flatten(0, -2) for rows in (staged, newest) if rows]
         rows = block.new_zeros(len(far), block.shape[1], device=far.device)
         if len(block):
             rows = torch.where((far >= 0)[:, None], block[far.clamp(min=0)], rows)

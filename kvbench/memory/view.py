@@ -104,17 +104,18 @@ class StoreView(View):
 
     def _read(self, layer: int, ids: torch.Tensor | None, which: int) -> torch.Tensor:
         store = self._stores[layer]
+        size = store.sizes[which] or store.sizes[0]  # a value within its key is read there
         if ids is not None:
             ids = ids.expand(ids.shape[0], store.kv_heads, ids.shape[2])
             read = store.read(ids)[which]
-            self._metered(int((ids >= 0).sum()) * store.sizes[which])
+            self._metered(int((ids >= 0).sum()) * size)
             return read
         read = store.read(None)[which]
-        self._meter_all(store, which, 1)
+        self._meter_all(store, size, 1)
         if self.repeats is not None:
-            self.repeats.append(partial(self._meter_all, store, which))
+            self.repeats.append(partial(self._meter_all, store, size))
         return read
 
-    def _meter_all(self, store: LayerStore, which: int, times: int) -> None:
+    def _meter_all(self, store: LayerStore, size: int, times: int) -> None:
         longest = store.device.longest if store.home == "device" else max(store.lengths)
-        self._metered(times * longest * store.device.numbers.size * store.sizes[which])
+        self._metered(times * longest * store.device.numbers.size * size)

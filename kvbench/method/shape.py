@@ -43,6 +43,8 @@ class Shape:
         and how many of the most recent tokens each attends; 0: none, as where it holds a state.
     elsewhere
         true indices of layers that lie on another device, and which.
+    latent_dim
+        of latent attention: values are the first so many numbers of their keys; 0: of none.
     softcap
         see `capped`.
     reuses
@@ -61,6 +63,7 @@ class Shape:
     sparse_layers: tuple[int, ...]
     windows: Mapping[int, int] = field(default_factory=dict)
     elsewhere: Mapping[int, torch.device] = field(default_factory=dict)
+    latent_dim: int = 0
     softcap: float | None = None
     reuses: Mapping[int, int] = field(default_factory=dict)
 

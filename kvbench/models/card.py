@@ -55,8 +55,8 @@ class ModelCard:
     windows
         layers without full attention: their true indices, and how many of the most recent tokens
         each attends; 0: none, as where it holds a state.
-    query_heads, kv_heads, head_dim
-        of each layer's attention.
+    query_heads, kv_heads, head_dim, latent_dim
+        of each layer's attention, see `kvbench.method.Shape`.
     hidden_size, vocabulary
         widths of the hidden states and of the logits.
     mlp_width
@@ -85,6 +85,7 @@ class ModelCard:
     query_heads: int
     kv_heads: int
     head_dim: int
+    latent_dim: int
     hidden_size: int
     vocabulary: int
     mlp_width: int
@@ -122,6 +123,7 @@ class ModelCard:
             query_heads=_size(config, "num_attention_heads"),
             kv_heads=_kv_heads(config),
             head_dim=_head_dim(config),
+            latent_dim=_latent_dim(config),
             hidden_size=_size(config, "hidden_size"),
             vocabulary=_size(config, "vocab_size"),
             mlp_width=_mlp_width(config),
@@ -226,12 +228,21 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return size if type(size) is int else 0
 
 
+def _latent_dim(config: Mapping[str, Any]) -> int:
+    """Width of the latents that a layer stores, beside the rotary key of all heads; 0: none."""
+    return _size(config, "kv_lora_rank")
+
+
 def _head_dim(config: Mapping[str, Any]) -> int:
+    if latent_dim := _latent_dim(config):
+        return latent_dim + _size(config, "qk_rope_head_dim")
     heads = _size(config, "num_attention_heads")
     return _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
+    if _latent_dim(config):
+        return 1
     return _size(config, "num_key_value_heads") or _size(config, "num_attention_heads")
 
 
@@ -245,12 +256,23 @@ def _mlp_width(config: Mapping[str, Any]) -> int:
 def _parameters(config: Mapping[str, Any]) -> int:
     if not all(_size(config, key) for key in PARAMETERS_OF):
         return 0
-    width, layers, heads, vocabulary = (config[key] for key in PARAMETERS_OF)
-    # Queries and the output each H x Hq D, keys and values each H x Hkv D, and the matrices of the
-    # MLP.
-    layer = 2 * _head_dim(config) * (heads + _kv_heads(config)) + _mlp_width(config)
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    layer = _attention_parameters(config) + width * _mlp_width(config)
     embeddings = 2 if config.get("tie_word_embeddings") is False else 1
-    return int(width * (layers * layer + embeddings * vocabulary))
+    return int(layers * layer + width * embeddings * config["vocab_size"])
+
+
+def _attention_parameters(config: Mapping[str, Any]) -> int:
+    """Of queries and the output, each H x Hq D, and of keys and values, each H x Hkv D; of latent
+    attention those of the output, of latents, and of keys and values made of these.
+    """
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = _head_dim(config)
+    if latent_dim := _latent_dim(config):
+        value_dim = _size(config, "v_head_dim")
+        made = heads * (_size(config, "qk_nope_head_dim") + value_dim)
+        return int(width * (heads * value_dim + head_dim) + latent_dim * made)
+    return int(2 * width * head_dim * (heads + _kv_heads(config)))
 
 
 def _expert_share(config: Mapping[str, Any]) -> float:
@@ -299,10 +321,10 @@ def _refusal(
 
 
 def _unsupported(config: Mapping[str, Any], kinds: tuple[str, ...]) -> Iterator[str]:
+    if "indexed_attention" in kinds or config.get("index_topk"):
+        yield "layers that attend what a trained indexer chooses (indexed_attention)"
     if kinds and not WITH_ALL_KEYS & set(kinds):
         yield f"no layer with full attention (layer_types: {', '.join(sorted({*kinds}))})"
-    if config.get("kv_lora_rank") is not None:
-        yield f"latent attention (kv_lora_rank={config['kv_lora_rank']})"
     for key, value in {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}.items():
         if config.get(key) in value:
             yield f"bidirectional attention ({key}={show(config[key])})"
@@ -357,7 +379,8 @@ def _refuse_uneven(config: Mapping[str, Any], where: str) -> None:
             f"{where}num_key_value_heads={kv_heads}: query heads share KV heads evenly; expected a"
             f" divisor of num_attention_heads={heads}"
         )
-    if config.get("head_dim") is None and width and heads and width % heads:
+    apart = config.get("head_dim") is None and not _latent_dim(config)
+    if apart and width and heads and width % heads:
         raise ConfigError(
             f"{where}hidden_size={width}: expected a multiple of num_attention_heads={heads},"
             " or a head_dim"

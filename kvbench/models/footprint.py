@@ -68,7 +68,8 @@ class Footprint(NamedTuple):
         if not card.parameters:
             return None
         at_once = min(prompts.tokens, prompts.chunk or prompts.tokens) * prompts.rows
-        entry = Codecs.of(kv, "host", card.head_dim, dtype).nbytes * card.kv_heads
+        codecs = Codecs.of(kv, "host", card.head_dim, dtype, card.latent_dim)
+        entry = codecs.nbytes * card.kv_heads
         # Beside the hidden states the inner ones of the MLP, of a gated one twice, and their
         # product.
         wide = 2 * card.hidden_size + card.mlp_width

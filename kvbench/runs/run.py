@@ -101,7 +101,8 @@ def build_method(config: RunConfig) -> Method:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     refuse_no_cut(config, method)
-    if reason := next(config.kv.unfit_for(method, name, config.sizes.counts_generated), None):
+    latent_dim, counted = config.model.card().latent_dim, config.sizes.counts_generated
+    if reason := next(config.kv.unfit_for(method, name, counted, latent_dim), None):
         raise ConfigError(reason)
     return method
 

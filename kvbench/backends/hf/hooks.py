@@ -33,6 +33,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from kvbench.backends.hf.latent import absorbed_of
 from kvbench.config import ConfigError
 
 NAME = "kvbench"
@@ -419,12 +420,20 @@ def _attention(
     call = note._replace(
         module=module, scaling=scaling, sinks=sinks, softcap=softcap, inputs=inputs
     )
+    absorbed = absorbed_of(module, (note.key, note.value), key, value)
+    if absorbed is not None:
+        query, value = absorbed.queries(query), note.key
+        key = torch.cat([note.key, note.value], dim=3)
+        call = call._replace(key=key, value=value)
     reason = next(_unfit(module, query, key, value, attention_mask, call, kwargs), None)
     if reason is not None:
         raise ConfigError(f"{type(module).__name__}: {reason}")
     if attention_mask is not None:
         attention_mask = attention_mask.as_subclass(torch.Tensor)[:, 0, 0]
-    return cache.attend(call, query, attention_mask).transpose(1, 2).contiguous(), None
+    out = cache.attend(call, query, attention_mask)
+    if absorbed is not None:
+        out = absorbed.outputs(out)
+    return out.transpose(1, 2).contiguous(), None
 
 
 class _Padding(torch.Tensor):
@@ -472,7 +481,12 @@ def _unfit(
         yield "its attention looks ahead (is_causal=False)"
     if not (_same(key, note.key) and _same(value, note.value)):
         yield "it attends other keys and values than it stores"
-    if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+    latent = getattr(type(module), "expand_kv", None) is not None  # values are parts of their keys
+    if (
+        not (latent or key.shape == value.shape)
+        or query.shape[3] != key.shape[3]
+        or query.shape[1] % key.shape[1]
+    ):
         sizes = ", ".join(f"{list(part.shape[1::2])}" for part in (query, key, value))
         yield (
             f"its queries, keys and values have [heads, head_dim] {sizes}; expected one head_dim,"

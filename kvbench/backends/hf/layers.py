@@ -189,14 +189,17 @@ def shape_of(
         its layers differ in something that a method knows once for all.
     """
     reading, card = reading_of(model), card_of(model)
-    sizes = {(*call.key.shape[1::2], call.scaling, call.softcap) for call in reading.calls.values()}
+    full = reading.calls.values()
+    sizes = {
+        (*call.key.shape[1::2], call.value.shape[3], call.scaling, call.softcap) for call in full
+    }
     query_heads = {query.shape[1] for query in reading.queries.values()}
     if len(sizes) > 1 or len(query_heads) > 1:
         raise ConfigError(
             f"model={type(model).__name__}: its layers differ in heads, head_dim, scaling or"
             " softcap; expected one of each"
         )
-    [(kv_heads, head_dim, scaling, softcap)] = sizes
+    [(kv_heads, head_dim, value_dim, scaling, softcap)] = sizes
     modules = attention_modules(model)
     places = {layer: _device_of(module, device) for layer, module in modules.items()}
     return Shape(
@@ -204,6 +207,7 @@ def shape_of(
         query_heads=query_heads.pop(),
         kv_heads=kv_heads,
         head_dim=head_dim,
+        latent_dim=0 if value_dim == head_dim else value_dim,
         lengths=tuple(lengths),
         dtype=dtype,
         device=device,

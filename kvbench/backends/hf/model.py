@@ -16,6 +16,7 @@ from kvbench.attention.executor import executor
 from kvbench.backends.hf import rotary
 from kvbench.backends.hf.continued import try_states
 from kvbench.backends.hf.hooks import NAME
+from kvbench.backends.hf.latent import absorbed_in
 from kvbench.backends.hf.layers import (
     attention_modules,
     card_of,
@@ -297,7 +298,9 @@ def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
     module = attention_modules(model)[layer]
     names = [name for name in ("o_proj", "dense", "out_proj") if hasattr(module, name)]
     weight = getattr(getattr(module, names[0]), "weight", None) if names else None
+    absorbed = absorbed_in(module)
     head_dim = reading_of(model).calls[layer].key.shape[3]
+    head_dim = head_dim if absorbed is None else absorbed.value.shape[2]
     if (
         not isinstance(weight, torch.Tensor)
         or not weight.is_floating_point()
@@ -306,7 +309,8 @@ def output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor:
         raise ConfigError(
             f"{type(module).__name__}: no output weight found; expected o_proj of plain numbers"
         )
-    return weight.T.unflatten(0, (-1, head_dim))
+    output = weight.T.unflatten(0, (-1, head_dim))
+    return output if absorbed is None else absorbed.value @ output
 
 
 def engine_requirements(
@@ -331,8 +335,9 @@ def engine_requirements(
             f"dense_layers={list(shape.full_layers)}: all that have full attention, which leaves"
             f" none to {name}; expected fewer, or method=full"
         )
-    sizes = shape.head_dim, shape.layers, len(shape.windows)
-    for reason in (*kv.unfit(*sizes), *kv.unfit_for(method, name, budget.counts_generated)):
+    sizes = shape.head_dim, shape.layers, len(shape.windows), shape.latent_dim
+    of_method = method, name, budget.counts_generated, shape.latent_dim
+    for reason in (*kv.unfit(*sizes), *kv.unfit_for(*of_method)):
         raise ConfigError(reason)
     if needs.token_text and tokenizer is None:
         raise ConfigError(f"tokenizer=None: {name} reads the text of tokens; pass the tokenizer")

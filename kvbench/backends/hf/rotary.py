@@ -88,9 +88,11 @@ class RotaryOf:
             -1, vectors.shape[1] // angles[0].shape[1], *vectors.shape[2:]
         )
         cos, sin = (part.flatten(0, 1) for part in angles)
-        part, rest = lists.split([self._width, lists.shape[-1] - self._width], dim=-1)
-        turned: torch.Tensor = self._apply(part, part[:, :0], cos, sin)[0]
-        whole = torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+        first, last = self._turns
+        part = lists[..., first:last]
+        whole: torch.Tensor = self._apply(part, part[:, :0], cos, sin)[0]
+        if whole.shape[-1] < lists.shape[-1]:
+            whole = torch.cat([lists[..., :first], whole, lists[..., last:]], dim=-1)
         return whole.view_as(vectors).to(vectors.dtype)
 
     @torch.no_grad()
@@ -117,10 +119,14 @@ class RotaryOf:
         return ""
 
     def _turned(self, key: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A key [1, H, 1, D] turned as a whole, and as far as angles reach: models do either."""
+        """A key [1, H, 1, D] turned as a whole, and as far as angles reach, from its first channel
+        on or to its last: models do one of these.
+        """
+        width = key.shape[-1]
         with suppress(RuntimeError, TypeError, ValueError):
             angles = self.angles(torch.full((1, 1, 1), PLACE, device=key.device))
-            for self._width in (key.shape[-1], angles[0].shape[-1]):
+            reach = angles[0].shape[-1]
+            for self._turns in ((0, width), (0, reach), (width - reach, width)):
                 with suppress(RuntimeError):  # sizes that do not fit
                     yield self.turn(key, angles)
 

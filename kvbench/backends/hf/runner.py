@@ -248,8 +248,8 @@ class ReplayCache(CountingCache):
         if call.source is None:
             assert call.inputs is not None, "a replay notes what attention reads"
             self.captured[call.layer] = query[0], call.key[0], call.inputs[0].float().norm(dim=-1)
-        device = self._stores[call.layer if call.source is None else call.source].device
-        rows = slice(self._row, self._row + 1), slice(None), slice(self._length)
-        past = Resident(device.key[rows], device.value[rows], None)
+        store = self._stores[call.layer if call.source is None else call.source]
+        row, (key, value) = slice(self._row, self._row + 1), store.device.prompt_rows(self._length)
+        past = Resident(key[row], value[row], None)
         logits = call.scaling, call.sinks, None, call.softcap
         return dense.turn(query, call.key, call.value, past, *logits)

@@ -51,6 +51,11 @@ def _unfit(run: RunConfig, source: hub.ModelSource) -> Iterator[str]:
             )
             typed = f"{value:g}" if isinstance(value, float) else str(value).lower()
             yield f"{key}={typed}: vLLM does that by itself, or not at all; expected {words}"
+    if run.model.card().latent_dim:
+        yield (
+            f"model={source.name}: vLLM has a memory of its own for latent attention, which methods"
+            " do not reach; expected backend=hf"
+        )
     if source.path is None or source.gguf is not None:
         yield (
             f"model={source.name}: vLLM runs trained weights of a folder or the hub, and no others"

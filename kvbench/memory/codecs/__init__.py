@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvbench.memory.codecs.codec import Codec, Native
+from kvbench.memory.codecs.codec import Codec, Native, Within
 from kvbench.memory.codecs.kivi import Channels, Tokens
 from kvbench.memory.codecs.rotated import Rotated, haar, hadamard
 from kvbench.memory.codecs.scaled import E4m3, Fp8, Int8
@@ -56,26 +56,40 @@ KINDS: dict[str, tuple[Make, Make]] = {
 
 
 class Codecs(NamedTuple):
-    """How a tier holds keys and how it holds values, each a row a token."""
+    """How a tier holds keys and how it holds values, each a row a token; `Within` its key a value
+    has none.
+    """
 
     key: Codec
     value: Codec
 
     @classmethod
-    def of(cls, kv: KV, tier: Tier, head_dim: int, dtype: torch.dtype) -> Codecs:
-        """Those of a tier."""
+    def of(
+        cls, kv: KV, tier: Tier, head_dim: int, dtype: torch.dtype, latent_dim: int = 0
+    ) -> Codecs:
+        """Those of a tier; `latent_dim` as of `kvbench.method.Shape`."""
         codecs = [KINDS[kind][side](head_dim, dtype) for side, kind in enumerate(kv.kinds(tier))]
         if kv.rotate != "none":
             codecs = [
                 codec if isinstance(codec, Native) else Rotated(head_dim, dtype, codec, hadamard)
                 for codec in codecs
             ]
-        return cls(*codecs)
+        return cls(codecs[0], Within(latent_dim, dtype) if latent_dim else codecs[1])
 
     @classmethod
-    def native(cls, head_dim: int, dtype: torch.dtype) -> Codecs:
+    def native(cls, head_dim: int, dtype: torch.dtype, latent_dim: int = 0) -> Codecs:
         """Rows as they come."""
-        return cls.of(NATIVE, "device", head_dim, dtype)
+        return cls.of(NATIVE, "device", head_dim, dtype, latent_dim)
+
+    @property
+    def latent_dim(self) -> int:
+        """See `kvbench.method.Shape`."""
+        return self.value.head_dim if isinstance(self.value, Within) else 0
+
+    @property
+    def in_place(self) -> Codecs:
+        """What reads both where they lie has for a value within its key the whole key."""
+        return Codecs(self.key, self.key) if self.latent_dim else self
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +102,10 @@ class Codecs(NamedTuple):
 
     def decode(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Held keys and values as [..., D]."""
-        return self.key.decode(key), self.value.decode(value)
+        key = self.key.decode(key)
+        if self.latent_dim:
+            return key, key[..., : self.latent_dim]
+        return key, self.value.decode(value)
 
     def recoded(
         self, key: torch.Tensor, value: torch.Tensor, target: Codecs

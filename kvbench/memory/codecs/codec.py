@@ -94,6 +94,21 @@ class Native(Codec):
         return stored_rows
 
 
+class Within(Codec):
+    """A value that is the first D numbers of its key (latent attention): nothing of it is held."""
+
+    row, width = None, 0
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The model's dtype."""
+        return self.dtype
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Nothing, [..., 0]."""
+        return rows[..., :0]
+
+
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes [..., D] below 2**bits in bytes [..., D * bits / 8], the first in the low bits of the
     first.
