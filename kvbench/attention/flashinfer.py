@@ -156,7 +156,8 @@ class FlashInfer:
     ) -> torch.Tensor:
         """See `kvbench.attention.torch.prefill`."""
         if self._dense == "sdpa" or sinks is not None:
-            return prefill(query, store, column, offsets, scaling, sinks, self._shape.softcap)
+            cap = self._shape.softcap
+            return prefill(query, store, column, offsets, scaling, sinks, softcap=cap)
         import flashinfer
 
         out = torch.zeros_like(query)

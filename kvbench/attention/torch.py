@@ -194,6 +194,7 @@ def prefill(
     offsets: Sequence[int],
     scaling: float,
     sinks: torch.Tensor | None = None,
+    *,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Dense causal attention of a prefill chunk over everything stored before and in it.
