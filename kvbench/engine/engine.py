@@ -220,12 +220,8 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """An engine that goes on from here by itself, between two forward passes; it times anew."""
-        memo.update(
-            {
-                id(thing): thing
-                for thing in (self._how, self._how.rotary, self._how.pieces, worker_pool())
-            }
-        )
+        shared = self._how, self._how.rotary, self._how.pieces, worker_pool()
+        memo.update({id(thing): thing for thing in shared})
         memo[id(self.spans)] = Spans(self.shape.device)
         memo[id(self.executor)] = executor(self._how.attention, self.shape, self._how.kv)
         twin = memo[id(self)] = object.__new__(type(self))

@@ -264,8 +264,8 @@ def _unfit(model: PreTrainedModel) -> str | None:
         return f"{model.device.type} is not a CUDA device"
     if devices_under(model) > 1:
         return "its layers lie on several devices"
-    if kept_layers(model):
-        return "some of its layers have a window, or a state"
+    if any(kept.has_states for kept in kept_layers(model).values()):
+        return "some of its layers have a state"
     layers = _decoder_layers(model)
     if len(layers) != card_of(model).layers or not all(map(fits, layers)):
         return (
@@ -310,7 +310,7 @@ def _fuse(model: PreTrainedModel) -> str | None:
         for layer, trial in zip(layers, trials, strict=True):
             layer.forward = trial
         with rotary.angles_of([POSITION + 1]):  # what follows the length keeps none of this one's
-            read_token(model, POSITION)
+            read_token(model, POSITION, windows=False)
     finally:
         for layer in layers:
             del layer.forward

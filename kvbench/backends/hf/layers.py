@@ -80,13 +80,17 @@ class _Reading(CountingCache):
 
 
 @torch.no_grad()
-def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
+def read_token(
+    model: PreTrainedModel, position: int | None = None, windows: bool = True
+) -> _Reading:
     """The calls of all layers with full attention as the model reads a token.
 
     Parameters
     ----------
     position
         of the token; None: it is the first.
+    windows
+        leave those to transformers; else, in a model without states, all layers are read.
 
     Raises
     ------
@@ -94,7 +98,7 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
         the model hands its attention what kvbench would compute wrong.
     """
     card, name = card_of(model), type(model).__name__
-    reading = _Reading(card.layers, kept_layers(model))
+    reading = _Reading(card.layers, kept_layers(model) if windows else {})
     # whose embedding may be zero
     token = next(token for token in (3, 4) if token != card.padding_id)
     ids = torch.full((1, 1), min(token, card.vocabulary - 1), device=model.device)
@@ -119,10 +123,10 @@ def read_token(model: PreTrainedModel, position: int | None = None) -> _Reading:
     finally:
         mailbox.call, mailbox.masking = None, False
         end_attending(model)
-    full = card.layers - len(card.windows)
-    if reading.calls.keys() != set(range(card.layers)) - card.windows.keys():
+    full = set(range(card.layers)) - (card.windows.keys() if windows else set())
+    if reading.calls.keys() != full:
         raise ConfigError(
-            f"{name}: of its {full} layers with full attention {len(reading.calls)} store and"
+            f"{name}: of its {len(full)} layers with full attention {len(reading.calls)} store and"
             " attend keys through transformers' attention interface; expected all of them"
         )
     if reading.reuses.keys() != (expected := _readers(model)):

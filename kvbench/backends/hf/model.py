@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -282,7 +281,10 @@ def engine_for(
     kept = kept_layers(model)
     if kept:  # windows count columns, and states take them in: padding stands on the left
         settings.setdefault("offsets", [max(lengths) - length for length in lengths])
-    engine = kind(shape, method, budget, output=partial(output_weight, model), **settings)
+    # a function, which a copied engine shares: of a `partial` it would copy the model
+    engine = kind(
+        shape, method, budget, output=lambda layer: output_weight(model, layer), **settings
+    )
     engine.windowed = kept
     return engine
 
