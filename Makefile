@@ -101,8 +101,8 @@ reference-known: $(STAMP)
 	$(if $(LONGBENCH),$(BIN)/python -m kvbench +experiment=known_longbench task.data_dir='$(LONGBENCH)' $(KNOWN_AS))
 	$(BIN)/python scripts/compact_runs.py $(KNOWN) results/reference_qwen.tar.xz --outputs ruler,niah
 
-# What tests call is compiled before the first, by all cores; a worker would wait for another's kernel.
-WARM := $(BIN)/kvbench warm kv=native,fp8,int8,kivi4,kivi2 dtype=float32
+# What tests call is built before the first, by all cores.
+WARM := $(BIN)/kvbench warm
 TESTS := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # A file by its full name, or whatever has these letters in its name: a method, a part of a file, an expression of `-k`.
 CHOSEN = $(or $(wildcard tests/$(ONLY).py),-k '$(ONLY)')
@@ -119,7 +119,7 @@ test: $(STAMP)
 endif
 
 test-slow: $(STAMP)
-	@$(WARM),bfloat16
+	@$(WARM)
 	$(TESTS) -m slow
 
 setup-vllm: $(VLLM_STAMP)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.pages import compile_mean_bound, mean_bound
+from methods.blocks.pages import mean_bound
 from methods.blocks.ragged import stacked
 
 SPARE_PAGES = 64  # pages of digests to add when the generated tokens have filled the last ones
@@ -84,8 +84,6 @@ class ArkVale(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Share the cache of each row out; no page is summed up yet."""
         super().begin(shape, budget, view, context)
-        if shape.device.type == "cpu":
-            compile_mean_bound(shape.dtype)
         self.rooms = [self._room(capacity) for capacity in self.capacities]
         # of each layer, [B, Hkv, pages, D]; of full pages alone
         self.low: dict[int, torch.Tensor] = {}

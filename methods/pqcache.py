@@ -26,7 +26,7 @@ from kvbench.method import (
     View,
     capped,
 )
-from methods.blocks import code_kernels
+from methods.blocks.kernels import KERNELS, is_compiled
 from methods.blocks.kmeans import kmeans, nearest_point
 from methods.blocks.ragged import stacked
 from methods.blocks.recent import BothEnds
@@ -192,11 +192,10 @@ class PQCache(Method):
             codes = self.codes[layer] = pad(codes, (0, SPARE))
         for row, token in enumerate(tokens):
             table = self.tables[layer][row]
-            if key.is_cuda:
+            if not is_compiled(key):
                 code_newest(key, table, codes, self.view.seen(layer), row)
             else:
-                parts = self._parts(key[row, :, 0]).numpy()
-                code_kernels.code(parts, table.numpy(), codes.numpy()[row, :, :, token])
+                KERNELS.code(self._parts(key[row, :, 0]), table.contiguous(), codes, row, token)
 
     def _parts(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors [..., D] as [..., m, D / m] fp32."""
@@ -229,15 +228,15 @@ class PQCache(Method):
         if start == sinks or not zones.retrieved:
             return always
         table, codes = self.tables[layer][row], self.codes[layer]
-        grouped = query.view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
-        if query.is_cuda:
+        grouped = query.float().view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
+        if not is_compiled(query):
             where = table, codes, self.view.seen(layer), row
             best = coded_tokens(grouped, *where, *zones, self.shape.scaling, self.shape.softcap)
             return torch.cat([always, best], dim=1)
         attention = torch.empty(self.shape.kv_heads, start - sinks)
-        arrays = grouped.float().numpy(), table.numpy(), codes.numpy()
-        logits = self.shape.scaling, float(self.shape.softcap or 0)
-        code_kernels.attention(*arrays, row, sinks, *logits, attention.numpy())
+        where = table.contiguous(), codes, row, sinks
+        logits = float(self.shape.scaling), float(self.shape.softcap or 0)
+        KERNELS.coded_attention(grouped, *where, *logits, attention)
         best = top_earliest(attention[None], zones.retrieved)[0]
         return torch.cat([always, best + sinks], dim=1)
 

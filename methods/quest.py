@@ -25,7 +25,6 @@ from methods.blocks.pages import (
     Ranges,
     best_tokens,
     bounds,
-    compile_kernels,
     page_bounds,
     page_tokens,
     stacked_pages,
@@ -72,9 +71,8 @@ class Quest(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """No page is summed up yet."""
         super().begin(shape, budget, view, context)
-        if is_readable(torch.empty(0, dtype=shape.dtype, device=shape.device)):
-            compile_kernels(shape.dtype)
-        else:  # what a row attends, where that is not all
+        if not is_readable(torch.empty(0, dtype=shape.dtype, device=shape.device)):
+            # what a row attends, where that is not all
             rooms = [self.share(capacity) * self.page_size for capacity in self.capacities]
             self.capacity_of = shape.for_layers(torch.tensor(self.capacities))
             self.room_of = shape.for_layers(torch.tensor(rooms))

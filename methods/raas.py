@@ -14,9 +14,8 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Prompt, Shape, View
-from methods.blocks import list_kernels
 from methods.blocks.evictor import Evictor
-from methods.blocks.held import STAMP, Eviction, TokenLists
+from methods.blocks.held import STAMP, Eviction, TokenLists, largest_of_pages
 from methods.blocks.topk import Granularity
 from methods.snapkv import SnapKV
 
@@ -92,10 +91,8 @@ class RaaS(Evictor):
         """Stamps before those of the steps, between -1 and 0: later ones for pages with
         more votes.
         """
-        stamps, ids = (-1 / (1 + tokens.numbers)).cpu(), tokens.ids.cpu().contiguous()
-        latest = torch.empty_like(stamps)
-        arrays = ids.numpy(), self.lengths[layer].cpu().numpy(), self.page_size
-        list_kernels.largest_of_pages(*arrays, stamps.numpy(), latest.numpy())
+        stamps, ids = -1 / (1 + tokens.numbers), tokens.ids
+        latest = largest_of_pages(ids, self.lengths[layer], self.page_size, stamps)
         tokens.numbers.copy_(latest.masked_fill(ids < 0, torch.inf))
 
     def eviction(self, layer: int) -> Eviction:

@@ -19,12 +19,7 @@ from torch.nn.functional import pad
 from kvbench.budget import Budget
 from kvbench.kernels.operators import operator
 from kvbench.method import Context, Method, Prompt, Selection, Shape, View, capped
-from methods.blocks.pages import (
-    bounds,
-    compile_kernels,
-    stacked_pages,
-    take_in,
-)
+from methods.blocks.pages import bounds, stacked_pages, take_in
 from methods.blocks.ragged import entries, ranges, stacked
 from methods.blocks.topk import ranked_ids, top_earliest
 from methods.snapkv import SnapKV
@@ -68,8 +63,6 @@ class RocketKV(Method):
         are looked at.
         """
         super().begin(shape, budget, view, context)
-        if shape.device.type == "cpu":
-            compile_kernels(shape.dtype)
         self.votes.begin(shape, Budget(budget.size, minimum=budget.minimum), view, context)
         self.retained = [*map(retained_tokens, shape.lengths, self.capacities)]
         sizes = [

@@ -64,10 +64,10 @@ COMPILED = {
     "kvbench.kernels.attend:ResidentRows": ("attend",),
     "kvbench.kernels.attend:Lists": ("attend",),
     "kvbench.kernels.attend:Request": ("join",),
-    "methods.blocks.pages.kernels": ("best_tokens", "mean_bounds", "take_in"),
-    "methods.icecache.kernels": ("attend",),
-    "methods.lychee.kernels": ("best_tokens",),
-    "methods.pariskv.kernels": ("search",),
+    "methods.blocks.kernels:KERNELS": ("best_tokens", "mean_bounds", "take_in"),
+    "methods.icecache.kernels:KERNELS": ("attend",),
+    "methods.lychee.index:KERNELS": ("best_tokens",),
+    "methods.pariskv.index:KERNELS": ("search",),
 }
 METHODS = ("snapkv", "quest", "lychee", "pariskv", "icecache")
 CELLS = ((4096, 256), (16384, 1024), (32768, 1024), (131072, 1024))

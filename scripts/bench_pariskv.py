@@ -39,15 +39,8 @@ import torch
 from bench import command_line, median_us, print_result, say
 from bench_index import KINDS as INDEX_KINDS
 
-from kvbench.kernels.vectors import kernel
-from methods.pariskv import kernels
-from methods.pariskv.codebook import Quotas, quotas, random_signs
-from methods.pariskv.index import KernelIndex
-
-# Parts of a search, each compiled by itself to be timed.
-TABLES = kernel(kernels.tables.py_func)
-VOTE = kernel(kernels.vote.py_func)
-RERANK = kernel(kernels.rerank.py_func)
+from methods.pariskv.codebook import LEVELS, Quotas, quotas, random_signs
+from methods.pariskv.index import KERNELS, KernelIndex
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -138,33 +131,33 @@ class Head:
         start = time.process_time()
         self.index.extend(0, torch.from_numpy(keys)[None])
         self.encode_us = 1e6 * (time.process_time() - start) / len(keys)
-        self.ids, self.codes, self.halves, self.counts = self.index.head(0, 0)
+        self.ids, self.codes, self.counts = self.index.head(0, 0)
         subspaces, count = len(self.ids), len(keys)
         self.votes, self.votes_of = (
             np.empty(self.ids.shape[1], np.uint8),
             np.empty((subspaces, 256), np.uint8),
         )
         self.rotated = np.empty((8, subspaces), np.float32)
-        self.candidates, self.picked = np.empty(count, np.int32), np.empty(count, np.int32)
-        self.estimates = np.empty(count, np.float32)
+        self.candidates = np.empty(count, np.int32)
 
     def tables(self, group: Floats, quota: Quotas) -> None:
         """What vote and rerank look up."""
         spans = np.array(quota.tiers)
-        TABLES(group, self.signs.numpy(), self.counts, spans, self.votes_of, self.rotated)
+        KERNELS.tables(group, self.signs, self.counts, spans, self.votes_of, self.rotated)
 
     def vote(self, quota: Quotas) -> Any:
         """The candidates, ascending."""
         candidates = self.candidates[: quota.candidates]
         most = len(quota.tiers) * len(self.ids)
-        VOTE(self.ids, self.index.lengths[0], self.votes_of, most, self.votes, candidates)
+        length = self.index.lengths[0]
+        KERNELS.vote(self.ids, length, self.votes_of, most, self.votes, candidates)
         return candidates
 
     def rerank(self, quota: Quotas) -> Any:
         """The k retrieved of the candidates of the last vote, best first."""
         tokens, scores = np.empty(quota.retrieved, np.int32), np.empty(quota.retrieved, np.float32)
-        candidates, work = self.candidates[: quota.candidates], (self.estimates, self.picked)
-        RERANK(self.codes, self.halves, self.rotated, candidates, *work, tokens, scores)
+        candidates = self.candidates[: quota.candidates]
+        KERNELS.rerank(self.codes, LEVELS, self.rotated, candidates, tokens, scores)
         return tokens
 
     def recalls(self, data: GroupedKeys, quota: Quotas, best: Any) -> dict[str, float]:

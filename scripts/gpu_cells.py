@@ -26,7 +26,7 @@ from kvbench.config import ConfigError, bind_methods, first_line
 from kvbench.measure import hardware
 from kvbench.measure.arm import Arm
 from kvbench.measure.job import PromptJob
-from kvbench.measure.kernels import compile_for
+from kvbench.measure.kernels import load_kernels
 from kvbench.measure.prompts import read
 from kvbench.measure.work import samples
 from kvbench.runs.run import prepare
@@ -81,7 +81,7 @@ class Cell(NamedTuple):
 
 def timed(arm: Arm) -> dict[str, Any]:
     """What the table needs of the cell's one sample."""
-    compile_for([arm], Console())
+    load_kernels(Console())
     (record,) = PromptJob(arm, next(read(arm, samples(arm, 1)))[0]).run()
     if record.get("error"):
         return {"error": record["error"]}

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from bench import command_line
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy", "numba")
+PACKAGES = ("torch", "transformers", "flashinfer-python", "triton", "numpy")
 GIB = 2**30
 CELL_S, FIRST_S = 40, 150  # the most that a cell may take; the first loads and compiles
 PROMISES_S, TESTS_S = 380, 240  # the most for all cells of a call, and for a file of tests

@@ -44,7 +44,6 @@ settings.load_profile("kvbench")
 # slow one; and one in so many, half of them quick, meets a method with other options than its preset's, so that all of
 # these are met, each by other tests. A preset that stands on another one's file meets each test under one accounting,
 # and the next under the other. KVBENCH_EVERY_VARIANT=1: all tests meet all of them.
-# IceCache's kernels for bfloat16 are compiled for the slow tests alone.
 PRESET_EVERY = 13  # odd: every other preset has the other accounting
 VARIANT_EVERY = 1 if os.environ.get("KVBENCH_EVERY_VARIANT") else 4
 PRESETS = [case.id for case in METHODS if case.id == case.name and case.file is None]
@@ -57,15 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Which tests run, and in which order.
 
     The longest start first: no worker is left with them when the others have ended. After them come those that read
-    what is shipped, or make a site of it, once a worker, and those of IceCache, whose kernels take longest to compile:
-    they are all one worker's, while another one begins in the middle.
+    what is shipped, or make a site of it, once a worker.
     """
     passed_over = {item for item in items if _turn(item, VARIANTS) % VARIANT_EVERY or _met_otherwise(item)}
     config.hook.pytest_deselected(items=list(passed_over))
     items[:] = [item for item in items if item not in passed_over]
     for item in items:
         later = _turn(item, PRESETS) % PRESET_EVERY or _turn(item, VARIANTS) % (2 * VARIANT_EVERY)
-        if later or ("icecache" in item.nodeid and "bfloat16" in item.nodeid):
+        if later:
             item.add_marker(pytest.mark.slow)
     long = ("test_slurm", "test_own_method", "test_the_smoke_run_learns", "the_site_of_the_runs_that_come")
     of_shipped = ("test_claims", "test_numbers", "test_site.py")
@@ -73,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def names_any(item: pytest.Item, names: tuple[str, ...]) -> bool:
         return any(name in item.nodeid for name in names)
 
-    items.sort(key=lambda item: [not names_any(item, names) for names in (long, of_shipped, ("icecache",))])
+    items.sort(key=lambda item: [not names_any(item, names) for names in (long, of_shipped)])
 
 
 def _turn(item: pytest.Item, ids: list[str]) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import weakref
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,42 +151,6 @@ def test_options_change_what_is_attended() -> None:
 
 def in_dtype(fixed: Stream, dtype: torch.dtype) -> Stream:
     return replace(fixed, queries=fixed.queries.to(dtype), keys=fixed.keys.to(dtype), values=fixed.values.to(dtype))
-
-
-BEGUN = """
-from dataclasses import replace
-
-import torch
-from driver import drive, stream
-
-from kvbench.backends.hf.model import method_named
-from methods.icecache.kernels import anchors, choosing, layer, levels, p_dci, pages, products, ranking
-
-files = (anchors, choosing, layer, p_dci, levels, pages, products, ranking)
-everything = {name: value for file in files for name, value in vars(file).items()}
-kernel = {name: value for name, value in everything.items() if hasattr(value, "signatures")}
-for dtype in (torch.float32, torch.bfloat16):
-    code = {"levels": "counter_ceil", "parents": "anchored", "projections": [1, 1], "exhaustive_below": 50}
-    scan = {"index": "exact"}
-    for options in (scan, {}, {"split": "greedy", "rank_by": "centroid"}, code, {**code, **scan}):
-        method = method_named("icecache", page_size=4, small_page_size=4, promotion=[0.15, 0.3], **options)
-        fixed = stream(300, 150, steps=40, layers=1)
-        parts = {part: getattr(fixed, part).to(dtype) for part in ("queries", "keys", "values")}
-        begin = method.begin
-        def begun(*arguments):
-            begin(*arguments)
-            method.known = {name: list(value.signatures) for name, value in kernel.items()}
-        method.begin = begun
-        drive(replace(fixed, **parts), method, 48)
-        for name, value in kernel.items():
-            assert value.signatures == method.known[name], (dtype, options, name)
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_left_to_compile_once_a_generation_has_begun() -> None:
-    """Compiling takes seconds, and the time to the first token is measured from there. In a process of its own."""
-    subprocess.run([sys.executable, "-c", BEGUN], check=True, cwd=Path(__file__).parent)
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------

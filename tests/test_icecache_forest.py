@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 from trees import D, bfloat16
 
-from methods.blocks.kernels import kernel
 from methods.icecache import forest as forest_module
 from methods.icecache.forest import Forest
 from methods.icecache.index import DCITree, ExactScan
-from methods.icecache.kernels.products import products
+from methods.icecache.kernels import KERNELS, Tree
 from methods.icecache.settings import Layout, Search
 from methods.icecache.tree import Workspace
 
 GROUP, SINKS = 3, 4
 POOL = ThreadPoolExecutor(4)
 SMALL: dict[str, Any] = {"page_size": 4, "promotion": (0.15, 0.3)}
-
-
-@kernel
-def many_products(matrix, rows, count, queries, out):  # type: ignore[no-untyped-def]
-    products(matrix, rows, 0, count, queries, out)
 
 
 @pytest.mark.parametrize("head_dim", [3, 8, 20, 64])
@@ -34,11 +28,11 @@ def test_products_of_any_group_and_width_are_those_of_a_matrix_product(head_dim:
     keys, rows = rng.standard_normal((37, head_dim)).astype(np.float32), rng.permutation(37).astype(np.int32)
     bits, cut = bfloat16(keys)
     keys = cut if stored is np.uint16 else keys
+    tree = Tree(bits if stored is np.uint16 else keys, *[np.zeros(0)] * 14)
     for group in range(1, 10):
         queries, out = rng.standard_normal((group, head_dim)).astype(np.float32), np.empty((group, 40), np.float32)
-        many_products(
-            bits if stored is np.uint16 else keys, np.append(rows, [0] * 3).astype(np.int32), 37, queries, out
-        )
+        padded = np.append(rows, [0] * 3).astype(np.int32)
+        KERNELS.products_of(tree.line, padded, 37, queries, out)
         np.testing.assert_allclose(out[:, :37], queries @ keys[rows].T, atol=1e-4)
 
 

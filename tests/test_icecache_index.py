@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trees import CLOSE, D, bfloat16, check_parents, check_structure, levels, own_node, parent_tokens
 
 from methods.icecache.index import DCITree, ExactScan, Layout, Search, Workspace
-from methods.icecache.kernels import NONE, ROOT, TOP, interleave
+from methods.icecache.kernels import KERNELS, NONE, ROOT, TOP
 
 # Small pages and large promoted shares: a hundred keys make three or four levels and many pages.
 SMALL = Layout(page_size=4, promotion=(0.15, 0.3))
@@ -349,7 +349,8 @@ def test_arranged_pages_are_blocks_of_rows_and_answer_as_before(
 def test_the_group_union_keeps_rank_order_and_repeats_nothing(group: int, depth: int, wanted: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     lists = np.array([rng.permutation(15)[:depth] for _ in range(group)], np.int32).reshape(group, depth)
-    joined = interleave(lists, wanted)
+    joined = np.empty(wanted, np.int32)
+    KERNELS.interleave(lists, joined)
     expected = list(dict.fromkeys(lists.T.ravel().tolist()))[:wanted]
     assert joined.tolist() == expected + [NONE] * (wanted - len(expected))
     if group == 1 and depth:

@@ -14,7 +14,8 @@ from kvbench.config import bind_methods
 
 bind_methods()
 
-from methods.blocks.list_kernels import best_lists, largest_of_pages  # noqa: E402
+from methods.blocks.held import largest_of_pages  # noqa: E402
+from methods.blocks.kernels import KERNELS  # noqa: E402
 from methods.blocks.products import products  # noqa: E402
 from methods.blocks.ragged import entries  # noqa: E402
 from methods.blocks.recent import sinks_and_recent  # noqa: E402
@@ -50,7 +51,7 @@ def test_the_best_are_those_of_a_stable_sort_without_what_is_no_number(
 ) -> None:
     counts = [data.draw(st.integers(0, 14)) for _ in scores]
     found = torch.empty(1, len(scores), most, dtype=torch.int64)
-    best_lists(threads, torch.tensor([scores]).numpy(), torch.tensor([counts]).numpy(), found.numpy())
+    KERNELS.best_lists(threads, torch.tensor([scores]), torch.tensor([counts]), found)
     for own, count, ids in zip(scores, counts, found[0].tolist(), strict=True):
         ranked = sorted((at for at in range(12) if own[at] > -math.inf), key=lambda at: (-own[at], at))
         expected = ranked[: min(count, most)]
@@ -76,9 +77,8 @@ def test_a_token_has_the_largest_number_of_its_page(
 ) -> None:
     listed = [*sorted(ids), *[-1] * absent]
     each = torch.rand(1, 1, len(listed), generator=torch.Generator().manual_seed(seed))
-    found = torch.empty_like(each)
-    arrays = torch.tensor([[listed]], dtype=torch.int64).numpy(), torch.tensor([first]).numpy()
-    largest_of_pages(*arrays, size, each.numpy(), found.numpy())
+    ids = torch.tensor([[listed]], dtype=torch.int64)
+    found = largest_of_pages(ids, torch.tensor([first]), size, each)
     for token, number in zip(listed, found[0, 0].tolist(), strict=True):
         page = (token - first) // size
         others = [at for at, other in enumerate(listed) if other >= 0 and (other - first) // size == page]

@@ -16,7 +16,7 @@ from kvbench.config import ConfigError, bind_methods
 
 bind_methods()
 
-from methods.blocks import code_kernels  # noqa: E402
+from methods.blocks.kernels import KERNELS  # noqa: E402
 from methods.blocks.kmeans import kmeans, nearest_point  # noqa: E402
 
 
@@ -82,8 +82,7 @@ def test_what_codes_promise_is_capped_where_the_models_logits_are() -> None:
     query, tables = torch.randn(2, 3, 2, 4, generator=rng), torch.randn(2, 2, 16, 4, generator=rng)
     codes = torch.randint(0, 16, (1, 2, 2, 30), generator=rng)
     received, products = torch.empty(2, 30), torch.einsum("hgmw,hmkw->hgmk", query, tables)
-    arrays = query.numpy(), tables.numpy(), codes.to(torch.uint8).numpy()
-    code_kernels.attention(*arrays, 0, 0, 0.9, 0.7, received.numpy())
+    KERNELS.coded_attention(query, tables, codes.to(torch.uint8), 0, 0, 0.9, 0.7, received)
     logits = products.gather(3, codes[0, :, None].expand(-1, 3, -1, -1)).sum(dim=2) * 0.9
     expected = (0.7 * torch.tanh(logits / 0.7)).softmax(dim=2).sum(dim=1)
     torch.testing.assert_close(received, expected, rtol=0, atol=1e-5)

@@ -132,7 +132,7 @@ def test_a_folder_that_another_process_holds_is_refused_before_kernels_are_compi
     configured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured()
-    monkeypatch.setattr("kvbench.runs.sweep.compile_for", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr("kvbench.runs.sweep.load_kernels", lambda *_: pytest.fail("compiles"))
     with open_folder(prepare(config)), pytest.raises(ResultsError, match="in use"):
         run(config)
 

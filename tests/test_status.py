@@ -341,20 +341,3 @@ def test_the_bar_of_tokens_ends_full_where_a_stop_token_came_early() -> None:
         report.tokens(503, 510)
         report.advance(1.0)
     assert "510/510" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_kernel_that_must_be_compiled_is_said_once_and_counts_as_no_time_of_the_model(
-    clock: SimpleNamespace,
-) -> None:
-    from numba.core import event
-
-    out = io.StringIO()
-    with bars.progress(Console(file=out, width=120), total=2, done=0) as report:
-        for _ in range(2):
-            with event.trigger_event("numba:compile"), event.trigger_event("numba:compile"):
-                clock.now += 60
-        clock.now += 10
-        report.tokens(100, 100)
-        report.advance(0.5)
-    assert out.getvalue().count("compiling kernels") == 1
-    assert out.getvalue().splitlines()[-1] == "1/2 samples, 10 tokens/s, 0:00:10 left"

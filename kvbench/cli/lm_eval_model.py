@@ -37,7 +37,7 @@ from kvbench.engine import batch
 from kvbench.engine.request import GenerationRequest, Stops
 from kvbench.measure.arm import PREFILLING, Setup
 from kvbench.measure.job import ends_at
-from kvbench.measure.kernels import compile_for
+from kvbench.measure.kernels import load_kernels
 from kvbench.models.footprint import Prompts
 from kvbench.runs.run import build_method, load_model, set_up
 from kvbench.runs.summary import summarise
@@ -126,7 +126,7 @@ class KVBenchLM(HFLM):  # type: ignore[misc]
             torch.set_num_threads(config.threads)
         method = build_method(config)
         self.setup: Setup = set_up(config, method, load_model(config, method, Prompts(0)))
-        compile_for([self.setup], Console())
+        load_kernels(Console())
         loaded = self.setup.loaded
         options["max_length"] = options.get("max_length") or loaded.card.context_length
         logger = logging.getLogger(HFLM.__module__)

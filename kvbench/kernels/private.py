@@ -1,21 +1,16 @@
-"""Files that run as whoever reads them: read where nobody else can have written them, and whole.
+"""Folders of files that run as whoever reads them, to which nobody else can write.
 
-Owner and mode decide, as for the keys of ssh, of all folders above, too. What is cut short or
-damaged is as good as not there.
+Owner and mode decide, as for the keys of ssh, of all folders above, too.
 """
 
 from __future__ import annotations
 
 import functools
 import grp
-import hashlib
 import os
 import pwd
 import stat
-import tempfile
 from pathlib import Path
-
-_DIGEST = hashlib.sha256().digest_size
 
 
 def open_to_others(folder: Path) -> Path | None:
@@ -49,55 +44,6 @@ def make_private(folder: Path) -> None:
     for part in reversed([folder, *folder.parents]):
         if not part.exists():
             part.mkdir(mode=0o700, exist_ok=True)
-
-
-def read_intact(path: Path, is_private: bool) -> bytes | None:
-    """What `write_intact` wrote; None where there is no such file.
-
-    Parameters
-    ----------
-    path
-        of the file.
-    is_private
-        refuse a file that another user can have written.
-
-    Raises
-    ------
-    ValueError
-        it is damaged, or refused; says why.
-    """
-    try:
-        file = open(path, "rb", opener=_unlinked)  # noqa: SIM115  # closed below
-    except OSError:
-        return None
-    with file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("no file")
-        if is_private and (facts.st_uid not in (0, os.geteuid()) or _others_write(facts)):
-            raise ValueError("another user can have written it")
-        digest, content = file.read(_DIGEST), file.read()
-    if hashlib.sha256(content).digest() != digest:
-        raise ValueError("damaged")
-    return content
-
-
-def write_intact(path: Path, content: bytes) -> None:
-    """Replace a file in one step; everybody may read it, and this user alone write it."""
-    number, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with open(number, "wb") as file:
-            os.fchmod(number, 0o644)
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _unlinked(path: str, flags: int) -> int:
-    # a pipe would wait for its other end
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _others_write(facts: os.stat_result) -> bool:

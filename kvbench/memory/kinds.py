@@ -77,11 +77,6 @@ class KV(NamedTuple):
         return {kind: VERSIONS[kind] for kind in sorted(self.named - {"native"})}
 
     @property
-    def listed(self) -> list[str]:
-        """What `conf/kernels.json` calls them."""
-        return [f"kv={kind}" for kind in sorted(self.named)]
-
-    @property
     def coded(self) -> bool:
         """Whether any tier holds its tokens in fewer bits."""
         return self.named != {"native"}

@@ -168,10 +168,10 @@ def plan_stage(
         here = staged.contiguous().view(size, -1).numpy()
     last = np.full(len(lists), -1) if newest is None else np.array(newest)
     ids = np.full((size, whole_pages(count)), NO_TOKEN)
-    longest, *counts = plan_lists(lists, here, last, ids)
-    width = whole_pages(longest)
+    plan = plan_lists(lists, here, last, ids)
+    width = whole_pages(plan[0])
     planned = torch.from_numpy(ids[:, :width].copy()).view(len(lists), heads, width)
-    return StagePlan(planned, *counts)
+    return StagePlan(planned, *plan[1:])
 
 
 # -- where staged tokens come from -----------------------------------------------------------------

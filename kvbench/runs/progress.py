@@ -4,7 +4,6 @@ elsewhere a line now and then; and what is said once.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from numba.core import event
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -134,14 +132,12 @@ class Reporter:
         of this work, what is done of the samples that run.
     joint_decode
         of arms that decode together.
-    compiles
-        whether a kernel is being compiled.
     """
 
     def __init__(self, bars: Progress, total: int, done: int) -> None:
         self.bars = bars
         self.share = self.part = 0.0
-        self.joint_decode, self.compiles = JointDecodeProgress(), False
+        self.joint_decode = JointDecodeProgress()
         self._samples = bars.add_task("samples", total=total, completed=min(done, total))
         bars.update(self._samples, report=self)  # which is drawn at once
         self._pace = Pace(bars.get_time())
@@ -207,9 +203,7 @@ class Reporter:
         joint = self.joint_decode
         if 0 < joint.read < 0.995:
             yield f"{joint.read:.0%} of the prompts are read"
-        if self.compiles:
-            yield "compiling a kernel"
-        elif self._reads:
+        if self._reads:
             yield "reading a prompt"
         elif self._at < self._of:
             yield f"of this one {self._at:,} of {self._of:,} tokens"
@@ -252,37 +246,6 @@ class Reporter:
             self.bars.console.print(text)
 
 
-class _Compilations(event.Listener):
-    """A clock that stands still while Numba compiles a kernel that is in no cache yet, and says why
-    nothing moves.
-    """
-
-    report: Reporter
-
-    def __init__(self) -> None:
-        self._compiled = self._since = 0.0
-        self._depth = 0  # one compilation inside the other
-
-    def __call__(self) -> float:
-        return (self._since if self._depth else time.monotonic()) - self._compiled
-
-    def on_start(self, event: event.Event) -> None:
-        if not self._depth:
-            self._since = time.monotonic()
-        self._depth += 1
-        self.report.compiles = True
-        self.report.once(
-            "kernels",
-            "compiling kernels, up to a minute, the first time that they are used (said once)",
-        )
-
-    def on_end(self, event: event.Event) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.report.compiles = False
-            self._compiled += time.monotonic() - self._since
-
-
 @contextmanager
 def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
     """Bars while the block runs; off a terminal a line every `LINE_SECONDS`, whatever runs, and one
@@ -298,15 +261,12 @@ def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
         samples that an earlier start finished.
     """
     drawn = console.is_terminal or console.is_jupyter
-    columns, clock = (
-        (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()),
-        _Compilations(),
-    )
+    columns = TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeLeft(), Speed()
-    with Progress(*columns, *times, console=console, disable=not drawn, get_time=clock) as bars:
-        report = clock.report = Reporter(bars, total, done)
+    with Progress(*columns, *times, console=console, disable=not drawn) as bars:
+        report = Reporter(bars, total, done)
         lines = nullcontext() if drawn else every(LINE_SECONDS, report.line)
-        with event.install_listener("numba:compile", clock), lines:
+        with lines:
             yield report
         if not drawn:
             report.line()

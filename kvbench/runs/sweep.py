@@ -24,7 +24,7 @@ from kvbench.engine import batch as engine_batch
 from kvbench.engine.batch import Admission
 from kvbench.measure.arm import INDEX, PREFILLING, Arm
 from kvbench.measure.job import PromptJob, SharedPrompts, is_failed_sample
-from kvbench.measure.kernels import compile_for
+from kvbench.measure.kernels import load_kernels
 from kvbench.measure.machine import threads
 from kvbench.measure.prompts import TokenizedSample, read
 from kvbench.measure.work import Work, work_of
@@ -303,7 +303,7 @@ class Sweep:
         """
         first, folders = self._first, [run.folder for run in self._running]
         with beating(folders):
-            compile_for([run.arm for run in self._running], self._console)
+            load_kernels(self._console)
             done = set.intersection(*(set(folder.done) for folder in folders))
             self._work = work = work_of(first, first.config.task.limit, done, self._shard)
             for folder in folders:

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvbench.kernels.operators import operator
-from methods.blocks import list_kernels
 from methods.blocks.ends import at_ends
 
 GROWTH = 64  # slots added when a list is full
@@ -158,12 +157,24 @@ def noted(
     assert threshold is not None
     received.scatter_(2, counts[..., None] - 1, torch.inf)
     if page_size > 1:
-        largest = torch.empty_like(received)
-        arrays = ids.contiguous().numpy(), origin.numpy(), page_size
-        list_kernels.largest_of_pages(*arrays, received.numpy(), largest.numpy())
-        received = largest
+        received = largest_of_pages(ids, origin, page_size, received)
     stamped = received > threshold[:, None, None]
     return torch.where(stamped, (seen - origin)[:, None, None].float(), numbers)
+
+
+def largest_of_pages(
+    ids: torch.Tensor, firsts: torch.Tensor, size: int, numbers: torch.Tensor
+) -> torch.Tensor:
+    """The largest number [B, H, n] of each token's page, of ids [B, H, n], ascending, trailing -1,
+    which is in no page, and firsts [B], a token with which a page of `size` tokens begins.
+    """
+    pages = (ids - firsts[:, None, None]).div(size, rounding_mode="floor")
+    begins = (pages[..., 1:] != pages[..., :-1]) | (ids[..., 1:] < 0)
+    # of each token's page in its list
+    number = pad(begins, (1, 0))[..., : ids.shape[2]].cumsum(dim=2)
+    largest = torch.zeros_like(numbers)
+    largest.scatter_reduce_(2, number, numbers, "amax", include_self=False)
+    return largest.gather(2, number)
 
 
 def going(

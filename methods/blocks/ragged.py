@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from methods.blocks import list_kernels
+from methods.blocks.kernels import KERNELS, is_compiled
 
 STEPS = 64  # on a GPU lists that grow are made longer by so many entries at once
 
@@ -40,14 +40,14 @@ def entries(
     longest = most if most is not None and starts.is_cuda else int(ends[..., -1].max())
     if most is not None:
         longest = min(longest, most)
-    if not starts.is_cuda:
+    if is_compiled(starts):
         numbers, source = torch.empty(2, *starts.shape[:-1], longest, dtype=torch.int64)
         if longest:
             lists = (
                 part.reshape(-1, part.shape[-1]).contiguous()
                 for part in (starts.long(), ends, numbers, source)
             )
-            list_kernels.entries(*(part.numpy() for part in lists))
+            KERNELS.entries(*lists)
         return numbers, source
     return ranges(starts, counts, longest)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.kernels.operators import operator
-from methods.blocks import list_kernels
+from methods.blocks.kernels import KERNELS, is_compiled
 
 
 def sinks_and_recent(
@@ -30,8 +30,10 @@ def sinks_and_recent(
     torch.Tensor
         [B, H, most], the newest first, the sinks last, trailing -1.
     """
+    if not is_compiled(lengths):
+        return recent_and_sinks(lengths, counts, torch.full_like(lengths, sinks), most)
     ids = torch.empty(*lengths.shape, counts.shape[1], most, dtype=torch.int64)
-    list_kernels.sinks_and_recent(lengths.numpy(), counts.numpy(), sinks, ids.numpy())
+    KERNELS.sinks_and_recent(lengths, counts.contiguous(), sinks, ids)
     return ids
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kvbench.kernels.operators import operator
-from methods.blocks import list_kernels
+from methods.blocks.kernels import KERNELS, is_compiled
 
 # whose choice it is: the group's, or that of each query head
 Granularity = Literal["kv_head", "query_head"]
@@ -40,7 +40,7 @@ def top_earliest(
         [B, H, min(most, n)] int64, trailing -1.
     """
     most, rows = min(most, scores.shape[2]), len(scores)
-    if scores.device.type != "cpu" or scores.dtype != torch.float32:
+    if not is_compiled(scores) or scores.dtype != torch.float32:
         return ranked_ids(scores, None if counts is None else counts.view(rows, -1), most)
     best = torch.empty(*scores.shape[:2], most, dtype=torch.int64)
     if counts is None:
@@ -48,7 +48,7 @@ def top_earliest(
     else:
         limits = counts.view(rows, -1).contiguous()
     threads = min(torch.get_num_threads(), max(1, scores.numel() // WORTH_A_THREAD))
-    list_kernels.best_lists(threads, scores.contiguous().numpy(), limits.numpy(), best.numpy())
+    KERNELS.best_lists(threads, scores.contiguous(), limits, best)
     return best
 
 

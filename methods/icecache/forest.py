@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from methods.blocks.heads import in_threads
-from methods.icecache import kernels
 from methods.icecache.index import DCITree
-from methods.icecache.kernels import SIZES, Tree
-from methods.icecache.settings import IceCacheOptions, Search
+from methods.icecache.kernels import KERNELS, Tree
+from methods.icecache.settings import Search
 from methods.icecache.tree import Floats, Workspace
 
 Tokens = NDArray[np.int64]
@@ -59,7 +56,7 @@ class Forest:
         self._trees = [tree for heads in trees for tree in heads]
         self._pool, self._workspaces = pool, workspaces
         self._cached_arrays: list[Tree | None] = [None] * len(self._trees)
-        self._directory = np.zeros((len(self._trees), SIZES * len(Tree._fields)), np.int64)
+        self._directory = np.zeros((len(self._trees), len(self._trees[0].arrays.line)), np.int64)
         self._scored = 0  # keys in the last search
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +66,7 @@ class Forest:
     def attend(
         self, queries: Floats, regions: Tokens, search: Search, longest: int
     ) -> tuple[Tokens, int]:
-        """What each KV head attends, see `kernels.attend`.
+        """What each KV head attends, see `attend` of `kernels.cpp`.
 
         Parameters
         ----------
@@ -92,18 +89,13 @@ class Forest:
         """
         flat, tree = queries.reshape(-1, *queries.shape[2:]), self._trees[0]
         index = np.empty((len(flat), longest), np.int64)
-        used, read = np.empty((2, len(flat)), np.int64)
-        refused = np.empty(len(flat), np.bool_)
-        ranked, p_dci = None, tree.p_dci(search)
-        if p_dci is None:
-            ranked = search.exhaustive_below, search.rank_by == "centroid", tree.exact
-        fov = search.fov, float(search.fov_share)
+        used, read, refused = np.empty((3, len(flat)), np.int64)
+        ranked = search.exhaustive_below, search.rank_by == "centroid", tree.exact
+        how = search.fov, float(search.fov_share), *ranked, *(tree.p_dci(search) or (0, 0, 0.0))
         directory = self._find()
         threads = self._workspaces[: max(1, self._scored * flat[0].size // WORTH_A_TEAM)]
-        fitting = [workspace.fit(tree.arrays, flat.shape[1]) for workspace in threads]
-        works, like = np.stack([work.line for work in fitting]), (fitting[0], tree.arrays)
-        counts = used, read, refused
-        kernels.attend(works, directory, like, flat, regions, fov, ranked, p_dci, index, counts)
+        works = np.stack([each.fit(tree.arrays, flat.shape[1]).line for each in threads])
+        KERNELS.attend(works, directory, flat, regions, *how, index, used, read, refused)
         if refused.any():
             raise RefusedError(int(refused.argmax()), "a query is not finite")
         self._scored = int(read.sum())
@@ -149,7 +141,7 @@ class Forest:
 
         def add(first: int, stop: int, workspace: Workspace) -> None:
             work = workspace.fit(like, 1)
-            kernels.insert_leaves(directory, like, first, stop, counts, how, greedy, work, taken)
+            KERNELS.insert_leaves(directory, first, stop, counts, *how, greedy, work.line, taken)
 
         nodes = sum(tree.nodes for tree in self._trees)
         self._share_out(add, int(counts.max()) * nodes * like.keys.shape[1])
@@ -171,22 +163,3 @@ class Forest:
         """
         threads = self._workspaces[: max(1, work // WORTH_A_THREAD)]
         in_threads(self._pool, len(self._trees), threads, do)
-
-
-@cache
-def compile_kernels(
-    dtype: np.dtype[Any], pool: Executor, kind: type[DCITree], options: IceCacheOptions
-) -> None:
-    """Run every kernel that such trees need once on a few keys: compiled, or read from disk, before
-    time is taken.
-    """
-    keys, queries = np.zeros((100, 8), dtype), np.zeros((1, 1, 1, 8), np.float32)
-    work = Workspace()
-    small = replace(
-        options, page_size=2, small_page_size=2, promotion=(0.2, 0.3), exhaustive_below=0
-    )
-    tree = kind(keys, 10, small, 0, work)
-    tree.insert(85, work)
-    forest = Forest([[tree]], pool, [work])
-    forest.insert([5])
-    forest.attend(queries, np.array([[10, 1, 98, 100, 1]]), small, 10)

@@ -9,13 +9,12 @@ that a level can be ranked in one pass.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from methods.icecache import kernels
-from methods.icecache.kernels import NODES, NONE, POINTS, ROOT, TOP
+from methods.icecache.kernels import KERNELS, NODES, NONE, POINTS, ROOT, TOP, WorkArrays
 from methods.icecache.settings import Layout, Search
 from methods.icecache.tree import Floats, Ints, Keys, PagedTree, Workspace, check_memory, kind
 
@@ -56,7 +55,7 @@ class Listing(NamedTuple):
 
     ranked: int
     pages: int
-    work: kernels.WorkArrays
+    work: WorkArrays
 
 
 class DCITree(PagedTree):
@@ -104,41 +103,35 @@ class DCITree(PagedTree):
         self, queries: Floats, count: int, search: Search, workspace: Workspace
     ) -> SearchResult:
         """The `count` distinct pages of the best members, for each query [G, D] of a group."""
-        return self._best(
-            kernels.best_pages, kernels.p_dci_pages, queries, count, search, workspace
-        )
+        return self._best(False, queries, count, search, workspace)
 
     def best_tokens(
         self, queries: Floats, count: int, search: Search, workspace: Workspace
     ) -> SearchResult:
         """The tokens of the `count` best keys, for each query [G, D] of a group."""
-        result = self._best(
-            kernels.best_rows, kernels.p_dci_rows, queries, count, search, workspace
-        )
+        result = self._best(True, queries, count, search, workspace)
         tokens = np.where(result.ids == NONE, NONE, self.arrays.token[result.ids])
         return replace(result, ids=tokens)
 
     def _best(
         self,
-        kernel: Any,
-        by_p_dci: Any,
+        of_rows: bool,
         queries: Floats,
         count: int,
         search: Search,
         workspace: Workspace,
     ) -> SearchResult:
-        """What a kernel finds among the pages that are listed, or another one by P-DCI, where that
-        is used.
-        """
+        """The best of the pages that are listed, or of their rows; or by P-DCI, if used."""
         ids = np.empty((len(queries), count), np.int32)
         scores = np.empty((len(queries), count), np.float32)
         if p_dci := self.p_dci(search):
             work = self._work_arrays(queries, workspace)
-            evaluated = by_p_dci(self.arrays, queries, search.fov, p_dci, ids, scores, work)
+            how = search.fov, *p_dci, of_rows, ids, scores, work.line
+            evaluated = KERNELS.choose_by_p_dci(self.arrays.line, queries, *how)
             return SearchResult(ids, scores, 0, evaluated)
         listing = self._listed(queries, search, workspace)
         pages, work = listing.pages, listing.work
-        kernel(self.arrays, pages, queries, ids, scores, work)
+        KERNELS.choose(self.arrays.line, pages, queries, of_rows, ids, scores, work.line)
         return SearchResult(ids, scores, listing.ranked, int(work.starts[pages]))
 
     def p_dci(self, search: Search) -> tuple[int, int, float] | None:
@@ -151,10 +144,11 @@ class DCITree(PagedTree):
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> Listing:
         work = self._work_arrays(queries, workspace)
         how = search.fov, search.exhaustive_below, search.rank_by == "centroid"
-        ranked, pages = kernels.search(self.arrays, queries, *how, work)
-        return Listing(ranked, pages, work)
+        ranked = np.empty(1, np.int64)
+        pages = KERNELS.list_best(self.arrays.line, queries, *how, work.line, ranked)
+        return Listing(int(ranked[0]), pages, work)
 
-    def _work_arrays(self, queries: Floats, workspace: Workspace) -> kernels.WorkArrays:
+    def _work_arrays(self, queries: Floats, workspace: Workspace) -> WorkArrays:
         """Memory to ask in, once the queries have been looked at."""
         head_dim = self.arrays.keys.shape[1]
         if queries.dtype != np.float32 or queries.ndim != 2 or queries.shape[1] != head_dim:
@@ -178,7 +172,7 @@ class DCITree(PagedTree):
         for level in range(levels.max(), 0, -1):
             rows = np.flatnonzero(levels == level).astype(np.int32)
             if level > 1:
-                kernels.add_nodes(self.arrays, rows, level)
+                KERNELS.nodes(self.arrays.line, rows, level)
             anchored = self.layout.parents == "anchored" and level == 1 < levels.max()
             if anchored and len(rows) > self.layout.exhaustive_below:
                 parents = self._anchored_parents(rows, workspace)
@@ -217,24 +211,24 @@ class DCITree(PagedTree):
         self.arrays.level_size[level] += len(rows)
         node = int(state[NODES])
         if level > 1:
-            kernels.add_nodes(self.arrays, rows, level)
+            KERNELS.nodes(self.arrays.line, rows, level)
         if level > state[TOP]:
             state[TOP] = level
             self.arrays.node[ROOT]["level"] = level + 1
             if level > 1:
-                kernels.take_over_root(self.arrays, node, workspace.fit(self.arrays, 1))
+                KERNELS.new_root(self.arrays.line, node, workspace.fit(self.arrays, 1).line)
         elif level > 1 and self.layout.reparent:
             self._reparent(node, workspace)
         parents = self._parents(rows, level, workspace)
         self._grow(0, 0, self.pages + len(rows))
         work = workspace.fit(self.arrays, 1)
-        kernels.add_children(self.arrays, rows, parents, self._greedy, work)
+        KERNELS.add(self.arrays.line, rows, parents, self._greedy, work.line)
 
     def _reparent(self, node: int, workspace: Workspace) -> None:
         """Give a new node the points below it that are nearer to it than to their parents."""
         work = workspace.fit(self.arrays, 1)
         wide = self.layout.fov, self.layout.exhaustive_below
-        moved = kernels.leave_for(self.arrays, node, *wide, work)
+        moved = KERNELS.leaving(self.arrays.line, node, *wide, work.line)
         rows = work.rows[:moved].copy()
         self._grow(0, 0, self.pages + -(-moved // self.layout.page_size))
         self._load(rows, np.full(moved, node, np.int32), workspace)
@@ -242,7 +236,7 @@ class DCITree(PagedTree):
     def _load(self, rows: Ints, parents: Ints, workspace: Workspace) -> None:
         """Put points into the pages of nodes that have none yet."""
         late, work = self.layout.remainder == "last", workspace.fit(self.arrays, 1)
-        kernels.load_children(self.arrays, rows, parents, self._greedy, late, work)
+        KERNELS.load_pages(self.arrays.line, rows, parents, self._greedy, late, work.line)
 
     def _parents(self, rows: Ints, level: int, workspace: Workspace) -> Ints:
         """The nodes whose children points of `level` become."""
@@ -252,7 +246,7 @@ class DCITree(PagedTree):
             return parents
         work = workspace.fit(self.arrays, 1)
         wide = self.layout.fov, self.layout.exhaustive_below
-        kernels.nearest_nodes(self.arrays, rows, level + 1, *wide, work, parents)
+        KERNELS.parents(self.arrays.line, rows, level + 1, *wide, work.line, parents)
         return parents
 
     def _anchored_parents(self, rows: Ints, workspace: Workspace) -> Ints:
@@ -261,7 +255,9 @@ class DCITree(PagedTree):
         """
         parents, work = np.empty(len(rows), np.int32), workspace.fit(self.arrays, 1)
         wide = self.layout.fov, self.layout.exhaustive_below
-        kernels.anchored_nodes(self.arrays, rows, 2, self.layout.anchors, *wide, work, parents)
+        interval, reach, threshold = self.layout.anchors
+        how = interval, reach, float(threshold), *wide, work.line, parents
+        KERNELS.anchored_parents(self.arrays.line, rows, 2, *how)
         return parents
 
     @property
@@ -271,14 +267,14 @@ class DCITree(PagedTree):
     def _levels(self, count: int) -> tuple[Ints, NDArray[np.int64]]:
         """Levels of the next arrivals, and the sizes of all levels with them."""
         levels, sizes = np.empty(count, np.int32), self.arrays.level_size.copy()
-        top, promotion = self.arrays.state[TOP], self.layout.promotion
+        top, promotion = self.arrays.state[TOP], [*map(float, self.layout.promotion)]
         if self.layout.levels == "counter_ceil":
-            self._next_level = kernels.assign_levels_in_turn(
+            self._next_level = KERNELS.assign_levels_in_turn(
                 sizes, top, self._next_level, *promotion, levels
             )
         else:
             draws = self._random.random(count if self.layout.levels == "random" else 0)
-            kernels.assign_levels(sizes, top, draws, *promotion, levels)
+            KERNELS.levels(sizes, top, draws, *promotion, levels)
         return levels, sizes
 
 
@@ -294,4 +290,4 @@ class ExactScan(DCITree):
 
     def _listed(self, queries: Floats, search: Search, workspace: Workspace) -> Listing:
         work = self._work_arrays(queries, workspace)
-        return Listing(0, kernels.scan(self.arrays, work), work)
+        return Listing(0, KERNELS.list_all(self.arrays.line, work.line), work)

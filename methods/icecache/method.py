@@ -20,11 +20,11 @@ import torch
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
-from methods.blocks.kernels import stored
-from methods.icecache.forest import Forest, RefusedError, compile_kernels
+from methods.icecache.forest import Forest, RefusedError
 from methods.icecache.index import DCITree, ExactScan
+from methods.icecache.kernels import KERNELS
 from methods.icecache.settings import IceCacheOptions
-from methods.icecache.tree import Keys, Workspace
+from methods.icecache.tree import Keys, Workspace, as_stored
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class IceCache(Method):
         self.options = options
         self.tree = {"dci": DCITree, "exact": ExactScan}[options.index]
 
+    def check_options(self, budget: Budget) -> None:
+        """The tree needs a compiler."""
+        super().check_options(budget)
+        KERNELS.require()
+
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Divide each row into sinks, index and window, and share the trees out between
         the layers.
@@ -88,8 +93,6 @@ class IceCache(Method):
             raise ValueError(
                 f"dtype={shape.dtype}: IceCache's index reads float32 or bfloat16 keys"
             )
-        dtype = np.dtype(np.float32 if shape.dtype == torch.float32 else np.uint16)
-        compile_kernels(dtype, context.pool, self.tree, self.options)
         self.regions = [self._regions(capacity) for capacity in self.capacities]
         layers = shape.sparse_layers
         reuse = self.options.reuse
@@ -172,7 +175,7 @@ class IceCache(Method):
 
     def _keys(self, layer: int) -> Keys:
         """[B, Hkv, capacity, D] as the index reads them, in place."""
-        keys: Keys = stored(self.view.host_keys(layer))
+        keys: Keys = as_stored(self.view.host_keys(layer))
         return keys
 
     # -- decode ------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from methods.icecache import kernels
-from methods.icecache.kernels import NODES, NONE, PAGES, POINTS, ROOT, SKETCH_LANES, Tree
+from methods.icecache.kernels import KERNELS, NODES, NONE, PAGES, POINTS, ROOT, SKETCH_LANES, Tree
 from methods.icecache.settings import Layout
 
 Ints = NDArray[np.int32]
@@ -60,7 +61,7 @@ class Workspace:
             longest = max(points, nodes)
             self._arrays = kernels.WorkArrays(
                 nodes=np.empty(nodes, np.int32),
-                node_score=np.empty((max(group, kernels.BLOCK), nodes), np.float32),
+                node_score=np.empty((max(group, kernels.PARENTS_AT_ONCE), nodes), np.float32),
                 marked=np.empty(nodes, np.uint8),
                 opened=np.empty(nodes, np.uint8),
                 rows=np.empty(points, np.int32),
@@ -198,7 +199,7 @@ class PagedTree:
 
     def _measure(self, start: int, stop: int) -> None:
         """Norms, projections and sketches of new rows, and c."""
-        wrong = kernels.measure(self.arrays, start, stop)
+        wrong = KERNELS.measure_rows(self.arrays.line, start, stop)
         if wrong != NONE:
             raise ValueError(f"key {wrong} is not finite, or too large to square")
 
@@ -223,6 +224,13 @@ def _longer(array: Any, size: int) -> Any:
     grown = np.zeros((size, *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
+
+
+def as_stored(keys: torch.Tensor) -> Keys:
+    """Keys as a tree reads them, float32 or bfloat16 seen as uint16, in place."""
+    is_bfloat16 = keys.dtype == torch.bfloat16
+    array: Keys = keys.view(torch.uint16).numpy() if is_bfloat16 else keys.numpy()
+    return array
 
 
 def kind(array: Any) -> str:

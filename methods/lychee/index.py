@@ -14,23 +14,21 @@ such centroids alone take.
 
 from __future__ import annotations
 
-from functools import cache
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import normalize, pad
 
+from kvbench.kernels.library import CppFile
 from methods.blocks.chunking import Chunks
-from methods.blocks.kernels import stored
 from methods.blocks.kmeans import lists_of
 from methods.blocks.ragged import entries
-from methods.lychee import kernels
 from methods.lychee.clustering import ClusterLayout, clustered, rows_at
 from methods.lychee.search import ChunkSearch, SearchedIndex, best_tokens
 
+KERNELS = CppFile(Path(__file__).with_name("kernels.cpp"))
 LEVELS = 127  # a kept representative's elements are int8: whole numbers of 1 / LEVELS
 
 SPARE_CHUNKS = 64  # room for grafts that is added at once
@@ -83,7 +81,7 @@ class ClusterIndex:
     ) -> None:
         self.layout, self.count = layout, representatives.shape[1]
         # all of it as compiled code reads it, until the next graft
-        self._read: tuple[Any, ...] | None = None
+        self._read: list[torch.Tensor] | None = None
         clustering = clustered(representatives, layout, generator)
         clusters, units = clustering.centroids.shape[1], clustering.unit_centroids.shape[1]
         self.centroids = clustering.centroids.to(dtype)
@@ -136,13 +134,13 @@ class ClusterIndex:
 
     def write_best_tokens(
         self,
-        queries: NDArray[np.float32],
+        queries: torch.Tensor,
         mean: bool,
         chunks: Chunks,
         room: int,
         search: ChunkSearch,
-        fixed: NDArray[np.int64],
-        tokens: NDArray[np.int64],
+        fixed: torch.Tensor,
+        tokens: torch.Tensor,
     ) -> int:
         """As `best_chunks`, in one call into compiled code, for an index that `is_readable`.
 
@@ -164,18 +162,14 @@ class ClusterIndex:
             longest are returned.
         """
         if self._read is None:
-            of_units = _arrays(self.unit_radii, self.unit_tokens, self.unit_starts)
-            of_clusters = _arrays(self.radii, self.starts, self.members)
-            none = np.empty((len(self.centroids), 0, self.centroids.shape[2]), np.int8)
-            self._read = (
-                (stored(self.unit_centroids), *of_units),
-                (stored(self.centroids), *of_clusters),
-                none if self.codes is None else self.codes.numpy(),
-            )
-        how = search.units, search.ub_weight, search.most(room)
-        where = *self._read, chunks.bounds.numpy()
-        threads = torch.get_num_threads()
-        return int(kernels.best_tokens(threads, queries, mean, *where, how, room, fixed, tokens))
+            none = self.centroids.new_empty(len(self.centroids), 0, queries.shape[2]).to(torch.int8)
+            codes = none if self.codes is None else self.codes
+            self._read = [part.contiguous() for part in (*self.searched(), codes)]
+        how = search.units, float(search.ub_weight), search.most(room), room
+        where = *self._read, chunks.bounds
+        return KERNELS.best_tokens(
+            torch.get_num_threads(), queries, mean, *where, *how, fixed, tokens
+        )
 
     def graft(self, representative: torch.Tensor, length: int) -> None:
         """Add a chunk to its nearest cluster (algorithm 1, lazy update): no cluster is split, none
@@ -292,22 +286,6 @@ class ClusterIndex:
     def _up(self, radii: torch.Tensor) -> torch.Tensor:
         """Larger by more than fp32 may have lost in a norm over D differences."""
         return radii * (1 + self.centroids.shape[2] * torch.finfo(torch.float32).eps)
-
-
-def _arrays(*tensors: torch.Tensor) -> list[Any]:
-    return [tensor.contiguous().numpy() for tensor in tensors]
-
-
-@cache
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything
-    is timed.
-    """
-    representatives, lengths = torch.ones(1, 2, 8), torch.tensor([1, 1])
-    index = ClusterIndex(representatives, lengths, ClusterLayout(), dtype, torch.Generator())
-    tokens = np.empty((1, 2), np.int64)
-    queries, fixed = representatives[:, :1].numpy(), np.zeros(1, np.int64)
-    index.write_best_tokens(queries, True, Chunks(torch.arange(3)), 1, ChunkSearch(), fixed, tokens)
 
 
 def _average(

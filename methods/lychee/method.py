@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
@@ -24,7 +22,7 @@ from methods.blocks.kernels import is_readable
 from methods.blocks.ragged import stacked, without_gaps
 from methods.blocks.topk import interleave
 from methods.lychee.clustering import ClusterLayout, pooled
-from methods.lychee.index import ClusterIndex, compile_kernels
+from methods.lychee.index import ClusterIndex
 from methods.lychee.search import ChunkSearch
 
 
@@ -126,8 +124,6 @@ class LycheeCluster(Method):
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Nothing is cut or indexed yet."""
         super().begin(shape, budget, view, context)
-        if shape.device.type == "cpu" and shape.dtype in (torch.float32, torch.bfloat16):
-            compile_kernels(shape.dtype)
         options = self.options
         self.cutter = cutter(options.chunking, options.min_chunk, options.max_chunk, context.pieces)
         self.rows: list[RowRegions] = []
@@ -238,7 +234,7 @@ class LycheeCluster(Method):
         grouped = query[:, :, 0].unflatten(1, (self.shape.kv_heads, -1))
         joins = self.options.selection == "query_head" and self.budget.counts_generated
         if is_readable(query) and not joins:
-            return Selection(self._compiled(layer, grouped.float().numpy(), heads))
+            return Selection(self._compiled(layer, grouped.float().contiguous(), heads))
         lists, mean = [], self.options.selection == "kv_head"
         for row, index in enumerate(self.indexes[layer]):
             if index is not None and query.is_cuda and not joins:
@@ -277,15 +273,15 @@ class LycheeCluster(Method):
         ids = seen - 1 - self.counting[seen.device][: row.most_new]
         return ids.masked_fill(ids < row.first, -1)
 
-    def _compiled(self, layer: int, grouped: NDArray[np.float32], heads: int) -> torch.Tensor:
+    def _compiled(self, layer: int, grouped: torch.Tensor, heads: int) -> torch.Tensor:
         """The same on a CPU, where no lists are joined: [B, heads, n], for queries [B, Hkv, G,
         D].
         """
         mean, indexes = self.options.selection == "kv_head", self.indexes[layer]
-        fixed = [tokens.numpy() for tokens in self.fixed]
+        fixed = self.fixed
         rooms = [0 if index is None else self.rows[row].room for row, index in enumerate(indexes)]
         most = max(len(tokens) + room for tokens, room in zip(fixed, rooms, strict=True))
-        lists, longest = np.full((len(indexes), heads, most), -1), 0
+        lists, longest = torch.full((len(indexes), heads, most), -1), 0
         for number, (row, index) in enumerate(zip(self.rows, indexes, strict=True)):
             if index is None:
                 lists[number, :, : len(fixed[number])] = fixed[number]
@@ -296,7 +292,7 @@ class LycheeCluster(Method):
                 grouped[number], mean, chunks, row.room, how, fixed[number], lists[number]
             )
             longest = max(longest, most)
-        return torch.from_numpy(lists)[:, :, :longest]
+        return lists[:, :, :longest]
 
     def _search(self, row: RowRegions) -> ChunkSearch:
         options = self.options

@@ -1,5 +1,5 @@
 """How LycheeCluster's index is searched on a device: units from the top down, clusters in them, and
-their chunks (section 4); `kernels.py` has the same for a CPU, `gpu.py` for a GPU.
+their chunks (section 4); `kernels.cpp` has the same for a CPU, `gpu.py` for a GPU.
 """
 
 from __future__ import annotations

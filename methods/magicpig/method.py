@@ -16,7 +16,7 @@ import torch
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.magicpig.tables import HashedSample, Tables, compile_kernels, likelihood, meets
+from methods.magicpig.tables import KERNELS, HashedSample, Tables, likelihood, meets
 
 WINDOW = 8  # last queries of the prompt, by which a budget is met
 
@@ -63,6 +63,11 @@ class MagicPIG(Method):
         if self.bits > 16:
             raise ValueError(f"bits={self.bits}: a table has 2^bits buckets; expected 16 at most")
 
+    def check_options(self, budget: Budget) -> None:
+        """Hash tables need a compiler."""
+        super().check_options(budget)
+        KERNELS.require()
+
     def begin(self, shape: Shape, budget: Budget, view: View, context: Context) -> None:
         """Draw the directions of each row, which all layers and heads share as in the published
         server.
@@ -73,7 +78,6 @@ class MagicPIG(Method):
                 " expected tokens, such as 256, or a fraction of the prompt"
             )
         super().begin(shape, budget, view, context)
-        compile_kernels(shape.dtype)
         self.directions = [
             torch.randn(
                 self.tables, self.bits, shape.head_dim, generator=context.generator(0, row=row)

@@ -7,15 +7,16 @@ directions (SimHash). Keys are centred before, queries are not.
 from __future__ import annotations
 
 import math
-from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from methods.blocks.kernels import is_readable, stored
+from kvbench.kernels.library import CppFile
+from methods.blocks.kernels import is_readable
 from methods.blocks.products import products as list_products
-from methods.magicpig import kernels
+
+KERNELS = CppFile(Path(__file__).with_name("kernels.cpp"))
 
 # keys that are projected together, so that their products stay in the processor's cache
 CHUNK = 128
@@ -62,7 +63,7 @@ class Tables:
     norms
         [Hkv, n] fp32, of the keys less their mean.
     starts, members
-        see `kernels.fill`.
+        see `fill` of `kernels.cpp`.
     """
 
     def __init__(self, keys: torch.Tensor, first: int, directions: torch.Tensor, bits: int) -> None:
@@ -70,12 +71,11 @@ class Tables:
         self.directions = directions
         mean = keys.float().mean(dim=1, keepdim=True)
         centred = keys.float() - mean
-        self.mean, self.norms = mean[:, 0].cpu().numpy(), centred.norm(dim=2).cpu().numpy()
-        codes = codes_of(centred, directions.to(keys.device), bits).cpu().numpy()
-        self.starts = np.zeros((*codes.shape[:2], 2**self.bits + 1), np.int32)
-        self.members = np.empty(codes.shape, np.int32)
-        count = codes.shape[0] * codes.shape[1]
-        kernels.fill(*(part.reshape(count, -1) for part in (codes, self.starts, self.members)))
+        self.mean, self.norms = mean[:, 0].cpu().contiguous(), centred.norm(dim=2).cpu()
+        codes = codes_of(centred, directions.to(keys.device), bits).cpu()
+        self.starts = torch.zeros(*codes.shape[:2], 2**self.bits + 1, dtype=torch.int32)
+        self.members = torch.empty_like(codes)
+        KERNELS.fill(*(part.flatten(0, 1) for part in (codes, self.starts, self.members)))
 
     @property
     def tables(self) -> int:
@@ -103,31 +103,31 @@ class Tables:
             tokens that the query heads of a KV head may sample between them; they look up fewer
             tables where all would find more. None: any number.
         """
-        count = self.members[0, 0].size
+        count = self.members.shape[2]
         most = always[0] + always[2] - always[1] + count
         ids = torch.empty(len(query), most, dtype=torch.int64)
         weights = torch.empty(len(query), most)
-        counts = np.zeros(len(query), np.int64)
+        counts = torch.zeros(len(query), dtype=torch.int64)
         directions = self.directions.flatten(0, 1)[None, None]
         products = list_products(query[None, :, None], directions).view(
             len(query), *self.directions.shape[:2]
         )
         # float16, which no kernel reads, as a copy
-        stored_keys = stored(keys if is_readable(keys) else keys.float())
+        stored = (keys if is_readable(keys) else keys.float()).contiguous()
         built = self.starts, self.members, self.mean, self.norms, self.bits, self.first
         looked_at = len(query) * self.tables * count >> self.bits
         threads = min(torch.get_num_threads(), max(1, looked_at // WORTH_A_THREAD))
-        longest = kernels.sample(
+        longest = KERNELS.sample(
             threads,
-            products.numpy(),
-            query.contiguous().numpy(),
-            stored_keys,
-            built,
-            always,
+            products.contiguous(),
+            query.contiguous(),
+            stored,
+            *built,
+            *always,
             min(always[1] - self.first, count),
             count if room is None else room,
-            ids.numpy(),
-            weights.numpy(),
+            ids,
+            weights,
             counts,
         )
         return HashedSample(ids[:, :longest], weights[:, :longest], counts.tolist())
@@ -158,10 +158,3 @@ def likelihood(met: torch.Tensor, tables: int) -> torch.Tensor:
     """
     missed = 1 - met
     return 1 - missed**tables - tables * met * missed ** (tables - 1)
-
-
-@cache
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Compile, or read from disk, before anything is timed."""
-    key = torch.ones(1, 1, 2)
-    Tables(key, 0, torch.ones(2, 1, 2), 1).sample(key[0], key.to(dtype), (0, 1, 1), None)

@@ -2,7 +2,7 @@
 the search.
 
 What is found in a row's zone is numbered as in its sequence. `VectorIndex` computes in torch on the
-device of the queries, `KernelIndex` in Numba on the CPU; the same keys give the same codes and the
+device of the queries, `KernelIndex` in C++ on the CPU; the same keys give the same codes and the
 same answers. On a device a token's codes hold no bit twice, 96 bytes where D = 128: ids are the
 signs. For the CPU they stand in the codes once more, 112 bytes: a vote reads the ids of 64 tokens
 in a row, and a rerank the codes of one token.
@@ -13,18 +13,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from functools import cache, lru_cache
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvbench.kernels.library import CppFile
 from methods.blocks.heads import in_threads
-from methods.blocks.lanes import LANES
-from methods.pariskv import kernels, vectorised
-from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas, quotas, random_signs
+from methods.pariskv import codebook, vectorised
+from methods.pariskv.codebook import CENTROIDS, SUBSPACE, Quotas
 
+# built so that sums and products are those of `vectorised`, to the bit
+KERNELS = CppFile(Path(__file__).with_name("kernels.cpp"), is_exact=True)
+
+LANES = 64  # tokens whose votes are counted at once
 BLOCK = 4096  # keys that are encoded at once
 SPARE = 16  # a share of 1 / SPARE more is reserved for tokens to come
 
@@ -202,7 +207,7 @@ class VectorIndex(Index):
 
 
 class KernelIndex(Index):
-    """One KV head after the other in each thread, in Numba.
+    """One KV head after the other in each thread, in C++.
 
     Parameters
     ----------
@@ -236,22 +241,18 @@ class KernelIndex(Index):
         self.ids = _longer(self.ids, 3, self.capacity)
         self.codes = _longer(self.codes, 2, self.capacity)
 
-    def head(self, row: int, head: int) -> tuple[Any, ...]:
-        """What the kernels read of one KV head, in place: ids, codes, halves and counts."""
-        codes = self.codes[row, head].numpy()
-        return (
-            self.ids[row, head].numpy(),
-            codes.view(np.uint32),
-            codes.view(np.uint16),
-            self.counts[row, head].numpy(),
-        )
+    def head(self, row: int, head: int) -> tuple[torch.Tensor, ...]:
+        """What the kernels read of one KV head, in place: ids, codes and counts."""
+        return self.ids[row, head], self.codes[row, head], self.counts[row, head]
 
     def _encode(self, row: int, start: int, keys: torch.Tensor) -> None:
-        signs = self.signs.numpy()
+        how = codebook.THRESHOLDS, codebook.LEVELS, codebook.NO_RADIUS, codebook.NO_ALIGNMENT
 
         def encode(first: int, stop: int, _: int) -> int:
             return max(
-                kernels.encode(keys[head].float().numpy(), signs, start, *self.head(row, head))
+                KERNELS.encode(
+                    keys[head].float().contiguous(), self.signs, *how, start, *self.head(row, head)
+                )
                 for head in range(first, stop)
             )
 
@@ -269,53 +270,32 @@ class KernelIndex(Index):
         rows, spans = _search_arrays(
             tuple((row, self.lengths[row], self.begins[row], of) for row, of in quotas.items())
         )
-        ids = np.empty((len(rows) * heads, int(rows[:, 4].max())), np.int64)
-        estimated = np.empty(ids.shape, np.float32)
+        ids = torch.empty(len(rows) * heads, int(rows[:, 4].max()), dtype=torch.int64)
+        estimated = torch.empty(ids.shape)
         threads = max(1, heads * int(rows[:, 1].sum()) // WORTH_A_THREAD)
-        kernels.search(
+        KERNELS.search(
             min(torch.get_num_threads(), threads),
-            self._zone(),
-            queries.float().cpu().contiguous().numpy(),
-            self.signs.numpy(),
-            rows,
-            spans,
-            ids,
-            estimated,
+            *(self.ids, self.codes, self.counts),
+            queries.float().cpu().contiguous(),
+            *(self.signs, codebook.LEVELS),
+            *(rows, spans, ids, estimated),
         )
-        answers = [
-            torch.from_numpy(array).unflatten(0, (len(rows), heads)) for array in (ids, estimated)
-        ]
+        answers = [array.unflatten(0, (len(rows), heads)) for array in (ids, estimated)]
         return {
             row: (tokens[:, : of.retrieved], estimates[:, : of.retrieved])
             for (row, of), tokens, estimates in zip(quotas.items(), *answers, strict=True)
         }
-
-    def _zone(self) -> tuple[Any, ...]:
-        """What `kernels.search` reads of all KV heads, in place."""
-        codes = self.codes.numpy()
-        return self.ids.numpy(), codes.view(np.uint32), codes.view(np.uint16), self.counts.numpy()
 
 
 @lru_cache(maxsize=64)  # all layers of a step ask for the same
 def _search_arrays(
     rows: tuple[tuple[int, int, int, Quotas], ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows and spans as `kernels.search` takes them, of rows, their zones' lengths and beginnings,
-    and quotas.
+    """Rows and spans as `search` of `kernels.cpp` takes them, of rows, their zones' lengths and
+    beginnings, and quotas.
     """
     numbers = [(row, length, begin, of.candidates, of.retrieved) for row, length, begin, of in rows]
     return np.array(numbers), np.array([of.tiers for *_, of in rows])
-
-
-@cache
-def compile_kernels(pool: Executor) -> None:
-    """Run every kernel once on a few keys: compiled, or read from disk, before anything
-    is timed.
-    """
-    keys, signs = torch.zeros(1, 8, 32), random_signs(32, 0)
-    index = KernelIndex(1, 1, signs, pool)
-    index.extend(0, keys)
-    index.search(keys[None, :, :1], {0: quotas(8, 1)})
 
 
 def _longer(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:

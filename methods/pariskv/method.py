@@ -13,16 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.blocks.ragged import stacked
-from methods.pariskv.adaptive import enough, write_enough
+from methods.pariskv.adaptive import enough
 from methods.pariskv.codebook import Quotas, quotas, random_signs
-from methods.pariskv.index import Index, KernelIndex, VectorIndex, compile_kernels
+from methods.pariskv.index import KERNELS, Index, KernelIndex, VectorIndex
 
 # A budget of so many tokens or more has the sizes of the published runs at equal budgets; a smaller
 # one, shares of it.
@@ -87,8 +86,8 @@ class ParisKVOptions:
     # None: k tokens; a share: as many as hold it, see `adaptive.enough`; k is the most
     theta: float | None = None
     k_min: int = 100  # the least then
-    # Numba (on the CPU): where keys are computed on the CPU
-    compute: Literal["auto", "torch", "numba"] = "auto"
+    # C++ (on the CPU): where keys are computed on the CPU
+    compute: Literal["auto", "torch", "compiled"] = "auto"
 
     def zones(self) -> Zones:
         """Of a row in a run without a budget."""
@@ -116,11 +115,11 @@ class ParisKV(Method):
         super().begin(shape, budget, view, context)
         self.zones = [self._zones(length) for length in shape.lengths]
         compute = self.options.compute
-        self.on_cpu = compute == "numba" or (compute == "auto" and shape.device.type == "cpu")
+        is_there = shape.device.type == "cpu" and KERNELS.why_missing is None
+        self.on_cpu = compute == "compiled" or (compute == "auto" and is_there)
         signs = random_signs(shape.head_dim, context.seed)
         self.signs = shape.for_layers(signs)
         if self.on_cpu:
-            compile_kernels(context.pool)
             self.signs = dict.fromkeys(range(shape.layers), signs)
         self.index: dict[int, Index] = {}
         # of each device, what the layers' searches ask for
@@ -256,9 +255,9 @@ class ParisKV(Method):
         if self.on_cpu:
             best = torch.empty(len(tokens), most, dtype=torch.int64)
             parts = (keys, queries.float().cpu(), norms, always, tokens, estimates)
-            arrays = [part.contiguous().numpy() for part in parts]
-            factors = np.float32(shape.scaling), np.float32(shape.softcap or 0)
-            count = write_enough(*arrays, *factors, theta, least, best.numpy())
+            arrays = [part.contiguous() for part in parts]
+            factors = float(shape.scaling), float(shape.softcap or 0)
+            count = KERNELS.write_enough(*arrays, *factors, float(theta), least, best)
             self.retrieved += count / len(tokens)
             return best
         mean = queries.float().mean(dim=1).to(keys.device)

@@ -1,5 +1,5 @@
-"""ParisKV's stages for all rows and KV heads at once, in torch, on any device; `kernels.py` has the
-same for one head.
+"""ParisKV's stages for all rows and KV heads at once, in torch, on any device;
+`kernels.cpp` has the same for a CPU.
 
 Both give the same bits: sums run in one stated order, and equal votes or estimates keep the earlier
 token. Nothing here waits for a device: how far a search goes stands in a tensor.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from kvbench.kernels.library import CppFile
 from kvbench.kernels.operators import operator
 from kvbench.method import Shape, capped
+from methods.blocks.kernels import is_compiled
 from methods.blocks.pages import Ranges, page_tokens, take_in_page
-from methods.twilight import kernels
+
+KERNELS = CppFile(Path(__file__).with_name("kernels.cpp"), is_exact=True)
 
 SPARE = 256  # keys to make room for when the last ones have taken what there was
 WORTH_A_THREAD = 1 << 16  # multiplications; fewer are done before another thread has begun
@@ -68,11 +71,12 @@ class FourBitKeys:
         """
         if max(tokens) >= self.codes.shape[2]:
             self.codes, self.steps = _with_room(self.codes, SPARE), _with_room(self.steps, SPARE)
-        if key.device.type == "cpu":
-            numbers = key[:, :, 0].float().contiguous().numpy()
-            kernels.write(numbers, np.array(tokens), self.codes.numpy(), self.steps.numpy())
+        if is_compiled(key):
+            numbers = key[:, :, 0].float().contiguous()
+            KERNELS.write_codes(numbers, np.array(tokens), self.codes, self.steps)
             return
-        assert seen is not None
+        if seen is None:
+            seen = torch.tensor(tokens) + 1
         take_in_coded(key, seen, self.codes, self.steps, *bounds)
 
     def top_p(
@@ -93,7 +97,7 @@ class FourBitKeys:
         torch.Tensor
             [B, Hq, n] int64, the largest weight first, trailing -1. With p = 1 all tokens.
         """
-        if query.device.type == "cpu":
+        if is_compiled(query):
             return self.top_p_compiled(query, index, shape, p)
         return self.top_p_in_torch(query, index, shape, p)
 
@@ -127,12 +131,11 @@ class FourBitKeys:
         """As `top_p`, on a CPU."""
         scaled = (query[:, :, 0].float() * shape.scaling).contiguous()
         ids = torch.empty(*scaled.shape[:2], index.shape[2], dtype=torch.int64)
-        coded = self.codes.numpy(), self.steps.numpy(), index.contiguous().numpy()
-        written = ids.numpy(), self.counted.numpy()
+        coded = self.codes, self.steps, index.contiguous()
         threads = max(1, ids.numel() * scaled.shape[2] // WORTH_A_THREAD)
         threads = min(torch.get_num_threads(), threads)
         wanted = float(shape.softcap or 0), np.array(p, float)
-        most = kernels.top_p(threads, scaled.numpy(), *coded, *wanted, *written)
+        most = KERNELS.top_p(threads, scaled, *coded, *wanted, ids, self.counted)
         return ids[..., :most]
 
     def counts(
@@ -261,13 +264,3 @@ def restored(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 def _with_room(block: torch.Tensor, slots: int) -> torch.Tensor:
     """A copy of block [B, H, n, w] with so many slots more."""
     return torch.cat([block, block.new_zeros(*block.shape[:2], slots, block.shape[3])], dim=2)
-
-
-@cache
-def compile_kernels() -> None:
-    """Compile, or read from disk, before anything is timed."""
-    key, cpu = torch.ones(1, 1, 1, 2), torch.device("cpu")
-    coded = FourBitKeys(key, 1)
-    coded.write([1], key)
-    shape = Shape(1, 1, 1, 2, (1,), torch.float32, cpu, 1.0, (0,))
-    coded.top_p(key, torch.zeros(1, 1, 1, dtype=torch.int64), shape, [0.5])

@@ -17,7 +17,7 @@ from kvbench.budget import Budget
 from kvbench.method import Context, Method, Needs, Prompt, Selection, Shape, View
 from methods.quest import Quest
 from methods.topk import TopK
-from methods.twilight.estimate import FourBitKeys, compile_kernels
+from methods.twilight.estimate import FourBitKeys
 
 # tokens that are proposed for one of the budget, where the budget says how many are attended
 PROPOSED = 4
@@ -92,8 +92,6 @@ class Twilight(Method):
         self.calibrates = self.calibrated and not budget.unified
         proposed = _times(budget, PROPOSED) if self.calibrates else budget
         self.proposer.begin(shape, proposed, view, context)
-        if shape.device.type == "cpu":
-            compile_kernels()
         self.coded: dict[int, FourBitKeys] = {}
         self.shares = [1.0 if self.calibrated else self.p] * shape.batch  # p of each row
         # over layers, of what each p would keep

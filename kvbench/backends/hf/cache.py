@@ -30,7 +30,6 @@ from kvbench.backends.hf.watch import WatchedCache, watch
 from kvbench.budget import Accounting, Budget
 from kvbench.config import ConfigError
 from kvbench.engine.engine import Engine, worker_pool
-from kvbench.kernels.listed import compile_silently
 from kvbench.memory.kinds import kv_of
 from kvbench.method import Method
 
@@ -114,9 +113,6 @@ class KVCache(WatchedCache):
         self._kept, self._first_layer = kept_layers(model), shape.full_layers[0]
         self._last_layer = shape.readers(shape.full_layers[-1])[-1]
         super().__init__(shape.layers, self._kept)
-        compile_silently(
-            str(shape.dtype).removeprefix("torch."), self._name, *settings["kv"].listed
-        )
         self._question, self.prompt_length = question, prompt_length
         self._stretched = bool(rotary.stretches(model))
         self.logits = shape.scaling, shape.softcap

@@ -10,10 +10,6 @@ def register() -> None:
 
     In an engine that names no method nothing changes.
     """
-    from llvmlite.binding.ffi import lib
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    # vLLM reads the attributes of all objects of all modules. This library has whatever it is asked
-    # for, as a function.
-    lib._fntab["__dict__"] = {}
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -3,14 +3,10 @@
 #include "blocks.h"
 #include "codes.h"
 #include "layers.h"
+#include "lists.h"
 #include "tokens.h"
 
 extern "C" {
-
-void kvbench_use_threads(void* open, void* number) {
-    open_region = reinterpret_cast<decltype(open_region)>(open);
-    number_in_region = reinterpret_cast<decltype(number_in_region)>(number);
-}
 
 // The number of the format with this name, for keys or for values; -1: there is none.
 int64_t kvbench_find_format(const char* name, int64_t of_values) {
@@ -61,3 +57,6 @@ void kvbench_normed(const char* x, const char* weight, char* out, int64_t rows, 
     normed(x, weight, out, rows, width, epsilon);
 }
 }
+
+KERNEL(count_lists)
+KERNEL(plan_lists)

@@ -10,6 +10,12 @@ using Body = void (*)(void*);
 inline void (*open_region)(Body, void*, unsigned, unsigned) = nullptr;
 inline int (*number_in_region)() = nullptr;
 
+// Called by `kvbench.kernels.library` with functions of torch's OpenMP.
+extern "C" __attribute__((used)) inline void kvbench_use_threads(decltype(open_region) open,
+                                                                 decltype(number_in_region) number) {
+    open_region = open, number_in_region = number;
+}
+
 // work(number) in so many threads, this one among them, each with a number from 0 on. Ends when all have; fewer may
 // come, so the work is shared out by `Claims`.
 template <class Work>

@@ -5,7 +5,6 @@ best pages' tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from kvbench.kernels.operators import operator
-from methods.blocks.kernels import is_readable, stored
-from methods.blocks.pages import kernels
+from methods.blocks.kernels import KERNELS, is_readable
 from methods.blocks.ragged import ranges
 from methods.blocks.topk import ranked_ids
 
@@ -100,9 +98,9 @@ def mean_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
     if not is_readable(query):
         return upper_bound(query, low, high).float().mean(dim=(1, 2))
     scores = torch.empty(low.shape[:3])
-    arrays = stored(_grouped(query, low)), stored(low), stored(high)
+    arrays = _grouped(query, low).contiguous(), low.contiguous(), high.contiguous()
     threads = min(torch.get_num_threads(), max(1, 2 * low.numel() // WORTH_A_THREAD))
-    kernels.mean_bounds(threads, *arrays, scores.flatten(0, 1).numpy())
+    KERNELS.mean_bounds(threads, *arrays, scores.flatten(0, 1))
     return scores.mean(dim=1)
 
 
@@ -126,7 +124,7 @@ def take_in(key: torch.Tensor, low: torch.Tensor, high: torch.Tensor, page: torc
         [B] int64, of each row, where the keys are.
     """
     if is_readable(key):
-        kernels.take_in(stored(low), stored(high), page.numpy(), stored(key[:, :, 0]))
+        KERNELS.take_in(low, high, page, key[:, :, 0].contiguous())
         return
     take_in_page(key, low, high, page)
 
@@ -267,30 +265,9 @@ def best_tokens(
     batch, kv_heads = low.shape[:2]
     grouped = _grouped(query, low)
     lists = 1 if mean or join else grouped.shape[2]
-    ids = np.empty((batch * kv_heads, lists, int(rows[:, 2].max())), np.int64)
-    longest = np.empty(len(ids), np.int64)
+    ids = torch.empty(batch * kv_heads, lists, int(rows[:, 2].max()), dtype=torch.int64)
     work = 2 * grouped.numel() * starts.shape[1]
     threads = min(torch.get_num_threads(), max(1, work // WORTH_A_THREAD))
-    arrays = stored(grouped), stored(low), stored(high)
-    kernels.best_tokens(threads, *arrays, starts, rows, mean, join, ids, longest)
-    return torch.from_numpy(ids).view(batch, -1, ids.shape[2])[:, :, : int(longest.max())]
-
-
-@cache
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Run every kernel once, for keys of this dtype: compiled, or read from disk, before anything
-    is timed.
-    """
-    key = torch.ones(1, 1, 1, 8, dtype=dtype)
-    if is_readable(key):
-        take_in(key, key.clone(), key.clone(), torch.tensor([0]))
-        rows = np.array([[1, 1, 1]])
-        best_tokens(key, key, key, np.array([[0, 1]]), rows, False, False)
-
-
-@cache
-def compile_mean_bound(dtype: torch.dtype) -> None:
-    """As `compile_kernels`, for `mean_bound` alone."""
-    key = torch.ones(1, 1, 1, 8, dtype=dtype)
-    if is_readable(key):
-        mean_bound(key, key, key)
+    arrays = grouped.contiguous(), low.contiguous(), high.contiguous()
+    longest = KERNELS.best_tokens(threads, *arrays, starts, rows, mean, join, ids)
+    return ids.view(batch, -1, ids.shape[2])[:, :, :longest]
