@@ -74,16 +74,8 @@ class Lloyd(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, then the norm; a number between two of the table goes up."""
         norm, direction = _direction(rows)
-        if kernels.is_quick(direction):
-            width, bounds = self.width - 2, _bounds(self.bits, self.head_dim)
-            codes = kernels.encoded(direction, "nearest", width, self.bits, bounds=bounds)
-        else:
-            codes = packed(self._codes(direction), self.bits)
+        codes = _nearest(direction, _bounds(self.bits, self.head_dim), self.bits)
         return torch.cat([codes, as_bytes(norm.half())], dim=-1)
-
-    def _codes(self, direction: torch.Tensor) -> torch.Tensor:
-        bounds = _bounds(self.bits, self.head_dim).to(direction.device)
-        return torch.bucketize(direction, bounds, right=True)
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers times the norm."""
@@ -111,10 +103,6 @@ class Residual(Codec):
     row = None  # every channel is a sum over all signs: no kernel reads that in place
 
     @property
-    def _base(self) -> Lloyd:
-        return Lloyd(self.head_dim, self.dtype, self.bits - 1)
-
-    @property
     def width(self) -> int:
         """Bytes of codes, signs and two float16."""
         return self.head_dim * self.bits // 8 + 4
@@ -122,12 +110,13 @@ class Residual(Codec):
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Codes, signs, the norm, that of the residual."""
         norm, direction = _direction(rows)
-        codes = self._base._codes(direction)
-        numbers = torch.tensor(table(self.bits - 1, self.head_dim), device=rows.device)
-        residual = direction - numbers[codes]
-        signs = (residual @ _projection(self.head_dim).T.to(rows.device) >= 0).to(torch.uint8)
+        bits, bounds = self.bits - 1, _bounds(self.bits - 1, self.head_dim)
+        numbers = torch.tensor(table(bits, self.head_dim), device=rows.device)
+        residual = direction - numbers[_indexes(direction, bounds)]
+        directed = residual @ _projection(self.head_dim).T.to(rows.device)
         norms = torch.cat([norm, residual.norm(dim=-1, keepdim=True)], dim=-1).half()
-        return torch.cat([packed(codes, self.bits - 1), packed(signs, 1), as_bytes(norms)], dim=-1)
+        codes = _nearest(direction, bounds, bits), _nearest(directed, torch.zeros(1), 1)
+        return torch.cat([*codes, as_bytes(norms)], dim=-1)
 
     def numbers(self, stored_rows: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The table's numbers and the expected residual, times the norm."""
@@ -181,6 +170,20 @@ class Uniform(Codec):
         codes, numbers = stored_rows.split([self.width - 4, 4], dim=-1)
         step, least = as_numbers(numbers, torch.float16).split(1, dim=-1)
         return looked_up(codes, self.bits, steps(self.bits)) * step + least
+
+
+def _nearest(numbers: torch.Tensor, bounds: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packed codes [..., D * bits / 8] of numbers [..., D], between which bounds they lie; one at a
+    bound goes up.
+    """
+    if kernels.is_quick(numbers):
+        width = numbers.shape[-1] * bits // 8
+        return kernels.encoded(numbers, "nearest", width, bits, bounds=bounds)
+    return packed(_indexes(numbers, bounds), bits)
+
+
+def _indexes(numbers: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    return torch.bucketize(numbers, bounds.to(numbers.device), right=True)
 
 
 def _direction(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
