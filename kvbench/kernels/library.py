@@ -156,7 +156,8 @@ class CppFile:
             says why it is not there, and what would be right.
         """
         if self.why_missing is not None:
-            raise ValueError(f"{self.why_missing}; expected one, for kernels that torch has not")
+            right = "install a compiler, or choose a method that torch computes, too"
+            raise ValueError(f"{self.why_missing}; {right}")
 
     def is_unbuilt(self) -> bool:
         """Whether it would be built now."""
