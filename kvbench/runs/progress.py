@@ -4,6 +4,7 @@ elsewhere a line now and then; and what is said once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -263,7 +264,9 @@ def progress(console: Console, total: int, done: int) -> Iterator[Reporter]:
     drawn = console.is_terminal or console.is_jupyter
     columns = TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeLeft(), Speed()
-    with Progress(*columns, *times, console=console, disable=not drawn) as bars:
+    with Progress(
+        *columns, *times, console=console, disable=not drawn, get_time=time.monotonic
+    ) as bars:
         report = Reporter(bars, total, done)
         lines = nullcontext() if drawn else every(LINE_SECONDS, report.line)
         with lines:
