@@ -234,9 +234,9 @@ class PQCache(Method):
             best = coded_tokens(grouped, *where, *zones, self.shape.scaling, self.shape.softcap)
             return torch.cat([always, best], dim=1)
         attention = torch.empty(self.shape.kv_heads, start - sinks)
-        where = table.contiguous(), codes, row, sinks
+        of_row = table.contiguous(), codes, row, sinks
         logits = float(self.shape.scaling), float(self.shape.softcap or 0)
-        KERNELS.coded_attention(grouped, *where, *logits, attention)
+        KERNELS.coded_attention(grouped, *of_row, *logits, attention)
         best = top_earliest(attention[None], zones.retrieved)[0]
         return torch.cat([always, best + sinks], dim=1)
 
