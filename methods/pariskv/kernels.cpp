@@ -99,11 +99,15 @@ static std::vector<int32_t> nearest(const float* z, const int32_t* counts, int64
         for (int i = 0; i < CENTROIDS; i++) reached += score[i] >= least ? counts[i] : 0;
         if (reached >= reach) break;
     }
-    std::vector<float> falling;
-    std::vector<int32_t> number;
-    for (int i = 0; i < CENTROIDS; i++)
-        if (score[i] >= least && counts[i] > 0) falling.push_back(-score[i]), number.push_back(i);
-    sort(falling.data(), number.data(), number.size());
+    std::vector<float> falling(CENTROIDS);
+    std::vector<int32_t> number(CENTROIDS);
+    int64_t filled = 0;
+    for (int i = 0; i < CENTROIDS; i++) {
+        falling[filled] = -score[i], number[filled] = i;
+        filled += (score[i] >= least) & (counts[i] > 0);
+    }
+    number.resize(filled);
+    sort(falling.data(), number.data(), filled);
     return number;
 }
 
@@ -227,6 +231,7 @@ KERNEL(vote)
 
 typedef float EightFloats __attribute__((vector_size(32)));
 typedef uint32_t EightWords __attribute__((vector_size(32)));
+typedef uint16_t EightHalves __attribute__((vector_size(16)));
 
 // The magnitudes that eight codes stand for, by their three low bits.
 static INLINE EightFloats magnitudes(const float* levels, EightWords codes) {
@@ -239,13 +244,23 @@ static INLINE EightFloats magnitudes(const float* levels, EightWords codes) {
 #endif
 }
 
+static INLINE EightWords widened(EightHalves halves) {
+#if defined(__AVX2__)  // GCC 12 widens number by number
+    return (EightWords)_mm256_cvtepu16_epi32((__m128i)halves);
+#else
+    return __builtin_convertvector(halves, EightWords);
+#endif
+}
+
 // A token's weight_b <v_b, z_b> of eight subspaces, or fewer at the end: its words, its weights, and rotated [8, S]
 // from the first of these subspaces on. The sums run in the order of `Codes.estimates`.
 static INLINE EightFloats terms_of(const int32_t* words, const uint16_t* halves, const float* levels,
                                    const float* rotated, int64_t stride, int64_t count) {
-    EightWords code{}, weight{};
+    EightWords code{};
+    EightHalves half{};
     std::memcpy(&code, words, 4 * count);
-    for (int64_t i = 0; i < count; i++) weight[i] = uint32_t(halves[i]) << 16;
+    std::memcpy(&half, halves, 2 * count);
+    EightWords weight = widened(half) << 16;
     EightFloats product{}, before{};
     for (int coordinate = 0; coordinate < SUBSPACE; coordinate++, rotated += stride) {
         EightFloats asked{};

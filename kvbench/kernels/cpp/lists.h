@@ -67,7 +67,7 @@ inline int64_t plan_lists(TokenLists lists, Array<const int64_t, 2> staged, Arra
         for (int64_t list = head; list < std::min(head + per_head, lists.sizes[1]); list++)
             complete &= mark(words, lists[row][list]).named == lists.sizes[2];
         Array<const int64_t, 1> here = staged.size() ? staged[at] : Array<const int64_t, 1>{nullptr, {0}};
-        int64_t used = 0, place = 0;
+        int64_t used = 0, place = 0, *out = ids[at].data;
         for (size_t i = 0; i < words.size(); i++)
             for (uint64_t word = std::exchange(words[i], 0); word; word &= word - 1) {
                 int64_t token = i * 64 + __builtin_ctzll(word);
@@ -76,7 +76,7 @@ inline int64_t plan_lists(TokenLists lists, Array<const int64_t, 2> staged, Arra
                     hits++;
                 else
                     moving += token != newest[row];
-                ids[at][used++] = token;
+                out[used++] = token;
             }
         longest = std::max(longest, used);
     }
