@@ -5,7 +5,7 @@
 #include "methods.h"
 
 constexpr int SUBSPACE = 8, CENTROIDS = 256;  // see codebook.py
-constexpr int64_t EIGHT = 8;                  // subspaces whose codes are decoded at once
+constexpr int EIGHT = 8;                      // subspaces whose codes are decoded at once, if there are so many
 // candidates whose codes are fetched early: they lie far apart, waiting for each takes most of the time
 constexpr int64_t CANDIDATES_AHEAD = 24;
 
@@ -229,59 +229,66 @@ KERNEL(vote)
 
 // -- the rerank ------------------------------------------------------------------------------------------------------
 
-typedef float EightFloats __attribute__((vector_size(32)));
-typedef uint32_t EightWords __attribute__((vector_size(32)));
-typedef uint16_t EightHalves __attribute__((vector_size(16)));
+template <class T, int COUNT>
+struct Several {
+    typedef T Type __attribute__((vector_size(COUNT * sizeof(T))));
+};
+template <int COUNT>
+using Numbers = typename Several<float, COUNT>::Type;
+template <int COUNT>
+using Bits = typename Several<uint32_t, COUNT>::Type;
 
-// The magnitudes that eight codes stand for, by their three low bits.
-static INLINE EightFloats magnitudes(const float* levels, EightWords codes) {
+// The magnitudes that codes stand for, by their three low bits.
+template <int COUNT>
+static INLINE Numbers<COUNT> magnitudes(const float* levels, Bits<COUNT> codes) {
 #if defined(__AVX2__)
-    return (EightFloats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)codes);
-#else
-    EightFloats result;
-    for (int i = 0; i < EIGHT; i++) result[i] = levels[codes[i] & 7];
+    __m256 all = _mm256_loadu_ps(levels);
+    if constexpr (COUNT == 8) return (Numbers<COUNT>)_mm256_permutevar8x32_ps(all, (__m256i)codes);
+    if constexpr (COUNT == 4)
+        return (Numbers<COUNT>)_mm256_castps256_ps128(
+            _mm256_permutevar8x32_ps(all, _mm256_castsi128_si256((__m128i)codes)));
+#endif
+    Numbers<COUNT> result;
+    for (int i = 0; i < COUNT; i++) result[i] = levels[codes[i] & 7];
     return result;
-#endif
 }
 
-static INLINE EightWords widened(EightHalves halves) {
+// The bits of float32 numbers whose upper halves are here.
+template <int COUNT>
+static INLINE Bits<COUNT> widened_halves(const uint16_t* halves) {
 #if defined(__AVX2__)  // GCC 12 widens number by number
-    return (EightWords)_mm256_cvtepu16_epi32((__m128i)halves);
-#else
-    return __builtin_convertvector(halves, EightWords);
+    if constexpr (COUNT == 8) return (Bits<COUNT>)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)halves)) << 16;
+    if constexpr (COUNT == 4) return (Bits<COUNT>)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)halves)) << 16;
 #endif
+    Bits<COUNT> result;
+    for (int i = 0; i < COUNT; i++) result[i] = uint32_t(halves[i]) << 16;
+    return result;
 }
 
-// A token's weight_b <v_b, z_b> of eight subspaces, or fewer at the end: its words, its weights, and rotated [8, S]
-// from the first of these subspaces on. The sums run in the order of `Codes.estimates`.
-static INLINE EightFloats terms_of(const int32_t* words, const uint16_t* halves, const float* levels,
-                                   const float* rotated, int64_t stride, int64_t count) {
-    EightWords code{};
-    EightHalves half{};
-    std::memcpy(&code, words, 4 * count);
-    std::memcpy(&half, halves, 2 * count);
-    EightWords weight = widened(half) << 16;
-    EightFloats product{}, before{};
+// A token's weight_b <v_b, z_b> of COUNT subspaces: its words, its weights, and rotated [8, S] from the first of these
+// subspaces on. The sums run in the order of `Codes.estimates`.
+template <int COUNT>
+static INLINE Numbers<COUNT> terms_of(const int32_t* words, const uint16_t* halves, const float* levels,
+                                      const float* rotated, int64_t stride) {
+    Bits<COUNT> code = read<Bits<COUNT>>(words);
+    Numbers<COUNT> product{}, before{};
     for (int coordinate = 0; coordinate < SUBSPACE; coordinate++, rotated += stride) {
-        EightFloats asked{};
-        std::memcpy(&asked, rotated, 4 * count);
-        EightWords shifted = code >> (4 * coordinate);
-        EightWords sign = ~(shifted << 28) & 0x80000000u;
-        EightFloats summand = (EightFloats)((EightWords)magnitudes(levels, shifted) ^ sign) * asked;
+        Bits<COUNT> shifted = code >> (4 * coordinate), sign = ~(shifted << 28) & 0x80000000u;
+        Bits<COUNT> magnitude = (Bits<COUNT>)magnitudes<COUNT>(levels, shifted);
+        Numbers<COUNT> summand = (Numbers<COUNT>)(magnitude ^ sign) * read<Numbers<COUNT>>(rotated);
         if (coordinate % 2 == 0)
             before = summand;
         else
             product = coordinate == 1 ? before + summand : product + (before + summand);
     }
-    return product * (EightFloats)weight;
+    return product * (Numbers<COUNT>)widened_halves<COUNT>(halves);
 }
 
-// Fill tokens, scores [k] with the candidates [C], ascending, of the largest estimates of <query, key>, best first, then
-// -1. codes [n, S + S / 2]; levels [8]; rotated [8, S], see `tables`.
-static int64_t rerank(Array<const int32_t, 2> codes, Array<const float, 1> levels, Array<const float, 2> rotated,
-                      Array<const int32_t, 1> candidates, Array<int32_t, 1> tokens, Array<float, 1> scores) {
+// Estimates of <query, key> of the candidates; see `rerank`. S is a multiple of COUNT.
+template <int COUNT>
+static void estimate(Array<const int32_t, 2> codes, Array<const float, 1> levels, Array<const float, 2> rotated,
+                     Array<const int32_t, 1> candidates, float* estimates) {
     int64_t count = candidates.size(), subspaces = rotated.sizes[1], size = codes.sizes[1];
-    std::vector<float> estimates(count);
     for (int64_t i = 0; i < count; i++) {
         const int32_t* later = codes.data + candidates[std::min(i + CANDIDATES_AHEAD, count - 1)] * size;
         fetch(reinterpret_cast<const char*>(later));
@@ -289,17 +296,27 @@ static int64_t rerank(Array<const int32_t, 2> codes, Array<const float, 1> level
         const int32_t* words = codes.data + candidates[i] * size;
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(words + subspaces);
         float total = 0;
-        for (int64_t first = 0; first < subspaces; first += EIGHT) {
-            int64_t here = std::min(EIGHT, subspaces - first);
-            EightFloats terms = here == EIGHT ? terms_of(words + first, halves + first, levels.data,
-                                                         rotated.data + first, subspaces, EIGHT)
-                                              : terms_of(words + first, halves + first, levels.data,
-                                                         rotated.data + first, subspaces, here);
-            for (int64_t j = 0; j < here; j++) total += terms[j];
+        for (int64_t first = 0; first < subspaces; first += COUNT) {
+            Numbers<COUNT> terms =
+                terms_of<COUNT>(words + first, halves + first, levels.data, rotated.data + first, subspaces);
+            for (int j = 0; j < COUNT; j++) total += terms[j];
         }
         estimates[i] = total;
     }
-    write_best(estimates.data(), count, tokens.size(), tokens.data, scores.data);
+}
+
+// Fill tokens, scores [k] with the candidates [C], ascending, of the largest estimates of <query, key>, best first, then
+// -1. codes [n, S + S / 2]; levels [8]; rotated [8, S], see `tables`; S is a power of two.
+static int64_t rerank(Array<const int32_t, 2> codes, Array<const float, 1> levels, Array<const float, 2> rotated,
+                      Array<const int32_t, 1> candidates, Array<int32_t, 1> tokens, Array<float, 1> scores) {
+    std::vector<float> estimates(candidates.size());
+    switch (std::min<int64_t>(rotated.sizes[1], EIGHT)) {
+        case 1: estimate<1>(codes, levels, rotated, candidates, estimates.data()); break;
+        case 2: estimate<2>(codes, levels, rotated, candidates, estimates.data()); break;
+        case 4: estimate<4>(codes, levels, rotated, candidates, estimates.data()); break;
+        default: estimate<EIGHT>(codes, levels, rotated, candidates, estimates.data());
+    }
+    write_best(estimates.data(), candidates.size(), tokens.size(), tokens.data, scores.data);
     for (int32_t& token : tokens)
         if (token >= 0) token = candidates[token];
     return 0;
