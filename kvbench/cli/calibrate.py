@@ -61,8 +61,8 @@ def calibrated(words: Sequence[str], out: Path | None = None) -> Path:
     kind = kind_of(config.method)
     if kind is None:
         raise ConfigError(
-            f"method={config.method.name}: needs no head scores; expected one that does, as"
-            f" {DEFAULT}"
+            f"method={config.method.name}: nothing of it is calibrated; expected a method that"
+            f" measures a model first, as {DEFAULT} or kvzap"
         )
     from kvbench.backends.hf.loading import load
     from kvbench.measure.calibration import calibrate, measured

@@ -25,7 +25,7 @@ COMMANDS = {
     ),
     "calibrate": (
         "kvbench.cli.calibrate:main",
-        "what each head of a model looks for, measured once: for razor, duo, triattention",
+        "what a method measures of a model, once: for razor, duo, triattention, kvzap, qfilter",
     ),
     "submit": ("kvbench.cli.submit:main", "finished runs as one file for a board"),
     "board": (
