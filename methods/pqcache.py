@@ -228,7 +228,7 @@ class PQCache(Method):
         if start == sinks or not zones.retrieved:
             return always
         table, codes = self.tables[layer][row], self.codes[layer]
-        grouped = query.float().view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
+        grouped = query.view(self.shape.kv_heads, self.shape.group, self.subspaces, -1)
         if not is_compiled(query):
             where = table, codes, self.view.seen(layer), row
             best = coded_tokens(grouped, *where, *zones, self.shape.scaling, self.shape.softcap)
@@ -236,7 +236,7 @@ class PQCache(Method):
         attention = torch.empty(self.shape.kv_heads, start - sinks)
         of_row = table.contiguous(), codes, row, sinks
         logits = float(self.shape.scaling), float(self.shape.softcap or 0)
-        KERNELS.coded_attention(grouped, *of_row, *logits, attention)
+        KERNELS.coded_attention(grouped.float(), *of_row, *logits, attention)
         best = top_earliest(attention[None], zones.retrieved)[0]
         return torch.cat([always, best + sinks], dim=1)
 

@@ -9,6 +9,7 @@ import transformers
 from architectures import PAGE, Trial, random_model, small_config, trial
 from driver import slow
 
+from kvbench.backends.hf.cache import KVCache
 from kvbench.config import ConfigError
 
 TEXT = PAGE.read_text()
@@ -53,6 +54,6 @@ def test_a_refused_model_stays_as_it_was(name: str) -> None:
     model = random_model(small_config(name))
     before = model.config._attn_implementation
     with pytest.raises(ConfigError) as refusal:
-        Trial(model).stages()
+        KVCache(model, "full", None, dense_layers=())
     assert type(model).__name__.removesuffix("ForCausalLM") in str(refusal.value) and "\n" not in str(refusal.value)
     assert model.config._attn_implementation == before

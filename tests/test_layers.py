@@ -118,7 +118,8 @@ def test_a_method_runs_on_the_layers_with_full_attention(pair: Any, family: str,
         tokens = generated(model, inputs(batch), cache)
         assert budget == SMALL or tokens == pair(family).expected[batch][0]
     audit = cache.audit()
-    assert 0 < audit["attended_mean"] < LENGTH - OFFSET and not audit["over_rule"] and audit["dense_share"] == 0
+    # a KV head attends what any of its query heads chooses, and a latent is one for all
+    assert 0 < audit["attended_mean"] < LENGTH - OFFSET / 2 and not audit["over_rule"] and audit["dense_share"] == 0
     assert audit.get("windowed_share", 0) == len(windowed) / 4
     assert audit.get("windowed_kv_bytes", 0) == len(windowed) * 2 * (WINDOW - 1) * ENTRY
 

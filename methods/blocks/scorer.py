@@ -253,8 +253,10 @@ class Scorer(KeepsEnds):
                     self.recents, self.shape.lengths, self.budgets[layer], strict=True
                 )
             ]
-            scored = stacked(self.scored[layer])
-            lists = scored, torch.tensor(limits).T.contiguous().to(scored.device)
+            scored, columns = stacked(self.scored[layer]), torch.tensor(limits).T.contiguous()
+            if scored.is_cuda:
+                columns = columns.pin_memory()
+            lists = scored, columns.to(scored.device, non_blocking=True)
             if scored.is_cuda:
                 self.lists[layer] = lists
         return lists[0], self.view.seen(layer), lists[1]
