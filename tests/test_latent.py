@@ -177,7 +177,7 @@ def test_weights_that_change_are_seen_by_the_next_prompt(tiny: Loaded) -> None:
     [
         ("think", {}, "method=ThinK: writes keys or values anew"),
         ("attention_matching", {}, "method=AttentionMatching: writes keys or values anew"),
-        ("shadowkv", {}, "method=ShadowKV: moves values without their keys"),
+        ("shadowkv", {}, "method=ShadowKV: moves values without keys"),
         ("full", {"kv": "kivi4"}, "kv=kivi4: codes values apart from keys"),
         ("full", {"kv": {"key": "int8", "value": "int4"}}, "codes values apart from keys"),
     ],

@@ -157,9 +157,11 @@ class KV(NamedTuple):
         """
         needs = method.needs
         if latent_dim and (needs.writes or needs.rebuilds_keys):
-            what = "writes keys or values anew"
-            what = what if needs.writes else "moves values without their keys"
-            yield f"method={name}: {what}, and in latent attention a value is part of its key"
+            does = "writes keys or values anew" if needs.writes else "moves values without keys"
+            yield (
+                f"method={name}: {does}, and in latent attention a value is part of its key;"
+                " expected a method that keeps or selects tokens as they are, such as snapkv"
+            )
         evicts = method.evicts == "always" or (method.evicts == "counted" and counted)
         why = None
         if needs.home != "device" or needs.on_drop == "offload":
